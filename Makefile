@@ -1,0 +1,90 @@
+# make demo, make test: each sets up what it needs. `make help` lists everything.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ENGINE ?= vllm
+MODEL ?= smollm2
+# make the environments with this one; it needs only the standard library
+BASE_PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell command -v $(name))))
+DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+# on a CPU one environment holds both engines; on a GPU their pins exclude each other
+VENV ?= $(CURDIR)/$(if $(filter gpu,$(DEVICE)),.venv-$(ENGINE),.venv)
+TEST_VENV ?= $(if $(filter gpu,$(DEVICE)),$(CURDIR)/.venv,$(VENV))
+PACKAGE := $(CURDIR)/.build/package
+ARCHS := sm_90a sm_80
+JOBS ?= $(shell nproc)
+TEST_PYTHON := $(TEST_VENV)/bin/python
+PYTEST := $(TEST_VENV)/bin/pytest --timeout=900
+
+.PHONY: help
+help:
+	@echo "make demo [ENGINE=vllm|sglang]  serve SmolLM2 with this backend, ask it a question, measure it beside the engine's own backend (results/)"
+	@echo "     MODEL=DIR                  another model; NUM_PROMPTS=N another load"
+	@echo "     PYTHON=...                 an interpreter that has torch and the engine: no environment is made"
+	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
+	@echo "make kernels                    compile all CUDA kernels for $(ARCHS) into build/cubins; pip install ships them"
+	@echo "make lint                       ruff and mypy"
+	@echo "make unit, make integration     the two halves of the tests"
+	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
+
+.PHONY: demo
+ifdef PYTHON
+demo: export PYTHONPATH := $(PACKAGE)$(if $(PYTHONPATH),:$(PYTHONPATH))
+demo:
+	@$(PYTHON) -m integration.environment --python "$$(command -v $(PYTHON))" --package-folder $(PACKAGE)
+	@$(PYTHON) -m integration.demo --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
+else
+demo: base-python
+	@$(BASE_PYTHON) -m integration.environment --venv $(VENV) --kind $(if $(filter gpu,$(DEVICE)),$(ENGINE)-gpu,cpu)
+	@$(VENV)/bin/python -m integration.demo --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
+endif
+
+.PHONY: test
+test: environment lint kernels unit integration
+	@$(call warn_without_nvcc)
+
+.PHONY: environment
+environment: base-python
+	@$(BASE_PYTHON) -m integration.environment --venv $(TEST_VENV) --kind cpu
+
+.PHONY: lint
+lint: environment
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/mypy
+
+.PHONY: unit
+unit: environment
+	$(PYTEST) -n $(JOBS) tests --ignore=tests/integration
+
+.PHONY: integration
+integration: environment
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) tests/integration
+
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+define warn_without_nvcc
+if [ -z "$(NVCC)" ]; then printf '\n*** NOT CHECKED: there is no nvcc on this machine, so no CUDA kernel was compiled. ***\n*** Install the CUDA toolkit (13.0 is what CI has) and run make kernels.       ***\n\n'; fi
+endef
+
+.PHONY: kernels
+kernels: environment
+ifeq ($(NVCC),)
+	@$(call warn_without_nvcc)
+else
+	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
+endif
+
+.PHONY: base-python
+base-python:
+ifeq ($(BASE_PYTHON),)
+	@echo "error: no Python 3.11, 3.12 or 3.13 on PATH (the CPU builds of the engines need one of them). Install one, or pass BASE_PYTHON=..." >&2; exit 1
+endif
+	@$(BASE_PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(BASE_PYTHON) cannot make virtual environments (Debian: apt-get install python3-venv)" >&2; exit 1; }
+
+.PHONY: clean distclean
+clean:
+	rm -rf build dist results .build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+distclean: clean
+	rm -rf .venv .venv-vllm .venv-sglang

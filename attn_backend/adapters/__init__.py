@@ -1,0 +1,1 @@
+"""Engine glue: the only code that imports an engine."""

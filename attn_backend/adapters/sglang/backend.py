@@ -1,0 +1,292 @@
+"""SGLang's attention backend: plans once a step from the engine's device tensors, runs once a layer.
+
+New tokens are written to the pool first; then one schedule reads everything from it, prefix and new tokens alike. Nothing is copied to the host, gathered into
+index lists or merged afterwards: the page table is the engine's own req_to_token.
+
+CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs no host time. Those kernels read req_to_token
+until the replay ends. Releases that ask are told so; 0.5.17 lets its scheduler go on earlier. What it writes then is never what a running request still reads:
+new tokens lie behind the planned length, a prefix that moved into the radix tree has the same keys and values in its new slots, and the row of a
+finished request is computed for nothing anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch import Tensor
+
+from attn_backend import Attention, BSRView, KVCache, PageTable
+
+from . import compat
+from .support import LayerKind, attention_layers, check_runner, layer_kind, refuse
+from .window import window_page_table
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One step as the engine describes it. Tensors stay where the engine keeps them."""
+
+    num_rows: int             # of Q
+    qo_indptr: Tensor         # int32 [batch + 1]
+    qo_lens: Tensor | int     # [batch], or the one length of all
+    max_qo_len: int
+    kv_lens: Tensor           # [batch], new tokens included
+    rows: Tensor              # [batch], of req_to_token
+
+
+class Plan:
+    """The layers of one kind: they share what is planned at each step."""
+
+    def __init__(self, kind: LayerKind, attention: Attention) -> None:
+        self.kind = kind
+        self.attention = attention              # captured by graphs: never replaced once there are any
+        self.large: Attention | None = None     # for a batch beyond that one's bounds
+        self.current: Attention | None = None   # the one that holds this step's plan
+
+
+class Layer:
+    """What is remembered of a layer between steps."""
+
+    def __init__(self, layer: RadixAttention, plan: Plan) -> None:
+        self.plan = plan
+        self.num_qo_heads: int = layer.tp_q_head_num
+        self.head_dim: int = layer.head_dim
+        self.sm_scale = float(layer.scaling)
+        self.logits_soft_cap = float(layer.logit_cap or 0.0)
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self.kv: KVCache | None = None
+
+    def cache(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
+        """The layer's buffers as a cache of pages. They are the same tensors at every step, unless the engine reallocates them."""
+        if self.kv is None or k is not self.k or v is not self.v:
+            self.k, self.v, self.kv = k, v, KVCache.from_slots(k, v, page_size)
+        return self.kv
+
+
+class SGLangAttentionBackend(AttentionBackend):
+    """Raises ValueError in the constructor, that is while the engine starts, for what it cannot serve."""
+
+    needs_cpu_seq_lens = False                        # plans read lengths on the device
+    extend_dummy_seqs_capped_by_req_pool = True       # workspaces are sized for the requests that the pool holds
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        check_runner(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.page_size: int = runner.page_size or 1
+        self.device: torch.device = self.req_to_token_pool.req_to_token.device
+        self.dtype: torch.dtype = runner.dtype
+        self.forward_metadata: Batch | None = None    # the name that the engine clears on idle steps
+        self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        self._window_slots: Tensor | None = None      # where this step's tokens go in the window pool
+        self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
+
+        self._max_batch = -(-self.req_to_token_pool.size // 32) * 32        # the engine pads batches to what its graphs and its ranks need
+        self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
+        self._plans: dict[LayerKind, Plan] = {}
+        self._layers: dict[RadixAttention, Layer] = {}
+        self._allocate_buffers()
+        for layer in attention_layers(runner.model):
+            self._remember(layer)
+
+    # What the engine asks.
+
+    def support_triton(self) -> bool:
+        return self.device.type == "cuda"
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """0.5.18 and later: until when the engine must not write req_to_token."""
+        return compat.shared_reads_end_after_replay() if mode.is_decode() or mode.is_target_verify() else super().shared_read_ends(mode)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Called before anything of these sizes is captured."""
+        if max_bs > self._max_batch or max_num_tokens > self._max_rows:
+            self._max_batch, self._max_rows = max(max_bs, self._max_batch), max(max_num_tokens, self._max_rows)
+            self._allocate_buffers()
+            for plan in self._plans.values():
+                plan.attention = self._make_attention(plan.kind, self._max_rows, self._max_batch)
+
+    # Planning. `init_forward_metadata` of the base class calls both.
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Extends are planned here: the runner that captures whole prefills calls nothing else."""
+        if not _is_uniform(forward_batch.forward_mode):
+            self._plan(self._describe(forward_batch), forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Decode and verify steps are planned here, inside the graph when there is one."""
+        if _is_uniform(forward_batch.forward_mode):
+            self._plan(self._describe(forward_batch), forward_batch)
+
+    def _describe(self, forward_batch: Any) -> Batch | None:
+        """None: nothing to attend to."""
+        mode = forward_batch.forward_mode
+        batch_size: int = forward_batch.batch_size
+        if batch_size == 0 or mode.is_idle():
+            return None
+        rows, kv_lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
+        if mode.is_decode():
+            return Batch(batch_size, self._one_row_each(batch_size), 1, 1, kv_lens, rows)
+        if mode.is_target_verify():
+            draft_len = _chain_length(forward_batch.spec_info)
+            qo_indptr = torch.arange(0, (batch_size + 1) * draft_len, draft_len, dtype=torch.int32, device=self.device)
+            return Batch(batch_size * draft_len, qo_indptr, draft_len, draft_len, kv_lens + draft_len, rows)
+        if mode.is_draft_extend_v2() or mode.is_dllm_extend():
+            raise refuse(f"the forward mode {mode.name}")
+        qo_lens = forward_batch.extend_seq_lens[:batch_size]
+        num_rows = forward_batch.positions.shape[0]
+        host_lens = forward_batch.extend_seq_lens_cpu
+        max_qo_len = num_rows if host_lens is None else int(max(host_lens))
+        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows)
+
+    def _plan(self, batch: Batch | None, forward_batch: Any) -> None:
+        self.forward_metadata = batch
+        if batch is None:
+            return
+        if self._window_pool is not None and forward_batch.out_cache_loc is not None:
+            self._window_slots = self._translate(forward_batch.out_cache_loc)
+        for plan in self._plans.values():
+            self._plan_layers(plan, batch)
+
+    def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
+        kind = plan.kind
+        plan.current = self._attention_for(plan, batch)
+        plan.current.plan(BSRView(batch.qo_indptr, self._page_table(kind, batch), causal=kind.causal, window_left=kind.window_left))
+        return plan.current
+
+    def _page_table(self, kind: LayerKind, batch: Batch) -> PageTable:
+        req_to_token = self.req_to_token_pool.req_to_token
+        if not kind.in_window_pool:
+            return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, self.page_size)
+        mapping = self._window_pool.full_to_swa_index_mapping
+        return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, kind.window_left, mapping, self.page_size)
+
+    # Running.
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **extra: Any
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **extra: Any
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
+
+    def _forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
+    ) -> Tensor:
+        """q: [rows, num_qo_heads * head_dim]; k, v: [rows, num_kv_heads, head_dim], or None where another layer's cache is read.
+
+        Returns [rows, num_qo_heads * head_dim].
+        """
+        if extra:
+            _refuse_extras(extra)
+        known = self._layers.get(layer) or self._remember(layer)
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None:       # False with k given: the model's rotary kernel has written them already
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._window_slots), k, v)
+        k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)       # at every step: it waits for KV that is still being loaded
+        attention = known.plan.current or self._plan_late(known.plan)
+        num_rows = q.shape[0]
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is None or out.shape[0] != num_rows:
+            out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim))
+        shape = (num_rows, known.num_qo_heads, known.head_dim)
+        kv = known.cache(k_buffer, v_buffer, self.page_size)
+        attention.run(q.view(shape), kv, out=out.view(shape), sm_scale=known.sm_scale, logits_soft_cap=known.logits_soft_cap)
+        return out
+
+    # Layers, workspaces, buffers.
+
+    def _remember(self, layer: RadixAttention) -> Layer:
+        in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
+        kind = layer_kind(layer, in_window_pool)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = Plan(kind, self._make_attention(kind, self._max_rows, self._max_batch))
+        known = self._layers[layer] = Layer(layer, plan)
+        return known
+
+    def _plan_late(self, plan: Plan) -> Attention:
+        """For a layer that the model did not show when the engine started: the step is planned already, for the others."""
+        if self.forward_metadata is None:
+            raise RuntimeError("a layer's forward was called before init_forward_metadata")
+        return self._plan_layers(plan, self.forward_metadata)
+
+    def _attention_for(self, plan: Plan, batch: Batch) -> Attention:
+        batch_size = batch.qo_indptr.shape[0] - 1
+        if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:
+            return plan.attention
+        if plan.large is None or batch.num_rows > plan.large.max_rows or batch_size > plan.large.max_batch:
+            plan.large = self._make_attention(plan.kind, 2 * max(batch.num_rows, self._max_rows), 2 * max(batch_size, self._max_batch))
+        return plan.large
+
+    def _make_attention(self, kind: LayerKind, max_rows: int, max_batch: int) -> Attention:
+        return Attention(kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, dtype=self.dtype, device=self.device, max_rows=max_rows, max_batch=max_batch)
+
+    def _allocate_buffers(self) -> None:
+        self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)
+        self._qo_indptr = torch.zeros(self._max_batch + 1, dtype=torch.int32, device=self.device)
+        # Captured prefills read it at every replay, so it stays where it is.
+        self._window_slot_buffer = torch.zeros(self._max_rows if self._window_pool is not None else 0, dtype=torch.int64, device=self.device)
+
+    def _one_row_each(self, batch_size: int) -> Tensor:
+        if batch_size > self._max_batch:
+            return torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
+        return self._arange[: batch_size + 1]
+
+    def _prefix_sum(self, lens: Tensor) -> Tensor:
+        batch_size = lens.shape[0]
+        fits = batch_size <= self._max_batch
+        indptr = self._qo_indptr[: batch_size + 1] if fits else torch.zeros(batch_size + 1, dtype=torch.int32, device=self.device)
+        torch.cumsum(lens, dim=0, dtype=torch.int32, out=indptr[1:])
+        return indptr
+
+    def _translate(self, slots: Tensor) -> Tensor:
+        """Slots of the full pool in the window pool's numbering."""
+        mapping = self._window_pool.full_to_swa_index_mapping
+        count = slots.shape[0]
+        if count > self._window_slot_buffer.shape[0]:
+            return mapping[slots]
+        self._window_slot_buffer[count:].zero_()       # a captured prefill writes its padding rows too: to slot 0, which no request has
+        return torch.index_select(mapping, 0, slots, out=self._window_slot_buffer[:count])
+
+    @staticmethod
+    def _longest_extend(runner: Any) -> int:
+        """Most new tokens of one step. Without chunks a prompt as long as the context comes in one piece; a batch of several stops at max_prefill_tokens."""
+        return max(
+            runner.model_config.context_len,
+            int(compat.setting("schedule.max_prefill_tokens", 16384)),
+            int(compat.setting("schedule.chunked_prefill_size", 0)),
+        )
+
+
+def _is_uniform(mode: Any) -> bool:
+    """Whether all requests have the same number of rows, so that the step may run as a captured graph of a fixed batch size."""
+    return bool(mode.is_decode_or_idle() or mode.is_target_verify())
+
+
+def _chain_length(spec_info: Any) -> int:
+    """Draft tokens of each request of a verifying step. A chain needs no mask beyond the causal one."""
+    topk = getattr(spec_info, "topk", None)
+    if topk != 1:
+        raise refuse(f"speculative drafts that are trees (topk = {topk})", "use --speculative-eagle-topk 1, or another --attention-backend")
+    return int(spec_info.draft_token_num)
+
+
+def _refuse_extras(extra: dict[str, Any]) -> None:
+    given = sorted(name for name, value in extra.items() if value is not None)
+    if given:
+        raise refuse(f"what this model's attention asks for ({', '.join(given)})")

@@ -1,0 +1,68 @@
+"""What differs between SGLang's releases: 0.5.17 to 0.5.23 are known. The one place that looks at which release runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+def release() -> str:
+    """SGLang's version, or "unknown"."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def register_backend(name: str, create: Callable[[Any], Any]) -> None:
+    """Adds a backend to SGLang's registry and to the choices of `--attention-backend`. Registering the same name again only replaces the factory.
+
+    The engine's other lists of names (deterministic inference, chunked prefix cache of MLA models, draft models) promise what this backend does not do.
+
+    Raises:
+        RuntimeError: the registry is not where the known releases have it.
+    """
+    try:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    except ImportError as error:
+        raise RuntimeError(f"attention backend {name!r} cannot be registered with SGLang {release()}: {error}") from error
+    register_attention_backend(name)(create)
+    if name not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([name])
+
+
+def starts_triton_on_cpu(name: str) -> bool:
+    """Whether the engine would launch Triton kernels beside this backend on a machine without a GPU.
+
+    Up to 0.5.21 it decides by the backend's name and knows only its own; later releases also ask the platform.
+    """
+    from sglang.srt.utils.common import support_triton
+
+    return bool(support_triton(name))
+
+
+def setting(path: str, default: Any) -> Any:
+    """A resolved option of the running server, e.g. "schedule.chunked_prefill_size"; `default` where this release or this process does not have it."""
+    from sglang.srt import runtime_context
+
+    group, *rest = path.split(".")
+    getter = getattr(runtime_context, f"get_{group}", None)
+    if getter is None:
+        return default
+    try:
+        value = getter()
+        for name in rest:
+            value = getattr(value, name)
+    except (AttributeError, ValueError, AssertionError, RuntimeError):   # not published, no such option, or no process group yet
+        return default
+    return default if value is None else value
+
+
+def shared_reads_end_after_replay() -> Any:
+    """What `AttentionBackend.shared_read_ends` returns when the captured kernels read req_to_token until the replay ends. None: this release does not ask."""
+    from sglang.srt.layers.attention import base_attn_backend
+
+    ends = getattr(base_attn_backend, "SharedReadEnds", None)
+    return None if ends is None else ends.POST_REPLAY

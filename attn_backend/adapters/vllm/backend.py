@@ -1,0 +1,113 @@
+"""What this package tells vLLM that it can do."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm.impl import AttnImpl
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+
+
+DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class AttnBackend(AttentionBackend):
+    """The backend behind `--attention-backend CUSTOM`.
+
+    The KV cache of a layer is one tensor [blocks, kv_heads, page, 2 * head_dim], K before V in the last dimension, in any memory layout whose last dimension is
+    contiguous: NHD, HND, padded blocks and blocks that interleave layers are all the same to the kernels.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnImpl]:
+        return AttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnMetadataBuilder]:
+        return AttnMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+        """Shape of a layer's KV cache (see compat.py for who asks)."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return compat.kv_cache_stride_order(include_num_layers_dimension)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return AttnImpl.head_sizes
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
+        if kv_cache_dtype in DTYPE_NAMES and DTYPE_NAMES[kv_cache_dtype] != dtype:
+            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: K and V must have the dtype of the queries"
+        return None
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(*args, **kwargs)
+        if kwargs.get("use_non_causal") and kwargs.get("has_sliding_window"):
+            reasons.append("a sliding window to both sides (non-causal) not supported")
+        return reasons
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True  # plans from the lengths on the device and reads none on the host
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False

@@ -1,0 +1,66 @@
+"""What differs between vLLM releases. Nothing else in this adapter knows a release: it asks here, and here the answer is probed, not looked up by version.
+
+| | 0.26 | 0.32 and 0.33 |
+|---|---|---|
+| shape of the KV cache | asked of the backend: get_kv_cache_shape | from the layer's spec: always [blocks, kv_heads, page, K and V] |
+| NHD or HND | a global setting, asked of the backend as a permutation: get_kv_cache_stride_order | a layout of the engine; the backend may restrict it: supported_kv_cache_layouts |
+| get_supported_kernel_block_sizes | called without arguments | called with the spec of the KV cache |
+| layers with several implementations | none | AttentionImpl.get_impl_variants |
+| draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
+| flags for R-SWA and DCP | none: the builder refuses | asked of the backend |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in front.
+STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
+    ("NHD", False): (0, 2, 1, 3),
+    ("NHD", True): (1, 0, 3, 2, 4),
+    ("HND", False): (0, 1, 2, 3),
+    ("HND", True): (1, 2, 0, 3, 4),
+}
+
+
+def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
+    """Order of the KV cache's dimensions in memory, for releases that ask the backend for it.
+
+    Raises:
+        NotImplementedError: this release decides the layout itself.
+    """
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    except ImportError:
+        raise NotImplementedError("this release of vLLM lays out the KV cache itself") from None
+    return STRIDE_ORDERS[get_kv_cache_layout(), include_num_layers_dimension]
+
+
+def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator[Any]:
+    """The attention implementations behind the named layers; nothing for names that the engine does not know (its own attention tests)."""
+    for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names).values():
+        impl = getattr(layer, "impl", None)
+        if hasattr(impl, "get_impl_variants"):
+            yield from impl.get_impl_variants()
+        elif impl is not None:
+            yield impl
+
+
+def unsupported_feature(vllm_config: VllmConfig) -> str | None:
+    """What the model or the deployment needs and this package does not have; None if nothing. Only what no release, or not every one, asks the backend about."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if getattr(model, "rswa_window", None) is not None:
+        return "reference sliding window attention (R-SWA)"
+    if getattr(model, "is_mm_prefix_lm", False):
+        return "bidirectional attention over multimodal prefixes"
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return "batches that mix causal and bidirectional requests (diffusion models)"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return "decode context parallelism"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism"
+    return None

@@ -1,0 +1,135 @@
+"""Attention of one layer: where vLLM's tensors meet run() and append_kv()."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from attn_backend.adapters.vllm.metadata import AttnMetadata, PlanKey, window_left
+from attn_backend.kernels.append import append_kv
+from attn_backend.metadata.kv_cache import KVCache
+
+
+class AttnImpl(AttentionImpl[AttnMetadata]):
+    """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
+
+    head_sizes: ClassVar[list[int]] = [64, 128, 256]
+    other_backend: ClassVar[str] = "choose another --attention-backend"
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        """
+        Args:
+            sliding_window: tokens that a query sees, itself included.
+            extra: what only some models pass (sinks, chunk_lookback, ...). Refused unless it is at its neutral value.
+
+        Raises:
+            NotImplementedError: the layer needs what this package does not have.
+        """
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = None
+        self.sliding_window = (window_left(sliding_window), 0 if sliding_window is not None else -1)  # to the left and to the right, like vLLM's own backends
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.plan_key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window))
+
+        if head_size not in self.head_sizes:
+            self._refuse(f"head size {head_size}")
+        if attn_type != AttentionType.DECODER:
+            self._refuse(f"attention of type {attn_type}")
+        if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+            self._refuse(f"a KV cache of dtype {kv_cache_dtype}")
+        if alibi_slopes is not None:
+            self._refuse("ALiBi")
+        for name, value in extra.items():
+            if isinstance(value, torch.Tensor) or value not in (None, False, -1):
+                self._refuse(f"the attention argument {name}")
+
+    def _refuse(self, what: str) -> None:
+        raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend}")
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttnMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone.
+            key, value: not read: do_kv_cache_update has put them into the cache.
+            kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides.
+            attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
+
+        Returns:
+            output
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("attn_backend does not quantize its output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        attention = attn_metadata.plans[self.plan_key]
+        attention.run(query, kv_cache_view(kv_cache), out=output, sm_scale=self.scale, logits_soft_cap=self.logits_soft_cap)
+        return output
+
+    def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Writes new K and V into the cache.
+
+        Args:
+            key, value: [tokens, num_kv_heads, head_size]
+            slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
+        """
+        tokens = slot_mapping.shape[0]
+        if key.shape[0] != tokens:
+            tokens = min(tokens, key.shape[0])
+            key, value, slot_mapping = key[:tokens], value[:tokens], slot_mapping[:tokens]
+        append_kv(key, value, kv_cache_view(kv_cache), slot_mapping)
+
+
+class CpuAttnImpl(AttnImpl):
+    """A layer on a CPU."""
+
+    head_sizes: ClassVar[list[int]] = list(range(8, 257, 8))
+    other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
+
+
+def kv_cache_view(kv_cache: torch.Tensor) -> KVCache:
+    """The K and V of a layer's cache. Made once and kept on the tensor itself, so that it lives exactly as long: vLLM frees a trial cache before it allocates the
+    real one.
+
+    Args:
+        kv_cache: [blocks, num_kv_heads, page, 2 * head_size]
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is None:
+        # Views of `data` do not refer to the tensor that will refer to them.
+        view = KVCache.from_packed(kv_cache.data, layout="HND")
+        kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view

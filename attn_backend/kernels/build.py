@@ -1,0 +1,67 @@
+"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel, and fails on a spill or a source that does not compile."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .cubins import ARCHS, compile_kernel, kernel_sources
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def spilled_bytes(report: str) -> int:
+    """Bytes of local memory that the compiler's report counts as spills."""
+    return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(report))
+
+
+def build(archs: list[str], jobs: int, out: Path | None) -> int:
+    """Compiles every kernel for every arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
+    tasks = [(name, arch) for arch in archs for name in kernel_sources()]
+    failures = 0
+
+    def one(task: tuple[str, str]) -> tuple[str, str, float, str, Path | None]:
+        name, arch = task
+        start = time.monotonic()
+        try:
+            path, report = compile_kernel(name, arch)
+        except RuntimeError as error:
+            return name, arch, time.monotonic() - start, str(error), None
+        return name, arch, time.monotonic() - start, report, path
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, arch, seconds, report, path in pool.map(one, tasks):
+            if path is None:
+                failures += 1
+                print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
+                continue
+            registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
+            spills = spilled_bytes(report)
+            failures += spills > 0
+            kib = path.stat().st_size >> 10
+            print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s{'  SPILLS' if spills else ''}", flush=True)
+            if out is not None:
+                target = out / arch / f"{name}.cubin"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+    return failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="repeatable; default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="folder that receives <arch>/<name>.cubin; `pip install .` ships build/cubins")
+    arguments = parser.parse_args()
+    sys.exit(1 if build(arguments.arch or list(ARCHS), arguments.jobs, arguments.out) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Checks of the values in a view's tensors. They read the tensors, so they are for CPU tensors: on a GPU the planner clamps what these would refuse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .composition import BSRView
+from .page_table import PageTable
+from .structure import refuse
+
+
+def check_values(view: BSRView, max_rows: int) -> None:
+    """Checks lengths, table rows, and the page ids that are used.
+
+    Args:
+        view: its tensors are on the CPU.
+        max_rows: the most rows that qo_indptr may end at.
+
+    Raises:
+        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a length that is negative or longer than its row of the table; a last
+            page length outside 1 .. page_size; a row outside the table; a negative page id.
+    """
+    if view.batch_size == 0:
+        return
+    _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
+    table = view.table
+    if table.form == "csr":
+        _check_csr(table)
+    elif table.form == "block_table":
+        _check_block_table(table)
+    elif table.form == "token_slots":
+        _check_token_slots(table)
+    else:
+        _check_indptr("kv_indptr", _present(table.indptr))
+
+
+def _check_csr(table: PageTable) -> None:
+    indptr, indices, last_page_len = _present(table.indptr), _present(table.indices), _present(table.last_page_len)
+    used = _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
+    wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
+    if wrong.any():
+        request = _first(wrong)
+        refuse(f"kv_last_page_len[{request}]", last_page_len[request].item(), f"1 .. page_size = {table.page_size}")
+    if used > 0 and indices[:used].min() < 0:
+        entry = _first(indices[:used] < 0)
+        refuse(f"kv_indices[{entry}]", indices[entry].item(), "a page id, 0 or more")
+
+
+def _check_block_table(table: PageTable) -> None:
+    block_table, kv_lens = _present(table.indices), _present(table.kv_lens)
+    max_pages = block_table.shape[1]
+    longest = _check_range("kv_lens", kv_lens, max_pages * table.page_size, f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens")
+    _check_entries("block_table", block_table[:, : -(-longest // table.page_size)], kv_lens, table.page_size)
+
+
+def _check_token_slots(table: PageTable) -> None:
+    req_to_token, rows, kv_lens = _present(table.indices), _present(table.rows), _present(table.kv_lens)
+    _check_range("rows", rows, req_to_token.shape[0] - 1, "the last row of req_to_token")
+    longest = _check_range("kv_lens", kv_lens, req_to_token.shape[1], "the tokens that a row of req_to_token holds")
+    _check_entries("req_to_token", req_to_token[:, : longest : table.page_size].index_select(0, rows), kv_lens, table.page_size)
+
+
+def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
+    """Returns the last element, which may be `limit` at most (`what` says what that is)."""
+    first, last = int(indptr[0]), int(indptr[-1])
+    if first != 0:
+        refuse(f"{name}[0]", first, "0")
+    falls = indptr[1:] < indptr[:-1]
+    if falls.any():
+        i = _first(falls) + 1
+        refuse(f"{name}[{i}]", indptr[i].item(), f"at least {indptr[i - 1].item()}, the element before it")
+    if limit is not None and last > limit:
+        refuse(f"{name}[{indptr.shape[0] - 1}]", last, f"at most {limit}, {what}")
+    return last
+
+
+def _check_range(name: str, values: Tensor, limit: int, what: str) -> int:
+    """Returns the largest element; all are 0 .. `limit` (`what` says what that is)."""
+    smallest, largest = (int(value) for value in values.aminmax())
+    if smallest < 0:
+        refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
+    if largest > limit:
+        refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
+    return largest
+
+
+def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int) -> None:
+    """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every request; beyond its length anything."""
+    if entries.numel() == 0 or entries.min() >= 0:
+        return
+    wrong = (entries < 0) & (torch.arange(entries.shape[1]) * page_size < kv_lens[:, None])
+    if wrong.any():
+        request, page = (int(i) for i in wrong.nonzero()[0])
+        refuse(f"{name}: page {page} of request {request}", entries[request, page].item(), "0 or more")
+
+
+def _first(mask: Tensor) -> int:
+    return int(mask.nonzero()[0, 0])
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,143 @@
+"""K and V of one layer as the engine stores them, seen through strided views: nothing is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .structure import check_same_device, dtype_name, refuse
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """k, v: [pages, page_size, num_kv_heads, head_dim], bfloat16, float16 or float32; head_dim is contiguous, the other strides are free, and V's may differ
+    from K's. Made by one of the `from_...` methods.
+
+    Raises:
+        ValueError: K or V of another dtype or dimension, K and V that do not match, or a head_dim that is not contiguous.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def from_tensor(cls, kv: Tensor, layout: str = "NHD") -> KVCache:
+        """kv: NHD [pages, 2, page_size, num_kv_heads, head_dim], HND [pages, 2, num_kv_heads, page_size, head_dim]."""
+        _check_dimensions("kv", kv, 5, "[pages, 2, page_size, num_kv_heads, head_dim]")
+        if kv.shape[1] != 2:
+            refuse("kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
+        k, v = kv.unbind(1)
+        return cls(_token_major(k, layout), _token_major(v, layout))
+
+    @classmethod
+    def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD") -> KVCache:
+        """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]."""
+        _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
+        _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
+        return cls(_token_major(k, layout), _token_major(v, layout))
+
+    @classmethod
+    def from_packed(cls, kv: Tensor, layout: str = "HND") -> KVCache:
+        """K and V side by side in the last dimension.
+
+        kv: HND [pages, num_kv_heads, page_size, 2 * head_dim], NHD [pages, page_size, num_kv_heads, 2 * head_dim].
+        """
+        _check_dimensions("kv", kv, 4, "[pages, num_kv_heads, page_size, 2 * head_dim]")
+        if kv.shape[3] % 2 != 0:
+            refuse("kv", kv, "a tensor with an even last dimension: 2 * head_dim")
+        head_dim = kv.shape[3] // 2
+        return cls(_token_major(kv[..., :head_dim], layout), _token_major(kv[..., head_dim:], layout))
+
+    @classmethod
+    def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1) -> KVCache:
+        """k, v: [slots, num_kv_heads, head_dim]; page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off."""
+        _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
+        _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
+        if not isinstance(page_size, int) or page_size < 1:
+            refuse("page_size", page_size, "an int of at least 1 token")
+        return cls(_pages_of_slots(k, page_size), _pages_of_slots(v, page_size))
+
+    @classmethod
+    def from_ragged(cls, k: Tensor, v: Tensor) -> KVCache:
+        """k, v: [tokens, num_kv_heads, head_dim], as `PageTable.ragged` addresses them; page_size is 1."""
+        return cls.from_slots(k, v, 1)
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens."""
+        return self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k", _checked("k", self.k))
+        object.__setattr__(self, "v", _checked("v", self.v))
+        if self.v.shape != self.k.shape or self.v.dtype != self.k.dtype:
+            refuse("v", self.v, f"of k's shape {list(self.k.shape)} and dtype {dtype_name(self.k.dtype)}")
+        check_same_device("v", self.v, "k", self.k.device)
+
+
+def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.ndim != ndim:
+        refuse(name, tensor, f"a tensor {shape}")
+
+
+def _checked(name: str, view: Tensor) -> Tensor:
+    """`view` with plain strides."""
+    _check_dimensions(name, view, 4, "[pages, page_size, num_kv_heads, head_dim]")
+    if view.dtype not in DTYPES:
+        refuse(name, view, "bfloat16, float16 or float32")
+    if view.shape[1] < 1:
+        refuse(name, view, "of page_size >= 1: [pages, page_size, num_kv_heads, head_dim]")
+    if view.stride(3) != 1 and view.shape[3] > 1:
+        refuse(name, view, "contiguous along head_dim")
+    return _with_plain_strides(view)
+
+
+def _with_plain_strides(view: Tensor) -> Tensor:
+    """A dimension of size 1 gets the stride that it has in a contiguous tensor. It is never used, but may be anything, and alignment is judged by strides."""
+    sizes, strides = view.shape, view.stride()
+    if 1 not in sizes:
+        return view
+    plain = list(strides)
+    plain[3] = 1
+    for dim in (2, 1, 0):
+        if sizes[dim] == 1:
+            plain[dim] = plain[dim + 1] * sizes[dim + 1]
+    return view if tuple(plain) == strides else view.as_strided(sizes, plain)
+
+
+def _token_major(tensor: Tensor, layout: str) -> Tensor:
+    """`tensor`, which has this layout, as [pages, page_size, num_kv_heads, head_dim]."""
+    if layout == "NHD":
+        return tensor
+    if layout == "HND":
+        return tensor.transpose(1, 2)
+    refuse("layout", layout, "'NHD' or 'HND'")
+
+
+def _pages_of_slots(tensor: Tensor, page_size: int) -> Tensor:
+    pages = tensor.shape[0] // page_size
+    return tensor[: pages * page_size].unflatten(0, (pages, page_size))

@@ -1,0 +1,141 @@
+"""Where the tokens of each request live: the page tables of every engine in one type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .structure import INT32, INT32_OR_INT64, check_same_device, index_tensor, indptr_tensor, refuse, table_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages and the lengths of a batch's requests. Made by `csr`, `block_table`, `token_slots` or `ragged`, which say what each tensor holds.
+
+    The tensors are kept, not copied: what counts is what they hold when a plan is made (on CUDA: when the plan's kernel runs).
+    Structure (dtype, dimensions, strides, device) is checked here. Values are checked by `Attention.plan` for CPU tensors, clamped on the device for others.
+
+    Raises:
+        ValueError: a tensor of the wrong structure.
+    """
+
+    page_size: int
+    indices: Tensor | None = None
+    indptr: Tensor | None = None
+    last_page_len: Tensor | None = None
+    kv_lens: Tensor | None = None
+    rows: Tensor | None = None
+    entry_step: int = 1   # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+
+    @classmethod
+    def csr(cls, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int) -> PageTable:
+        """Request i owns the pages kv_indices[kv_indptr[i]:kv_indptr[i+1]].
+
+        Args:
+            kv_indptr: int32 or int64 [batch + 1].
+            kv_indices: int32 [at least kv_indptr[-1]], page ids.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page.
+            page_size: tokens.
+        """
+        indptr_tensor("kv_indptr", kv_indptr)     # what is None would make a table of another form
+        index_tensor("kv_indices", kv_indices, INT32, "[pages]")
+        return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len)
+
+    @classmethod
+    def block_table(cls, block_table: Tensor, kv_lens: Tensor, page_size: int) -> PageTable:
+        """Page j of request i is block_table[i, j].
+
+        Args:
+            block_table: int32 [batch, max_pages], page ids. Rows are contiguous; their stride may exceed max_pages. What a request does not use is not read.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. max_pages * page_size.
+            page_size: tokens.
+        """
+        return cls(page_size, indices=block_table, kv_lens=kv_lens)
+
+    @classmethod
+    def token_slots(cls, req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, page_size: int = 1) -> PageTable:
+        """Token t of request i is in slot req_to_token[rows[i], t]; a slot is page * page_size + the token's place in its page.
+
+        Args:
+            req_to_token: int32 [requests, max_tokens]. Rows are contiguous. Only the slot of each page's first token is read: the others must follow it.
+            rows: int32 or int64 [batch], the table's row of each request.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. max_tokens.
+            page_size: tokens.
+        """
+        index_tensor("rows", rows, INT32_OR_INT64, "[batch]")
+        return cls(page_size, indices=req_to_token, rows=rows, kv_lens=kv_lens, entry_step=page_size)
+
+    @classmethod
+    def ragged(cls, kv_indptr: Tensor) -> PageTable:
+        """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows kv_indptr[i]:kv_indptr[i+1].
+
+        Args:
+            kv_indptr: int32 or int64 [batch + 1].
+        """
+        indptr_tensor("kv_indptr", kv_indptr)
+        return cls(1, indptr=kv_indptr)
+
+    @property
+    def form(self) -> str:
+        """'csr', 'block_table', 'token_slots' or 'ragged'."""
+        if self.indptr is not None:
+            return "ragged" if self.indices is None else "csr"
+        return "block_table" if self.rows is None else "token_slots"
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+        if self.indptr is not None:
+            return self.indptr.shape[0] - 1
+        assert self.kv_lens is not None
+        return self.kv_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors of the table are."""
+        tensor = self.indices if self.indptr is None else self.indptr
+        assert tensor is not None
+        return tensor.device
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.page_size, int) or self.page_size < 1:
+            refuse("page_size", self.page_size, "an int of at least 1 token")
+        if self.entry_step not in (1, self.page_size):
+            refuse("entry_step", self.entry_step, f"1 or page_size = {self.page_size}")
+        form = self.form
+        if form == "csr":
+            _check_csr(self)
+        elif form == "block_table":
+            _check_block_table(self)
+        elif form == "token_slots":
+            _check_token_slots(self)
+        else:
+            indptr_tensor("kv_indptr", self.indptr)
+            if self.page_size != 1:
+                refuse("page_size", self.page_size, "1 for ragged K and V")
+
+
+def _check_csr(table: PageTable) -> None:
+    indptr = indptr_tensor("kv_indptr", table.indptr)
+    indices = index_tensor("kv_indices", table.indices, INT32, "[pages]")
+    last_page_len = index_tensor("kv_last_page_len", table.last_page_len, INT32_OR_INT64, "[batch]", indptr.shape[0] - 1)
+    check_same_device("kv_indices", indices, "kv_indptr", indptr.device)
+    check_same_device("kv_last_page_len", last_page_len, "kv_indptr", indptr.device)
+
+
+def _check_block_table(table: PageTable) -> None:
+    block_table = table_tensor("block_table", table.indices, "[batch, max_pages]")
+    kv_lens = index_tensor("kv_lens", table.kv_lens, INT32_OR_INT64, "[batch]", block_table.shape[0])
+    check_same_device("kv_lens", kv_lens, "block_table", block_table.device)
+
+
+def _check_token_slots(table: PageTable) -> None:
+    req_to_token = table_tensor("req_to_token", table.indices, "[requests, max_tokens]")
+    rows = index_tensor("rows", table.rows, INT32_OR_INT64, "[batch]")
+    kv_lens = index_tensor("kv_lens", table.kv_lens, INT32_OR_INT64, "[batch]", rows.shape[0])
+    check_same_device("rows", rows, "req_to_token", req_to_token.device)
+    check_same_device("kv_lens", kv_lens, "req_to_token", req_to_token.device)
+    if req_to_token.shape[0] == 0 and rows.shape[0] > 0:
+        refuse("req_to_token", req_to_token, "of at least one row")

@@ -1,0 +1,80 @@
+"""The lines of the attention benchmark: lengths and head counts, and what each must at least move and compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line: bf16, causal, lengths in tokens."""
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        """K, V, Q and O once."""
+        kv = sum(self.kv_lens) * self.num_kv_heads * self.head_dim * 2
+        qo = sum(self.qo_lens) * self.num_qo_heads * self.head_dim * 2
+        return 2 * (kv + qo)
+
+    @property
+    def flops(self) -> int:
+        """Two products over the pairs that a causal mask leaves visible."""
+        pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(self.qo_lens, self.kv_lens, strict=True))
+        return 4 * pairs * self.num_qo_heads * self.head_dim
+
+
+def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[int, ...]:
+    """`batch` lengths of mean about `mean`: const, uniform over [1, 2 mean) scaled as in U(0.5 mean, mean), or zipf (a few very long ones), seeded."""
+    generator = np.random.default_rng(seed)
+    if distribution == "const":
+        return (mean,) * batch
+    if distribution == "uniform":
+        return tuple(int(n) for n in generator.integers(mean // 2, mean + 1, batch))
+    ranks = generator.permutation(np.arange(1, batch + 1))
+    weights = 1.0 / ranks
+    return tuple(max(1, int(n)) for n in weights / weights.sum() * mean * batch)
+
+
+def _decode(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
+    kv_lens = lengths(distribution, batch, mean)
+    return Case(f"decode bs{batch} {distribution}{mean} h{qo}/{kv} d{head_dim} p{page_size}", (1,) * batch, kv_lens, qo, kv, head_dim, page_size)
+
+
+def _prefill(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
+    qo_lens = lengths(distribution, batch, mean)
+    return Case(f"prefill bs{batch} {distribution}{mean} h{qo}/{kv} d{head_dim} p{page_size}", qo_lens, qo_lens, qo, kv, head_dim, page_size)
+
+
+def all_cases() -> list[Case]:
+    """Every line, in the order of the table."""
+    cases = [_decode(16, distribution, 1024, qo, kv) for qo, kv in ((32, 32), (32, 8), (64, 8)) for distribution in ("const", "uniform", "zipf")]
+    cases += [_decode(1, "const", 8192, 32, 8), _decode(1, "const", 131072, 32, 8), _decode(8, "const", 32768, 32, 8), _decode(64, "const", 4096, 32, 8)]
+    cases += [
+        _decode(64, "const", 4096, 32, 8, page_size=1),
+        _decode(128, "const", 2048, 32, 8),
+        _decode(256, "const", 1024, 32, 8, page_size=1),
+        _decode(64, "zipf", 4096, 32, 8),
+    ]
+    cases += [_decode(64, "const", 4096, 32, 8, head_dim=64), _decode(64, "const", 4096, 16, 4, head_dim=256)]
+    cases += [_prefill(16, distribution, 1024, 32, 8) for distribution in ("const", "uniform", "zipf")]
+    cases += [
+        _prefill(32, "const", 512, 32, 8),
+        _prefill(8, "const", 2048, 32, 8),
+        _prefill(4, "const", 4096, 32, 8),
+        _prefill(4, "const", 4096, 32, 8, page_size=1),
+        _prefill(1, "const", 16384, 32, 8),
+    ]
+    cases += [_prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
+    cases.append(Case("mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16", (2048,) + (1,) * 63, (6144,) + (4096,) * 63, 32, 8))
+    cases.append(Case("append bs16 q128 kv4096 h32/8 d128 p16", (128,) * 16, (4096,) * 16, 32, 8))
+    return cases

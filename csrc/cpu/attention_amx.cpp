@@ -1,0 +1,11 @@
+#include "cpu/amx_engine.h"
+#include "cpu/attention_kernel.h"
+
+namespace attn::cpu {
+
+Kernels amx_kernels() {
+  using Kernel = AttentionKernel<AmxEngine, StandardVariant>;
+  return Kernels{Kernel::run, Kernel::merge};
+}
+
+}  // namespace attn::cpu

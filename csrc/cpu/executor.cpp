@@ -1,0 +1,133 @@
+#include "cpu/executor.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attn/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace attn::cpu {
+namespace {
+
+// Below these a job is done before other threads have woken up.
+constexpr int64_t kMinThreadedWork = 20000;        // about a nanosecond each
+constexpr int64_t kMinThreadedBytes = 256 * 1024;
+
+Kernels choose_kernels(DataType dtype, int32_t head_dim) {
+#if defined(__x86_64__)
+  const Isa isa = current_isa();
+  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && head_dim % 32 == 0) return amx_kernels();
+  if (isa >= Isa::kAvx512) return avx512_kernels(dtype);
+  if (isa >= Isa::kAvx2) return avx2_kernels(dtype);
+#endif
+  (void)head_dim;
+  return baseline_kernels(dtype);
+}
+
+/// This thread's scratch memory; made when a thread first works, kept for the thread's life.
+Scratch& thread_scratch() {
+  thread_local const std::unique_ptr<Scratch> scratch(new Scratch());
+  return *scratch;
+}
+
+/// Walks a CTA's interval, (row tile, KV head) by (row tile, KV head).
+void run_cta(const AttentionParams& params, const Kernels& kernels, int32_t head_dim, int32_t cta) {
+  const Schedule& schedule = params.schedule;
+  const Position end = schedule.positions[cta + 1];
+  Position position = schedule.positions[cta];
+  while (position < end) {
+    const int32_t num_kv_tiles = schedule.tiles[position.tile].num_kv_tiles;
+    const bool ends_inside = position.tile == end.tile && position.head == end.head;
+    WorkItem item;
+    item.tile = position.tile;
+    item.head = position.head;
+    item.kv_tile_begin = position.kv_tile;
+    item.kv_tile_end = ends_inside ? end.kv_tile : num_kv_tiles;
+    if (item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles) {
+      item.partial = kWhole;
+    } else {
+      item.partial = partial_slot(cta, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
+    }
+    kernels.run_work_item(params, head_dim, item, thread_scratch());
+    position.kv_tile = 0;
+    if (++position.head == params.num_kv_heads) {
+      position.head = 0;
+      ++position.tile;
+    }
+  }
+}
+
+/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's.
+std::vector<SplitPair> find_split_pairs(const AttentionParams& params) {
+  const Position* positions = params.schedule.positions;
+  std::vector<SplitPair> pairs;
+  for (int32_t cta = 0; cta + 1 < params.num_ctas; ++cta) {
+    const Position end = positions[cta + 1];
+    if (end.kv_tile == 0 || Position{end.tile, end.head, 0} < positions[cta]) continue;
+    int32_t last = cta + 1;
+    while (last + 1 < params.num_ctas && positions[last + 1].tile == end.tile && positions[last + 1].head == end.head) ++last;
+    pairs.push_back(SplitPair{end.tile, end.head, cta, last});
+  }
+  return pairs;
+}
+
+/// Rough cost of a schedule, in nanoseconds of a fast core.
+int64_t estimate_work(const AttentionParams& params, int32_t head_dim) {
+  constexpr int64_t kTokenCost = 8;      // reading and packing a token's key and value, in units of one row's products with them
+  int64_t work = 0;
+  for (int32_t i = 0; i < params.schedule.header->num_tiles && work < kMinThreadedWork; ++i) {
+    const RowTile& tile = params.schedule.tiles[i];
+    const int64_t packed_rows = int64_t{params.schedule.groups[tile.group].qo_len} * params.group_size.divisor - tile.packed_begin;
+    const int64_t rows = min_of<int64_t>(packed_rows, tile_rows(tile.kind));
+    work += (tile.kv_end - tile.kv_begin) * (kTokenCost + rows) * params.num_kv_heads * head_dim / 64;
+  }
+  return work;
+}
+
+void append_token(const AppendParams& params, int32_t token) {
+  const int64_t slot = params.slots[token];
+  if (slot < 0 || slot >= int64_t{params.num_pages} * params.page_size.divisor) return;
+  const int64_t page = slot / params.page_size.divisor;
+  const int64_t in_page = slot % params.page_size.divisor;
+  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, const KvTensor& to) {
+    const char* source = static_cast<const char*>(from) + token * token_stride * params.element_bytes;
+    char* target = static_cast<char*>(const_cast<void*>(to.data)) + (page * to.page_stride + in_page * to.token_stride) * params.element_bytes;
+    for (int64_t head = 0; head < params.num_kv_heads; ++head) {
+      std::memcpy(target + head * to.head_stride * params.element_bytes, source + head * head_stride * params.element_bytes,
+                  static_cast<size_t>(params.head_bytes));
+    }
+  };
+  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_cache);
+  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_cache);
+}
+
+}  // namespace
+
+void run_attention(const AttentionParams& params, DataType dtype, int32_t head_dim) {
+  const Kernels kernels = choose_kernels(dtype, head_dim);
+  const bool use_threads = estimate_work(params, head_dim) >= kMinThreadedWork;
+  auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
+  parallel_for(params.num_ctas, use_threads, run);
+
+  const std::vector<SplitPair> pairs = find_split_pairs(params);
+  int64_t parts = 0;
+  for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;
+  auto merge = [&](int32_t i) { kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)]); };
+  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4, merge);
+}
+
+void append(const AppendParams& params) {
+  // Tokens of one chunk are copied in order: of several tokens with one slot the last one stays, unless they are many.
+  constexpr int32_t kChunk = 64;
+  auto copy = [&](int32_t chunk) {
+    const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
+    for (int32_t token = chunk * kChunk; token < end; ++token) append_token(params, token);
+  };
+  const int64_t bytes = int64_t{2} * params.num_tokens * params.num_kv_heads * params.head_bytes;
+  parallel_for(ceil_div(params.num_tokens, kChunk), bytes >= kMinThreadedBytes, copy);
+}
+
+}  // namespace attn::cpu

@@ -1,0 +1,66 @@
+// The attention kernels of each instruction set, as the executor sees them, and the memory they work in.
+//
+// Each instruction set has one source file, attention_<isa>.cpp, compiled with its own flags. The templates of attention_kernel.h and of the engines have the
+// instruction set as a parameter, and every other inline function that they call is always inlined: no two of these files may define the same symbol, or the
+// linker could keep the copy that this machine cannot run.
+#pragma once
+
+#include "attn/params.h"
+
+namespace attn::cpu {
+
+constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxTileRows = 128;
+constexpr int32_t kMaxBlockTokens = 128;
+constexpr int32_t kMaxPanelRows = 16;
+constexpr int32_t kMaxBlockWords = 64 * kMaxHeadDim;   // 4-byte words of a block's keys, or values: 64 tokens of floats or 128 of bf16
+
+/// KV tiles [kv_tile_begin, kv_tile_end) of a (row tile, KV head).
+struct WorkItem {
+  int32_t tile;
+  int32_t head;
+  int32_t kv_tile_begin;
+  int32_t kv_tile_end;
+  int32_t partial;        // where its state goes: partial_slot(), or kWhole for o and lse themselves
+};
+
+constexpr int32_t kWhole = -1;
+
+/// A (row tile, KV head) whose parts the consecutive CTAs [first_cta, last_cta] computed.
+struct SplitPair {
+  int32_t tile;
+  int32_t head;
+  int32_t first_cta;
+  int32_t last_cta;
+};
+
+/// What one thread works in.
+struct alignas(64) Scratch {
+  float q[kMaxTileRows * kMaxHeadDim];
+  float keys[kMaxBlockWords];
+  float values[kMaxBlockWords];
+  float scores[kMaxPanelRows * kMaxBlockTokens];
+  float probabilities[kMaxPanelRows * kMaxBlockTokens];
+  float o[kMaxTileRows * kMaxHeadDim];       // not yet normalised
+  float row_max[kMaxTileRows];               // what the row's exponentials are relative to, in powers of 2
+  float row_sum[kMaxTileRows];
+  float no_token[kMaxHeadDim];               // zeros: stands in for a token after the last of a block
+  const char* key_rows[kMaxBlockTokens];     // the tokens of the block
+  const char* value_rows[kMaxBlockTokens];
+};
+
+using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, Scratch&);
+using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&);
+
+struct Kernels {
+  RunWorkItem run_work_item;
+  MergePair merge_pair;
+};
+
+// The kernels of each instruction set for a dtype.
+Kernels baseline_kernels(DataType dtype);
+Kernels avx2_kernels(DataType dtype);
+Kernels avx512_kernels(DataType dtype);
+Kernels amx_kernels();   // bf16; head_dim a multiple of 32
+
+}  // namespace attn::cpu

@@ -1,0 +1,145 @@
+// The generic attention kernel: tensor cores through mma.sync, copies through cp.async; Ampere and later.
+//
+// One launch of num_ctas CTAs serves any batch: every CTA walks its interval of the schedule. A work item is a run of KV tiles of one (row tile, KV head) pair.
+// The warps of a CTA are laid out as rows x KV tokens: 1 x 4 for row tiles of 16 rows, 2 x 2 for 32, 4 x 1 for 64 and for 128 (two m16 tiles a warp). Warps that
+// share rows keep states of their own, which merge in shared memory at the end of the item.
+#pragma once
+
+#include "attn/params.h"
+#include "attn/tile.h"
+#include "attn/variants.h"
+#include "device/element.cuh"
+#include "device/kv_loader.cuh"
+#include "device/output.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/math.cuh"
+#include "device/shared_tile.cuh"
+#include "device/warp_state.cuh"
+#include "device/work.cuh"
+
+namespace attn {
+
+/// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
+template <int kHeadDim, int kRows>
+__device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows& rows, int32_t kv_head, char* shared_q) {
+  constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+  constexpr int kRowsPerPass = kThreads / kChunks;
+  constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
+  const int chunk = threadIdx.x % kChunks;
+  uint4 values[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
+    values[i] = make_uint4(0, 0, 0, 0);
+    if (row.exists) {
+      const int64_t element = row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * 8;
+      values[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * kElementBytes));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int row = threadIdx.x / kChunks + i * kRowsPerPass;
+    if (kRows % kRowsPerPass == 0 || row < kRows) *reinterpret_cast<uint4*>(shared_q + SharedTile<kHeadDim>::offset(row, chunk)) = values[i];
+  }
+}
+
+/// The KV tiles that the loader has brought: the walk of the ring, shared by all work items of a CTA.
+struct RingCursor {
+  int32_t tile = 0;   // KV tile of the interval
+  int32_t pair = 0;   // its pair of slots
+};
+
+template <class Element, int kHeadDim, class Variant, int kKind>
+__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& variant, const RowTile& row_tile, int32_t kv_head,
+                                              int32_t first_kv_tile, int32_t last_kv_tile, KvLoader<kHeadDim, Variant>& loader, RingCursor& ring, char* shared) {
+  using Layout = WarpLayout<kHeadDim, kKind>;
+  using Tile = SharedTile<kHeadDim>;
+  constexpr SharedLayout layout(kHeadDim);
+  constexpr int kPairs = kv_slots(kHeadDim) / 2;
+  constexpr int kPending = kv_slots(kHeadDim) - 2;
+  const int lane = threadIdx.x % 32;
+  const Layout warp(threadIdx.x / 32);
+  const RowTileRows rows(row_tile, params.schedule.groups[row_tile.group], params.group_size.divisor);
+
+  __syncthreads();   // the previous item's output has left the Q tile
+  load_q<kHeadDim, tile_rows(kKind)>(params, rows, kv_head, shared + layout.q);
+
+  WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
+  const bool transforms_logits = Variant::transforms_logits(variant);
+  state.scale = transforms_logits ? kLog2E : variant.sm_scale * kLog2E;
+
+  // Tokens that every row of this warp sees: their KV tiles need no mask.
+  const TokenRange unmasked = Variant::all(variant, rows.position(warp.first_row, params.group_size),
+                                           rows.position(warp.first_row + Layout::kRows - 1, params.group_size), TokenRange{0, row_tile.kv_end});
+  const int32_t warp_token = row_tile.kv_begin + warp.first_token;
+
+  const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Tile::kRowBytes + Tile::rows_first(lane);
+  const uint32_t kv = ptx::shared_address(shared + layout.kv) + warp.first_token * Tile::kRowBytes;
+
+  for (int32_t kv_tile_index = first_kv_tile; kv_tile_index < last_kv_tile; ++kv_tile_index) {
+    const uint32_t k_slot = kv + 2 * ring.pair * layout.kv_slot_bytes;
+    float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
+
+    ptx::cp_async_wait<kPending>();
+    __syncthreads();   // K is here, and nobody reads the V slot before it any more
+    loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
+    state.template scores<Layout::kTokens>(s, q, k_slot + Tile::columns_first(lane));
+
+    if (transforms_logits) transform_logits<Variant>(variant, s);
+    const int32_t token = warp_token + kv_tile_index * kv_tile(kHeadDim);
+    if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
+      mask_scores<Variant>(variant, s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
+    }
+    state.update(s);
+
+    ptx::cp_async_wait<kPending>();
+    __syncthreads();   // V is here, and nobody reads the K slot any more
+    loader.load_k(ring.tile + kPairs, ring.pair);
+    state.template accumulate<Layout::kTokens>(s, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
+
+    ++ring.tile;
+    ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
+  }
+
+  const bool complete = first_kv_tile == 0 && last_kv_tile == row_tile.num_kv_tiles;
+  const OutputTarget target(params, rows, kv_head, complete, first_kv_tile > 0 ? kStartsInside : kEndsInside);
+  if constexpr (Layout::kKvWarps == 1) {
+    write_warp_rows<Element, kHeadDim>(state, target, warp.first_row, shared);
+  } else {
+    write_merged_warps<Element, kHeadDim, Layout>(state, target, warp, shared);
+  }
+}
+
+template <class Element, int kHeadDim, class Variant>
+__device__ __forceinline__ void attention(const AttentionParams& params) {
+  extern __shared__ __align__(1024) char shared[];
+  ptx::wait_for_previous_grid();
+
+  WorkCursor cursor(params.schedule, blockIdx.x);
+  if (cursor.done()) return;
+  const VariantParams variant{params.sm_scale, params.logits_soft_cap, params.schedule.header->causal, params.schedule.header->window_left};
+  KvLoader<kHeadDim, Variant> loader(params, variant, shared);
+  loader.start();
+  RingCursor ring;
+
+  while (!cursor.done()) {
+    const RowTile tile = params.schedule.tiles[cursor.now.tile];
+    const int32_t last = cursor.last_kv_tile(tile.num_kv_tiles);
+    switch (tile.kind) {
+      case 0: run_work_item<Element, kHeadDim, Variant, 0>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
+      case 1: run_work_item<Element, kHeadDim, Variant, 1>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
+      case 2: run_work_item<Element, kHeadDim, Variant, 2>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
+      default:
+        if constexpr (max_kind(kHeadDim) >= 3) {
+          run_work_item<Element, kHeadDim, Variant, 3>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared);
+        }
+    }
+    cursor.next_pair(params.num_kv_heads);
+  }
+  ptx::allow_next_grid();
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace attn

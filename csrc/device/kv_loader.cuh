@@ -1,0 +1,154 @@
+// Streams the K and V tiles of a CTA's interval through the ring of shared-memory slots, without a break between work items.
+//
+// Three steps run ahead of each other: the page of a token is looked up (a global load, two KV tiles ahead), its row's addresses are published in shared memory
+// (one KV tile ahead), and its K and V rows are copied. Thread t looks up token t % kv_tile, for K if t < kv_tile and for V otherwise.
+#pragma once
+
+#include "attn/params.h"
+#include "attn/tile.h"
+#include "attn/variants.h"
+#include "device/ptx/cp_async.cuh"
+#include "device/shared_tile.cuh"
+#include "device/work.cuh"
+
+namespace attn {
+
+template <int kHeadDim, class Variant>
+struct KvLoader {
+  static constexpr int kTokens = kv_tile(kHeadDim);
+  static constexpr int kPairs = kv_slots(kHeadDim) / 2;                       // KV tiles in the ring
+  static constexpr int kRowsPerPass = kThreads / SharedTile<kHeadDim>::kRowChunks;
+  static constexpr int kPasses = kTokens / kRowsPerPass;
+  static constexpr int64_t kZeros = -(int64_t{1} << 32);                          // address of a row that nobody sees: zeros take its place
+  static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
+
+  const AttentionParams& params;
+  const VariantParams& variant;
+  char* shared;
+  WorkCursor cursor;        // KV tile that is looked up
+  int64_t table_begin;
+  int32_t first_token;      // of the row tile
+  int32_t visible_begin;    // tokens that some row of the row tile sees
+  int32_t visible_end;
+  int32_t num_kv_tiles;
+  int32_t entry;            // of the page table, for this thread's token
+
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& variant_, char* shared_)
+      : params(params_), variant(variant_), shared(shared_), cursor(params_.schedule, blockIdx.x) {
+    load_row_tile();
+    look_up();
+  }
+
+  /// Fills the ring but for its last slot. Every thread of the CTA takes part in this and in the other public steps.
+  __device__ __forceinline__ void start() {
+    publish_and_advance(0);
+    __syncthreads();
+#pragma unroll
+    for (int tile = 0; tile < kPairs; ++tile) {
+      load_k(tile, tile);
+      if (tile + 1 < kPairs) {
+        load_v(tile, tile);
+        __syncthreads();
+      }
+    }
+  }
+
+  /// Copies K of KV tile number `tile` of the interval into slot pair `pair`; commits one group.
+  __device__ __forceinline__ void load_k(int tile, int pair) {
+    copy(0, tile & 1, 2 * pair);
+    ptx::cp_async_commit();
+  }
+
+  /// Copies V; commits one group. Then makes the next KV tile's addresses known.
+  __device__ __forceinline__ void load_v(int tile, int pair) {
+    copy(1, tile & 1, 2 * pair + 1);
+    ptx::cp_async_commit();
+    publish_and_advance((tile + 1) & 1);
+  }
+
+ private:
+  // The addresses that one thread copies from lie side by side: row r = pass * kRowsPerPass + first is number first * kPasses + pass.
+  __device__ __forceinline__ int64_t* row_addresses(int parity, int which) {
+    return reinterpret_cast<int64_t*>(shared + SharedLayout(kHeadDim).row_addresses) + (parity * 2 + which) * kTokens;
+  }
+
+  __device__ __forceinline__ void copy(int which, int parity, int slot) {
+    constexpr SharedLayout layout(kHeadDim);
+    constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+    const int chunk = threadIdx.x % kChunks;
+    const int first_row = threadIdx.x / kChunks;
+    const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
+    const uint32_t target = ptx::shared_address(shared + layout.kv) + slot * layout.kv_slot_bytes;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass += 2) {
+      const longlong2 two = *reinterpret_cast<const longlong2*>(addresses + pass);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t address = i == 0 ? two.x : two.y;
+        const int row = first_row + (pass + i) * kRowsPerPass;
+        ptx::cp_async_16(target + SharedTile<kHeadDim>::offset(row, chunk), reinterpret_cast<const char*>(address) + chunk * 16, address >= 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int32_t token() const { return first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens; }
+
+  __device__ __forceinline__ bool is_visible(int32_t t) const { return t >= visible_begin && t < visible_end; }
+
+  /// Reads what the lookups need of the row tile under the cursor. Behind the end of the interval: a row tile that sees nothing.
+  __device__ __forceinline__ void load_row_tile() {
+    visible_end = 0;
+    if (cursor.done()) return;
+    const RowTile& tile = params.schedule.tiles[cursor.now.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const RowTileRows rows(tile, group, params.group_size.divisor);
+    const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
+    visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
+    visible_end = all.end;
+    first_token = tile.kv_begin;
+    num_kv_tiles = tile.num_kv_tiles;
+    table_begin = group.table_begin;
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const int32_t t = token();
+    if (!is_visible(t)) return;
+    const ScheduleHeader& header = *params.schedule.header;
+    const int32_t page = params.page_size.divide(t);
+    if (header.indices != nullptr) {
+      const int64_t index = clamp<int64_t>(table_begin + static_cast<int64_t>(page) * header.entry_step, 0, header.num_entries - 1);
+      entry = __ldg(header.indices + index);
+    } else {
+      entry = static_cast<int32_t>(min_of<int64_t>(table_begin + page, 0x7fffffff));
+    }
+  }
+
+  __device__ __forceinline__ void publish_and_advance(int parity) {
+    const bool is_v = threadIdx.x >= kTokens;
+    const int32_t t = token();
+    int64_t address = kZeros;
+    if (is_visible(t)) {
+      const ScheduleHeader& header = *params.schedule.header;
+      const int32_t wanted = header.indices == nullptr || header.entry_step == 1 ? entry : entry / header.entry_step;
+      const int32_t page = clamp(wanted, 0, params.num_pages - 1);
+      if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
+      const KvTensor& tensor = is_v ? params.v : params.k;
+      const int64_t element = page * tensor.page_stride + params.page_size.modulo(t) * tensor.token_stride + cursor.now.head * tensor.head_stride;
+      address = reinterpret_cast<int64_t>(tensor.data) + element * kElementBytes;
+    }
+    const int row = threadIdx.x % kTokens;
+    row_addresses(parity, is_v)[row % kRowsPerPass * kPasses + row / kRowsPerPass] = address;
+    advance();
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (!cursor.done() && ++cursor.now.kv_tile == cursor.last_kv_tile(num_kv_tiles)) {
+      const int32_t tile = cursor.now.tile;
+      cursor.next_pair(params.num_kv_heads);
+      if (cursor.done() || cursor.now.tile != tile) load_row_tile();
+    }
+    look_up();
+  }
+};
+
+}  // namespace attn

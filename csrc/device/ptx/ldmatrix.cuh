@@ -1,0 +1,19 @@
+// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp.
+//
+// Lane i gives the address of row i % 8 of matrix i / 8. Lane (g, t) = (i / 4, i % 4) receives elements 2t and 2t+1 of row g of each matrix; of column g if
+// transposed.
+#pragma once
+
+#include "attn/platform.h"
+
+namespace attn::ptx {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(shared));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(shared));
+}
+
+}  // namespace attn::ptx

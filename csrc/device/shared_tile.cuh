@@ -1,0 +1,30 @@
+// A tile of rows of head_dim elements in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so that the eight rows of an ldmatrix, and
+// the chunks of a row that cp.async writes, fall into different banks.
+#pragma once
+
+#include "attn/platform.h"
+#include "device/element.cuh"
+
+namespace attn {
+
+template <int kHeadDim>
+struct SharedTile {
+  static constexpr int kRowBytes = kHeadDim * kElementBytes;
+  static constexpr int kRowChunks = kRowBytes / 16;
+
+  /// Byte offset of a 16-byte chunk.
+  __device__ __forceinline__ static uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+
+  // Offsets that a lane gives to ldmatrix_x4 for a block of 16 rows x 16 columns whose first row is a multiple of 16. The block that is k blocks to the right
+  // is at (offset ^ k * kNextColumns), the one that is k blocks below at offset + k * kNextRows: both cost one instruction or none.
+  static constexpr uint32_t kNextColumns = 32;
+  static constexpr uint32_t kNextRows = 16 * kRowBytes;
+
+  /// Matrices: upper left, lower left, upper right, lower right. The A operand; the B operand when rows are its k dimension (with .trans).
+  __device__ __forceinline__ static uint32_t rows_first(int lane) { return offset(lane & 15, lane >> 4); }
+
+  /// Matrices: upper left, upper right, lower left, lower right. The B operand when columns are its k dimension.
+  __device__ __forceinline__ static uint32_t columns_first(int lane) { return offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1); }
+};
+
+}  // namespace attn

@@ -1,0 +1,55 @@
+// A walk over a CTA's interval of the schedule, one (row tile, head) pair after another.
+#pragma once
+
+#include "attn/schedule.h"
+
+namespace attn {
+
+struct WorkCursor {
+  Position now;
+  Position end;
+
+  __device__ __forceinline__ WorkCursor(const Schedule& schedule, int32_t cta) : now(schedule.positions[cta]), end(schedule.positions[cta + 1]) {}
+
+  __device__ __forceinline__ bool done() const { return !(now < end); }
+
+  __device__ __forceinline__ bool in_last_pair() const { return now.tile == end.tile && now.head == end.head; }
+
+  /// The KV tile behind the last one of the current pair that belongs to this CTA.
+  __device__ __forceinline__ int32_t last_kv_tile(int32_t num_kv_tiles) const { return in_last_pair() ? end.kv_tile : num_kv_tiles; }
+
+  __device__ __forceinline__ void next_pair(int32_t num_kv_heads) {
+    if (in_last_pair()) {
+      now = end;
+      return;
+    }
+    now.kv_tile = 0;
+    if (++now.head == num_kv_heads) {
+      now.head = 0;
+      ++now.tile;
+    }
+  }
+};
+
+/// The query positions of the first and the last row of a row tile, and where row tile rows lie in Q and O.
+struct RowTileRows {
+  int32_t count;          // packed rows of this tile that exist
+  int32_t packed_begin;
+  int32_t qo_begin;
+  int32_t offset;         // query position of row 0 of the group
+
+  __device__ __forceinline__ RowTileRows(const RowTile& tile, const RowGroup& group, int32_t group_size) {
+    packed_begin = tile.packed_begin;
+    qo_begin = group.qo_begin;
+    offset = group.kv_len - group.qo_len;
+    const int64_t left = static_cast<int64_t>(group.qo_len) * group_size - tile.packed_begin;
+    count = static_cast<int32_t>(min_of<int64_t>(left, tile_rows(tile.kind)));
+  }
+
+  /// Query position of a row of the tile; of the last one for rows that do not exist.
+  __device__ __forceinline__ int32_t position(int32_t row, const FastDivisor& group_size) const {
+    return offset + group_size.divide(packed_begin + min_of(row, count - 1));
+  }
+};
+
+}  // namespace attn

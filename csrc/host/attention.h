@@ -1,0 +1,69 @@
+// An Attention object: one shape of heads, one workspace, the last plan.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "attn/params.h"
+#include "host/driver.h"
+
+namespace attn {
+
+/// Fixed when the object is made.
+struct AttentionConfig {
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  DataType dtype;
+  int32_t max_rows;
+  int32_t max_groups;
+  int32_t num_ctas;     // 0: as many as the device holds at once
+  bool on_cuda;
+  int32_t device;
+};
+
+/// Cubin files of the kernels; empty on a CPU.
+struct KernelFiles {
+  std::string plan;
+  std::string attention;
+  std::string merge;
+};
+
+/// Sizes in bytes of the buffers that the caller allocates once.
+struct WorkspaceSize {
+  int64_t schedule;
+  int64_t partial_o;
+  int64_t partial_lse;
+};
+
+class Attention {
+ public:
+  Attention(const AttentionConfig& config, const KernelFiles& files);
+
+  const AttentionConfig& config() const { return config_; }
+  const ScheduleConfig& schedule_config() const { return schedule_config_; }
+  const ScheduleLayout& layout() const { return layout_; }
+  WorkspaceSize workspace_size() const;
+  void set_workspace(void* schedule, void* partial_o, void* partial_lse);
+
+  /// Plans `params` (its config and schedule are filled in here) on `stream`, or on the host. Returns the ScheduleError bits on a CPU, 0 on CUDA.
+  uint32_t plan(PlanParams params, driver::Stream stream);
+
+  /// Runs the last plan; the fields of `params` that belong to the object are filled in here. Returns the ScheduleError bits on a CPU, 0 on CUDA.
+  uint32_t run(AttentionParams params, driver::Stream stream);
+
+  bool planned() const { return planned_page_size_ > 0; }
+  int32_t planned_page_size() const { return planned_page_size_; }
+
+ private:
+  AttentionConfig config_;
+  ScheduleConfig schedule_config_;
+  ScheduleLayout layout_;
+  driver::Kernel plan_kernel_, attention_kernel_, merge_kernel_;
+  Schedule schedule_;
+  float* partial_o_ = nullptr;
+  float* partial_lse_ = nullptr;
+  int32_t planned_page_size_ = 0;   // 0: never planned
+};
+
+}  // namespace attn

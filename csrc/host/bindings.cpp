@@ -1,0 +1,223 @@
+// The functions that Python calls (attn_backend/kernels/library.py), bound with tvm-ffi: tensors arrive through DLPack, the stream is torch's current one.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <mutex>
+
+#include "attn/tile.h"
+#include "cpu/executor.h"
+#include "host/attention.h"
+#include "host/checks.h"
+
+namespace attn {
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+using tvm::ffi::Tuple;
+
+Attention& object(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
+
+DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cuda ? kDLCUDA : kDLCPU, config.device}; }
+
+driver::Stream current_stream(DLDevice device) { return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr; }
+
+int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t num_ctas,
+                         bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
+  const AttentionConfig config{static_cast<int32_t>(num_qo_heads), static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim),
+                               static_cast<DataType>(dtype),       static_cast<int32_t>(max_rows),     static_cast<int32_t>(max_batch),
+                               static_cast<int32_t>(num_ctas),     on_cuda,                            static_cast<int32_t>(device)};
+  return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, merge_file}));
+}
+
+void attention_destroy(int64_t handle) { delete &object(handle); }
+
+/// (bytes of the schedule, of partial_o, of partial_lse)
+Tuple<int64_t, int64_t, int64_t> workspace_size(int64_t handle) {
+  const WorkspaceSize size = object(handle).workspace_size();
+  return Tuple<int64_t, int64_t, int64_t>(size.schedule, size.partial_o, size.partial_lse);
+}
+
+void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse) {
+  object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
+}
+
+/// What a reader of the schedule needs: (num_ctas, kv_tile, max_kind, max_tiles, min_share, the cost of a KV tile of each kind, offsets of groups, tiles and
+/// positions).
+tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
+  const ScheduleConfig& config = object(handle).schedule_config();
+  const ScheduleLayout& layout = object(handle).layout();
+  tvm::ffi::Array<int64_t> values{config.num_ctas, config.kv_tile, config.max_kind, config.max_tiles, config.min_share};
+  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) values.push_back(config.kv_tile_cost[kind]);
+  values.push_back(layout.groups);
+  values.push_back(layout.tiles);
+  values.push_back(layout.positions);
+  return values;
+}
+
+/// Plans the view; returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
+int64_t plan(int64_t handle, TensorView qo_indptr, Optional<TensorView> indices, Optional<TensorView> indptr, Optional<TensorView> last_page_len,
+             Optional<TensorView> kv_lens, Optional<TensorView> rows, int64_t page_size, int64_t entry_step, bool causal, int64_t window_left) {
+  Attention& attention = object(handle);
+  const DLDevice device = device_of(attention.config());
+  const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
+  if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
+  if (batch > attention.config().max_groups) refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(attention.config().max_groups));
+  if (page_size < 1 || page_size > kMaxInt32) refuse("page_size", page_size, "at least 1");
+  if (window_left < -1 || window_left > kMaxInt32) refuse("window_left", window_left, "-1 (no window) or at least 0");
+
+  PlanParams params{};
+  params.num_groups = static_cast<int32_t>(batch);
+  params.causal = causal;
+  params.window_left = static_cast<int32_t>(window_left);
+  params.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
+  PageTable& table = params.table;
+  table.page_size = static_cast<int32_t>(page_size);
+  table.entry_step = static_cast<int32_t>(entry_step);
+  table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given
+  if (indices.has_value()) {
+    const TensorView& t = indices.value();
+    const char* name = indptr.has_value() ? "kv_indices" : "block_table";
+    check_device(name, t, device);
+    check_dtype(name, t, DLDataType{kDLInt, 32, 1});
+    check_contiguous_dim(name, t, t.ndim() - 1);
+    table.indices = static_cast<const int32_t*>(t.data_ptr());
+    if (indptr.has_value()) {
+      check_ndim(name, t, 1);
+      table.num_entries = t.size(0);
+    } else {
+      check_ndim(name, t, 2);
+      table.num_rows = static_cast<int32_t>(t.size(0));
+      table.row_entries = static_cast<int32_t>(t.size(1));
+      table.row_stride = t.stride(0);
+      table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
+      if (!rows.has_value() && table.num_rows < batch) refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
+      if (rows.has_value() && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
+    }
+  }
+  if (indptr.has_value()) table.indptr = index_array("kv_indptr", indptr.value(), device, batch + 1);
+  if (last_page_len.has_value()) table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
+  if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
+  if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
+  return attention.plan(params, current_stream(device));
+}
+
+/// K or V as [pages, page_size, heads, head_dim].
+KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataType dtype, int64_t page_size, int64_t heads, int64_t head_dim) {
+  check_device(name, t, device);
+  check_dtype(name, t, dl_dtype(dtype));
+  check_ndim(name, t, 4);
+  check_size(name, t, 1, page_size);
+  check_size(name, t, 2, heads);
+  check_size(name, t, 3, head_dim);
+  check_contiguous_dim(name, t, 3);
+  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, double sm_scale, double logits_soft_cap) {
+  Attention& attention = object(handle);
+  const AttentionConfig& config = attention.config();
+  const DLDevice device = device_of(config);
+  if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
+  check_rows("q", q, device, config.dtype, config.num_qo_heads, config.head_dim);
+  check_rows("out", out, device, config.dtype, config.num_qo_heads, config.head_dim);
+  check_size("out", out, 0, q.size(0));
+  AttentionParams params{};
+  params.k = kv_tensor("k", k, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
+  params.v = kv_tensor("v", v, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
+  check_size("v", v, 0, k.size(0));
+  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  if (config.on_cuda) {
+    check_alignment("q", q);
+    check_alignment("k", k);
+    check_alignment("v", v);
+    check_alignment("out", out);
+  }
+  if (lse.has_value()) {
+    const TensorView& t = lse.value();
+    check_device("lse", t, device);
+    check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
+    check_ndim("lse", t, 2);
+    check_size("lse", t, 0, q.size(0));
+    check_size("lse", t, 1, config.num_qo_heads);
+    if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
+    params.lse = static_cast<float*>(t.data_ptr());
+  }
+  params.q = q.data_ptr();
+  params.q_row_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.o = out.data_ptr();
+  params.o_row_stride = out.stride(0);
+  params.o_head_stride = out.stride(1);
+  params.num_rows = static_cast<int32_t>(q.size(0));
+  params.num_pages = static_cast<int32_t>(k.size(0));
+  params.sm_scale = static_cast<float>(sm_scale);
+  params.logits_soft_cap = static_cast<float>(logits_soft_cap);
+  return attention.run(params, current_stream(device));
+}
+
+void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
+  const DLDevice device = k_cache.device();
+  check_ndim("k_cache", k_cache, 4);
+  check_ndim("v_cache", v_cache, 4);
+  for (int32_t dim = 0; dim < 4; ++dim) check_size("v_cache", v_cache, dim, k_cache.size(dim));
+  const struct { const char* name; const TensorView& tokens; const TensorView& cache; } pairs[] = {{"k", k, k_cache}, {"v", v, v_cache}};
+  for (const auto& [name, tokens, cache] : pairs) {
+    check_device(name, tokens, device);
+    check_device("v_cache", cache, device);
+    check_dtype(name, tokens, k_cache.dtype());
+    check_dtype("v_cache", cache, k_cache.dtype());
+    check_ndim(name, tokens, 3);
+    check_size(name, tokens, 1, k_cache.size(2));
+    check_size(name, tokens, 2, k_cache.size(3));
+    check_contiguous_dim(name, tokens, 2);
+    check_contiguous_dim("v_cache", cache, 3);
+  }
+  AppendParams params{};
+  params.slots = index_array("slots", slots, device, 0);
+  params.num_tokens = static_cast<int32_t>(slots.size(0));
+  if (k.size(0) < slots.size(0)) refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  if (v.size(0) < slots.size(0)) refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  params.k = k.data_ptr();
+  params.v = v.data_ptr();
+  params.k_token_stride = k.stride(0);
+  params.k_head_stride = k.stride(1);
+  params.v_token_stride = v.stride(0);
+  params.v_head_stride = v.stride(1);
+  params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
+  params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
+  params.num_pages = static_cast<int32_t>(k_cache.size(0));
+  params.num_kv_heads = static_cast<int32_t>(k_cache.size(2));
+  params.element_bytes = k_cache.dtype().bits / 8;
+  params.head_bytes = static_cast<int32_t>(k_cache.size(3)) * params.element_bytes;
+  params.page_size = FastDivisor(static_cast<int32_t>(k_cache.size(1)));
+  if (params.num_tokens == 0 || params.num_pages == 0) return;
+  if (device.device_type == kDLCPU) {
+    cpu::append(params);
+    return;
+  }
+  static driver::Kernel kernels[64];
+  static std::mutex mutex;
+  driver::Kernel& kernel = kernels[device.device_id];
+  if (!kernel) {
+    std::lock_guard<std::mutex> lock(mutex);
+    kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
+  }
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(params.num_tokens), 1, kAppendThreads}, &params, current_stream(device));
+}
+
+}  // namespace
+}  // namespace attn
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_create, attn::attention_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_destroy, attn::attention_destroy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, attn::workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_workspace, attn::set_workspace);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, attn::plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

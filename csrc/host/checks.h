@@ -1,0 +1,95 @@
+// Refusals: every message names the argument, what it was and what it must be.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+#include <cstdint>
+#include <string>
+
+#include "attn/params.h"
+
+namespace attn {
+
+using tvm::ffi::TensorView;
+
+inline std::string dtype_name(DLDataType dtype) {
+  const char* kind = dtype.code == kDLInt ? "int" : dtype.code == kDLUInt ? "uint" : dtype.code == kDLFloat ? "float" : dtype.code == kDLBfloat ? "bfloat" : "dtype";
+  return kind + std::to_string(dtype.bits);
+}
+
+inline std::string device_name(DLDevice device) {
+  return device.device_type == kDLCPU ? "cpu" : device.device_type == kDLCUDA ? "cuda:" + std::to_string(device.device_id) : "device type " + std::to_string(device.device_type);
+}
+
+template <class Was, class Must>
+[[noreturn]] void refuse(const std::string& argument, const Was& was, const Must& must) {
+  TVM_FFI_THROW(ValueError) << argument << " is " << was << ", must be " << must;
+}
+
+inline void check_device(const char* name, const TensorView& tensor, DLDevice device) {
+  const DLDevice was = tensor.device();
+  const bool same = was.device_type == device.device_type && (was.device_type == kDLCPU || was.device_id == device.device_id);
+  if (!same) refuse(std::string(name) + ".device", device_name(was), device_name(device));
+}
+
+inline void check_ndim(const char* name, const TensorView& tensor, int32_t ndim) {
+  if (tensor.ndim() != ndim) refuse(std::string(name) + ".ndim", tensor.ndim(), ndim);
+}
+
+inline void check_size(const char* name, const TensorView& tensor, int32_t dim, int64_t size) {
+  if (tensor.size(dim) != size) refuse(std::string(name) + ".shape[" + std::to_string(dim) + "]", tensor.size(dim), size);
+}
+
+inline DLDataType dl_dtype(DataType dtype) {
+  switch (dtype) {
+    case DataType::kFloat32: return DLDataType{kDLFloat, 32, 1};
+    case DataType::kFloat16: return DLDataType{kDLFloat, 16, 1};
+    case DataType::kBFloat16: break;
+  }
+  return DLDataType{kDLBfloat, 16, 1};
+}
+
+inline void check_dtype(const char* name, const TensorView& tensor, DLDataType dtype) {
+  const DLDataType was = tensor.dtype();
+  if (was.code != dtype.code || was.bits != dtype.bits || was.lanes != dtype.lanes) refuse(std::string(name) + ".dtype", dtype_name(was), dtype_name(dtype));
+}
+
+inline void check_contiguous_dim(const char* name, const TensorView& tensor, int32_t dim) {
+  if (tensor.size(dim) > 1 && tensor.stride(dim) != 1) refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
+}
+
+/// A contiguous vector of int32 or int64 with at least `size` elements.
+inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevice device, int64_t size) {
+  check_device(name, tensor, device);
+  check_ndim(name, tensor, 1);
+  const DLDataType dtype = tensor.dtype();
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64)) refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+  if (tensor.size(0) < size) refuse(std::string(name) + ".shape[0]", tensor.size(0), "at least " + std::to_string(size));
+  check_contiguous_dim(name, tensor, 0);
+  return IndexArray{tensor.data_ptr(), dtype.bits == 64};
+}
+
+/// Rows of Q or O: [rows, heads, head_dim] with head_dim contiguous and rows aligned for 16-byte accesses.
+inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DataType dtype, int64_t heads, int64_t head_dim) {
+  check_device(name, tensor, device);
+  check_dtype(name, tensor, dl_dtype(dtype));
+  check_ndim(name, tensor, 3);
+  check_size(name, tensor, 1, heads);
+  check_size(name, tensor, 2, head_dim);
+  check_contiguous_dim(name, tensor, 2);
+}
+
+/// Kernels move 16 bytes at a time: the base address and every stride that is used must be multiples of 16 bytes.
+inline void check_alignment(const char* name, const TensorView& tensor) {
+  const int64_t element_bytes = tensor.dtype().bits / 8;
+  constexpr int64_t kBytes = 16;
+  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes != 0) refuse(std::string(name) + ".data_ptr() modulo 16", reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes, 0);
+  for (int32_t dim = 0; dim + 1 < tensor.ndim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) * element_bytes % kBytes != 0) {
+      refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), "a multiple of 16 bytes");
+    }
+  }
+}
+
+}  // namespace attn

@@ -1,0 +1,170 @@
+#include "host/driver.h"
+
+#include <dlfcn.h>
+#include <tvm/ffi/error.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+namespace attn::driver {
+namespace {
+
+// Declarations of the driver's stable C interface (CUDA driver API reference).
+using Result = int;
+using Device = int;
+using Context = void*;
+using Module = void*;
+using Function = void*;
+
+constexpr int kMaxDynamicSharedSizeBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMultiprocessorCount = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+struct LaunchAttribute {
+  int id;
+  char pad[8 - sizeof(int)];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+struct Driver {
+  Result (*init)(unsigned);
+  Result (*error_name)(Result, const char**);
+  Result (*device_get)(Device*, int);
+  Result (*device_attribute)(int*, int, Device);
+  Result (*primary_retain)(Context*, Device);
+  Result (*context_get)(Context*);
+  Result (*context_set)(Context);
+  Result (*module_load)(Module*, const char*);
+  Result (*module_function)(Function*, Module, const char*);
+  Result (*function_attribute)(Function, int, int);
+  Result (*occupancy)(int*, Function, int, size_t);
+  Result (*launch)(const LaunchConfig*, Function, void**, void**);
+};
+
+template <class Pointer>
+void find(void* library, const char* name, Pointer& pointer) {
+  pointer = reinterpret_cast<Pointer>(dlsym(library, name));
+  if (pointer == nullptr) TVM_FFI_THROW(RuntimeError) << "libcuda.so.1 has no " << name << ": the NVIDIA driver is older than CUDA 12";
+}
+
+const Driver& driver() {
+  static const Driver loaded = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "a CUDA tensor needs the NVIDIA driver: " << dlerror();
+    Driver d;
+    find(library, "cuInit", d.init);
+    find(library, "cuGetErrorName", d.error_name);
+    find(library, "cuDeviceGet", d.device_get);
+    find(library, "cuDeviceGetAttribute", d.device_attribute);
+    find(library, "cuDevicePrimaryCtxRetain", d.primary_retain);
+    find(library, "cuCtxGetCurrent", d.context_get);
+    find(library, "cuCtxSetCurrent", d.context_set);
+    find(library, "cuModuleLoad", d.module_load);
+    find(library, "cuModuleGetFunction", d.module_function);
+    find(library, "cuFuncSetAttribute", d.function_attribute);
+    find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
+    find(library, "cuLaunchKernelEx", d.launch);
+    d.init(0);
+    return d;
+  }();
+  return loaded;
+}
+
+void check(Result result, const std::string& doing) {
+  if (result == 0) return;
+  const char* name = nullptr;
+  driver().error_name(result, &name);
+  TVM_FFI_THROW(RuntimeError) << doing << ": " << (name ? name : "unknown CUDA error") << " (" << result << ")";
+}
+
+/// Makes the primary context of `device` (the one that torch uses) current on this thread.
+void use_device(int32_t device) {
+  constexpr int32_t kMaxDevices = 64;
+  static Context contexts[kMaxDevices] = {};
+  static std::mutex mutex;
+  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(ValueError) << "device is " << device << ", must be in [0, " << kMaxDevices << ")";
+  if (contexts[device] == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Device handle;
+    check(driver().device_get(&handle, device), "cuDeviceGet");
+    Context context;
+    check(driver().primary_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+    contexts[device] = context;
+  }
+  Context current = nullptr;
+  driver().context_get(&current);
+  if (current != contexts[device]) check(driver().context_set(contexts[device]), "cuCtxSetCurrent");
+}
+
+}  // namespace
+
+Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes) {
+  static std::map<std::tuple<std::string, int32_t>, Module> modules;
+  static std::mutex mutex;
+  use_device(device);
+  std::lock_guard<std::mutex> lock(mutex);
+  Module& module = modules[{file, device}];
+  if (module == nullptr) check(driver().module_load(&module, file.c_str()), "loading " + file);
+  Kernel kernel;
+  kernel.device = device;
+  kernel.shared_bytes = shared_bytes;
+  kernel.name = symbol;
+  check(driver().module_function(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
+  check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
+        "giving " + std::to_string(shared_bytes) + " bytes of shared memory to " + kernel.name);
+  return kernel;
+}
+
+int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
+  use_device(kernel.device);
+  int count = 0;
+  check(driver().occupancy(&count, kernel.function, threads, static_cast<size_t>(kernel.shared_bytes)), "occupancy of " + kernel.name);
+  return count;
+}
+
+int32_t multiprocessor_count(int32_t device) {
+  use_device(device);
+  int count = 0;
+  Device handle;
+  check(driver().device_get(&handle, device), "cuDeviceGet");
+  check(driver().device_attribute(&count, kMultiprocessorCount, handle), "cuDeviceGetAttribute");
+  return count;
+}
+
+void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {
+  use_device(kernel.device);
+  LaunchAttribute overlap{};
+  overlap.id = kProgrammaticStreamSerialization;
+  overlap.value.allowed = 1;
+  LaunchConfig config{};
+  config.grid_x = shape.grid_x;
+  config.grid_y = shape.grid_y;
+  config.grid_z = 1;
+  config.block_x = shape.threads;
+  config.block_y = config.block_z = 1;
+  config.shared_bytes = static_cast<unsigned>(kernel.shared_bytes);
+  config.stream = stream;
+  config.attributes = &overlap;
+  config.num_attributes = shape.overlaps_previous ? 1 : 0;
+  void* arguments[] = {const_cast<void*>(params)};
+  const Result result = driver().launch(&config, kernel.function, arguments, nullptr);
+  if (result != 0) {
+    check(result, "launching " + kernel.name + " with grid " + std::to_string(shape.grid_x) + " x " + std::to_string(shape.grid_y) + ", " +
+                      std::to_string(shape.threads) + " threads, " + std::to_string(kernel.shared_bytes) + " bytes of shared memory");
+  }
+}
+
+}  // namespace attn::driver

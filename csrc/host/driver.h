@@ -1,0 +1,40 @@
+// The few functions of the CUDA driver that are used, found in libcuda at run time: building needs no CUDA, and importing needs no driver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace attn::driver {
+
+using Stream = void*;
+
+/// A kernel in a loaded cubin. Copyable; stays loaded until the process ends.
+struct Kernel {
+  void* function = nullptr;
+  int32_t shared_bytes = 0;      // dynamic shared memory of a launch
+  int32_t device = 0;
+  std::string name;
+
+  explicit operator bool() const { return function != nullptr; }
+};
+
+struct Launch {
+  uint32_t grid_x;
+  uint32_t grid_y;
+  uint32_t threads;
+  bool overlaps_previous = false;   // programmatic dependent launch: the kernel waits for the previous one itself
+};
+
+/// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file and CUDA's error.
+Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
+
+/// CTAs of `threads` threads that one multiprocessor holds.
+int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);
+
+int32_t multiprocessor_count(int32_t device);
+
+/// Launches with one plain-data parameter struct. Throws RuntimeError naming the kernel and CUDA's error.
+void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream);
+
+}  // namespace attn::driver

@@ -1,0 +1,114 @@
+// The kernels' arguments: plain data, the same bytes for device kernels and for the CPU executor.
+#pragma once
+
+#include "attn/math.h"
+#include "attn/platform.h"
+#include "attn/schedule.h"
+
+namespace attn {
+
+enum class DataType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+/// An array of int32 or int64 that the engine owns (SGLang's lengths are int64, vLLM's are int32).
+struct IndexArray {
+  const void* data = nullptr;
+  int32_t is_int64 = 0;
+
+  ATTN_HD explicit operator bool() const { return data != nullptr; }
+  ATTN_HD int64_t operator[](int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+/// Where the tokens of each request live. Every engine's form reduces to one formula; page j of request i is
+///     indices ? indices[begin(i) + j * entry_step] / entry_step : begin(i) + j
+/// with begin(i) = indptr ? indptr[i] : (rows ? rows[i] : i) * row_stride, and its length is kv_lens[i], or from indptr and last_page_len (CSR).
+///   CSR            indices, indptr, last_page_len                    entry_step 1
+///   block table    indices [num_rows, row_stride], kv_lens           entry_step 1
+///   token slots    indices [num_rows, row_stride], rows, kv_lens     entry_step page_size: one entry a token, of which every page_size-th is read
+///   ragged         indptr; page_size 1                               pages are the tensor's rows
+struct PageTable {
+  const int32_t* indices = nullptr;
+  IndexArray indptr;
+  IndexArray last_page_len;
+  IndexArray kv_lens;
+  IndexArray rows;
+  int64_t num_entries = 0;   // elements of `indices`; for ragged: rows of the tensor
+  int64_t row_stride = 0;    // elements between two rows of a dense table
+  int32_t num_rows = 0;      // rows of a dense table
+  int32_t row_entries = 0;   // elements of a dense table's row that may be read
+  int32_t page_size = 1;     // tokens
+  int32_t entry_step = 1;
+};
+
+struct PlanParams {
+  ScheduleConfig config;
+  Schedule schedule;
+  IndexArray qo_indptr;      // [num_groups + 1]
+  PageTable table;
+  int32_t num_groups;
+  int32_t causal;
+  int32_t window_left;
+};
+
+/// The runtime values of the built-in variants (variants.h).
+struct VariantParams {
+  float sm_scale;
+  float logits_soft_cap;     // 0: off
+  int32_t causal;
+  int32_t window_left;       // -1: off
+};
+
+/// K or V of one layer: element (page, token in page, head, i) is data[page * page_stride + token * token_stride + head * head_stride + i].
+struct KvTensor {
+  const void* data;
+  int64_t page_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+struct AttentionParams {
+  Schedule schedule;
+  const void* q;             // [num_rows, num_kv_heads * group_size, head_dim]
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  KvTensor k;
+  KvTensor v;
+  void* o;                   // like q
+  int64_t o_row_stride;
+  int64_t o_head_stride;
+  float* lse;                // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
+  float* partial_o;          // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised
+  float* partial_lse;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind)]
+  int32_t num_rows;          // rows of q; rows of the schedule beyond it are ignored
+  int32_t num_pages;         // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t num_ctas;
+  int32_t max_tile_rows;     // tile_rows(max_kind)
+  int32_t kv_tile;           // tokens of one KV tile, as planned
+  FastDivisor group_size;
+  FastDivisor page_size;
+  float sm_scale;
+  float logits_soft_cap;
+};
+
+/// Copies new tokens into the paged cache: token i goes to slot slots[i] (page * page_size + token in page); a negative slot is skipped, so is one beyond the
+/// cache.
+struct AppendParams {
+  const void* k;             // [num_tokens, num_kv_heads, head_dim]
+  const void* v;
+  int64_t k_token_stride, k_head_stride;
+  int64_t v_token_stride, v_head_stride;
+  KvTensor k_cache;          // written
+  KvTensor v_cache;
+  IndexArray slots;          // [num_tokens]
+  int32_t num_tokens;
+  int32_t num_pages;
+  int32_t num_kv_heads;
+  int32_t head_bytes;        // head_dim * sizeof(element)
+  FastDivisor page_size;
+  int32_t element_bytes;
+};
+
+}  // namespace attn

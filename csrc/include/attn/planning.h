@@ -1,0 +1,129 @@
+// The steps of planning that the device planner and the host planner share: the same arithmetic gives the same schedule, bit for bit.
+#pragma once
+
+#include "attn/params.h"
+#include "attn/schedule.h"
+#include "attn/variants.h"
+
+namespace attn {
+
+/// Threads of the device planner's one CTA.
+constexpr int32_t kPlanThreads = 512;
+
+/// Reads request i. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
+ATTN_HD RowGroup read_row_group(const PlanParams& p, int32_t i, uint32_t& errors) {
+  const PageTable& table = p.table;
+  RowGroup group;
+
+  const int64_t qo_first = p.qo_indptr[i];
+  const int64_t qo_last = p.qo_indptr[i + 1];
+  const int64_t qo_begin = clamp<int64_t>(qo_first, 0, p.config.max_rows);
+  const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, p.config.max_rows);
+  if (qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
+  group.qo_begin = static_cast<int32_t>(qo_begin);
+  group.qo_len = static_cast<int32_t>(qo_end - qo_begin);
+
+  int64_t entries;                       // elements of `indices` that belong to this request
+  if (table.indptr) {
+    const int64_t first = table.indptr[i];
+    const int64_t last = table.indptr[i + 1];
+    const int64_t begin = clamp<int64_t>(first, 0, table.num_entries);
+    const int64_t end = clamp<int64_t>(last, begin, table.num_entries);
+    if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
+    group.table_begin = begin;
+    entries = end - begin;
+  } else {
+    const int64_t wanted = table.rows ? table.rows[i] : i;
+    const int64_t row = clamp<int64_t>(wanted, 0, table.num_rows - 1);
+    if (row != wanted) errors |= kTableRowInvalid;
+    group.table_begin = row * table.row_stride;
+    entries = table.row_entries;
+  }
+
+  const int64_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
+  const int64_t capacity = min_of<int64_t>(pages * table.page_size, kMaxInt32);
+  int64_t kv_len = capacity;
+  if (table.kv_lens) {
+    kv_len = table.kv_lens[i];
+    // One entry a token: the last page may be partly filled.
+    const int64_t limit = table.entry_step == 1 ? capacity : min_of<int64_t>(entries, kMaxInt32);
+    if (kv_len < 0 || kv_len > limit) errors |= kKvLengthInvalid;
+    kv_len = clamp<int64_t>(kv_len, 0, limit);
+  } else if (table.last_page_len && pages > 0) {
+    const int64_t last_page_len = table.last_page_len[i];
+    if (last_page_len < 1 || last_page_len > table.page_size) errors |= kLastPageLenInvalid;
+    kv_len = capacity - table.page_size + clamp<int64_t>(last_page_len, 1, table.page_size);
+  }
+  group.kv_len = static_cast<int32_t>(kv_len);
+  group.tile_begin = 0;
+  return group;
+}
+
+/// Row tiles of a request.
+ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
+  const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
+  return static_cast<int32_t>(ceil_div<int64_t>(packed_rows, tile_rows(choose_kind(config, packed_rows))));
+}
+
+/// Row tile number `index` of a request; cost_begin is left to the caller.
+ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
+  const ScheduleConfig& config = p.config;
+  const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
+  RowTile tile;
+  tile.cost_begin = 0;
+  tile.group = group_index;
+  tile.kind = choose_kind(config, packed_rows);
+  tile.packed_begin = index * tile_rows(tile.kind);
+
+  const int64_t packed_end = min_of<int64_t>(tile.packed_begin + tile_rows(tile.kind), packed_rows);
+  const int32_t offset = group.kv_len - group.qo_len;
+  const int32_t first = offset + tile.packed_begin / config.group_size;
+  const int32_t last = offset + static_cast<int32_t>((packed_end - 1) / config.group_size);
+  const VariantParams variant{1.0f, 0.0f, p.causal, p.window_left};
+  const TokenRange range = StandardVariant::any(variant, first, last, TokenRange{0, group.kv_len});
+  tile.kv_end = max_of(range.end, 0);
+  tile.kv_begin = round_down(min_of(max_of(range.begin, 0), tile.kv_end), config.kv_tile);
+  tile.num_kv_tiles = max_of(static_cast<int32_t>(ceil_div<int64_t>(tile.kv_end - tile.kv_begin, config.kv_tile)), 1);
+  return tile;
+}
+
+/// Cost of a row tile for one KV head.
+ATTN_HD int64_t row_tile_cost(const ScheduleConfig& config, const RowTile& tile) {
+  return static_cast<int64_t>(tile.num_kv_tiles) * config.kv_tile_cost[tile.kind];
+}
+
+/// Cost that each CTA gets.
+ATTN_HD int64_t cta_share(const ScheduleConfig& config, int64_t total_cost) {
+  return max_of<int64_t>(ceil_div<int64_t>(total_cost, config.num_ctas), config.min_share);
+}
+
+/// The first KV tile that starts at or after `cost` on the line. `tiles` has num_tiles entries with cost_begin set.
+ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tiles, int32_t num_tiles, int64_t total_cost, int64_t cost) {
+  if (cost >= total_cost) return Position{num_tiles, 0, 0};
+  int32_t low = 0, high = num_tiles;     // tiles[low].cost_begin <= cost < tiles[high].cost_begin
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    if (tiles[middle].cost_begin <= cost) low = middle; else high = middle;
+  }
+  const RowTile& tile = tiles[low];
+  const int64_t head_cost = row_tile_cost(config, tile);
+  const int64_t inside = cost - tile.cost_begin;
+  Position position;
+  position.tile = low;
+  position.head = static_cast<int32_t>(inside / head_cost);
+  position.kv_tile = static_cast<int32_t>(ceil_div<int64_t>(inside % head_cost, config.kv_tile_cost[tile.kind]));
+  if (position.kv_tile == tile.num_kv_tiles) {
+    position.kv_tile = 0;
+    if (++position.head == config.num_kv_heads) {
+      position.head = 0;
+      ++position.tile;
+    }
+  }
+  return position;
+}
+
+ATTN_HD ScheduleHeader make_header(const PlanParams& p, int32_t num_tiles, uint32_t errors) {
+  return ScheduleHeader{p.num_groups, num_tiles, errors, p.causal, p.window_left, p.table.entry_step, p.table.indices, p.table.num_entries};
+}
+
+}  // namespace attn

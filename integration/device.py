@@ -1,0 +1,41 @@
+"""Which device the servers run on, and what software is there, for reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def find_device() -> str:
+    """`cuda` when the NVIDIA driver lists a GPU, else `cpu`. Needs no torch, so the choice of environment can depend on it."""
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
+    return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def device_name(device: str) -> str:
+    """The GPU's or the processor's name, for reports."""
+    if device == "cuda":
+        listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=False, capture_output=True, text=True)
+        return listed.stdout.splitlines()[0].strip() if listed.stdout else "unknown GPU"
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def package_versions(python: str) -> dict[str, str]:
+    """Versions of torch, the engines and this package as the interpreter `python` sees them."""
+    names = ["torch", "vllm", "sglang", "attn-backend"]
+    code = (
+        "import importlib.metadata as m, json\n"
+        "def version(name):\n"
+        "    try: return m.version(name)\n"
+        "    except m.PackageNotFoundError: return None\n"
+        f"print(json.dumps({{name: version(name) for name in {names}}}))"
+    )
+    printed = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    return {name: version for name, version in json.loads(printed).items() if version}

@@ -1,0 +1,33 @@
+"""Write `attn_backend-VERSION.dist-info` with the entry points of pyproject.toml, for machines where the package is on PYTHONPATH instead of installed.
+
+    python -m integration.dist_info FOLDER      # then PYTHONPATH=FOLDER lets both engines discover the plugin
+
+The engines find plugins through this metadata alone. FOLDER should hold, or be on PYTHONPATH beside, the attn_backend package with its built library.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from integration.model import REPOSITORY
+
+
+def write_dist_info(folder: Path) -> Path:
+    """Write the metadata folder into `folder` and return its path."""
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    target = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8")
+    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+    sections = ["\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]) for group, entries in groups.items()]
+    (target / "entry_points.txt").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return target
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    print(write_dist_info(Path(sys.argv[1])))

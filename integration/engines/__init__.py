@@ -1,0 +1,11 @@
+"""What differs between the serving engines: command lines, environment variables, endpoints and result files."""
+
+from __future__ import annotations
+
+from integration.engines.base import Client, Engine, Launch, Metrics, Token
+from integration.engines.sglang import SGLang
+from integration.engines.vllm import VLLM
+
+ENGINES: dict[str, Engine] = {"vllm": VLLM(), "sglang": SGLang()}
+
+__all__ = ["ENGINES", "Client", "Engine", "Launch", "Metrics", "Token"]

@@ -1,0 +1,89 @@
+"""SGLang: `sglang.launch_server`, `sglang.bench_serving`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from integration.engines.base import STOCK, Client, Launch, Metrics, Token
+from integration.http import post_json
+from integration.workload import FileWorkload, ShareGPT
+
+CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
+CPU_KV_TOKENS = 16384
+
+
+class SGLang:
+    name = "sglang"
+
+    def stock_backend(self, device: str) -> str:
+        return "torch_native (stock)" if device == "cpu" else "SGLang's choice (stock)"
+
+    def server_command(self, launch: Launch) -> list[str]:
+        command = [launch.python, "-m", "sglang.launch_server", "--model-path", str(launch.model.folder), "--host", "127.0.0.1", "--port", str(launch.port)]
+        command += ["--dtype", launch.dtype, "--context-length", str(launch.max_model_len), "--max-running-requests", str(launch.max_num_seqs)]
+        if launch.model.random_weights:
+            command += ["--load-format", "dummy"]
+        if launch.device == "cpu":
+            backend = "torch_native" if launch.backend == STOCK else launch.backend
+            command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]
+        else:
+            if launch.backend != STOCK:
+                command += ["--attention-backend", launch.backend]
+            if not launch.cuda_graphs:
+                command += ["--disable-cuda-graph"]
+        return command + launch.extra_arguments
+
+    def server_environment(self, launch: Launch) -> dict[str, str]:
+        return self.client_environment(launch.device)
+
+    def client_command(self, client: Client) -> list[str]:
+        # --model is the local path: with another name the client asks a hub for it
+        command = [client.python, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
+        command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_prompts)]
+        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate), "--output-file", str(client.result), "--output-details"]
+        if client.max_concurrency:
+            command += ["--max-concurrency", str(client.max_concurrency)]
+        return command + self._dataset_arguments(client) + client.extra_arguments
+
+    def _dataset_arguments(self, client: Client) -> list[str]:
+        workload = client.workload
+        if isinstance(workload, ShareGPT):
+            arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(workload.path), "--sharegpt-context-len", str(client.max_model_len)]
+            return arguments + (["--sharegpt-output-len", str(workload.output_len)] if workload.output_len else [])
+        assert isinstance(workload, FileWorkload)
+        return ["--dataset-name", "sharegpt", "--dataset-path", str(workload.write_sharegpt(client.result.with_suffix(".requests.json")))]
+
+    def client_environment(self, device: str) -> dict[str, str]:
+        environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if device == "cpu":
+            # passive: threads that spin while they wait make two busy processes on two cores tens of times slower
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(CPU_SHIMS)}
+        return environment
+
+    def read_result(self, client: Client) -> Metrics:
+        lines = client.result.read_text().splitlines()
+        if not lines:
+            raise ValueError(f"{client.result}: the client wrote no result")
+        result = json.loads(lines[-1])
+        return Metrics(
+            requests=result["completed"],
+            failed=client.workload.num_prompts - result["completed"],
+            ttft_p50_ms=result["median_ttft_ms"],
+            ttft_p99_ms=result["p99_ttft_ms"],
+            itl_p50_ms=result["median_itl_ms"],
+            itl_p99_ms=result["p99_itl_ms"],
+            tokens_per_s=result["output_throughput"],
+            duration_s=result["duration"],
+            input_tokens=result["total_input_tokens"],
+            output_tokens=result["total_output_tokens"],
+        )
+
+    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": alternatives}
+        answer = post_json(f"{base_url}/generate", body)["meta_info"]
+        tokens = []
+        for (logprob, token_id, _), top in zip(answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True):
+            tokens.append(Token(token_id, logprob, {other_id: other for other, other_id, _ in top}))
+        return tokens

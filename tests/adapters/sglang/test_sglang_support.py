@@ -1,0 +1,95 @@
+"""Registration, and what is refused while the engine starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+from fake_engine import FakeEngine, LayerShape
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+from attn_backend.adapters.sglang import NAME, compat, register
+
+
+def test_registration_can_be_repeated() -> None:
+    register()
+    register()
+    assert ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+    assert ATTENTION_BACKENDS[NAME](FakeEngine().runner()).page_size == 1
+
+
+def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setitem(__import__("sys").modules, "attn_backend.adapters.sglang.backend", None)
+    with pytest.raises(RuntimeError, match="attn-backend doctor"):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn.*--kv-cache-dtype"),
+        ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
+        ({"device": "xpu"}, "device 'xpu'"),
+        ({"model_config": SimpleNamespace(attention_arch=AttentionArch.MLA, is_encoder_decoder=False, context_len=64)}, "MLA"),
+        ({"model_config": SimpleNamespace(attention_arch=AttentionArch.MHA, is_encoder_decoder=True, context_len=64)}, "cross attention"),
+    ],
+)
+def test_refused_runners(changes: dict[str, object], message: str) -> None:
+    register()
+    with pytest.raises(ValueError, match=message):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner(**changes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 4}, "--speculative-eagle-topk 1"),
+        ({"spec.speculative_algorithm": "NGRAM"}, "NGRAM"),
+        ({"memory.enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"parallel.attn_dcp_size": 2}, "--dcp-size 2"),
+    ],
+)
+def test_refused_options(settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(compat, "setting", lambda path, default: settings.get(path, default))
+    with pytest.raises(ValueError, match=message):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner())
+
+
+def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: True)
+    with pytest.raises(ValueError, match=r"0\.5\.22"):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"v_head_dim": 32}, "64 and 32"),
+        ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
+        ({"sliding_window_size": 8, "attn_type": AttentionType.ENCODER_ONLY}, "sliding window over both sides"),
+    ],
+)
+def test_refused_layers(changes: dict[str, object], message: str) -> None:
+    register()
+    layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, **changes)
+    with pytest.raises(ValueError, match=message):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
+
+
+def test_refused_at_the_first_forward() -> None:
+    register()
+    engine = FakeEngine((LayerShape(),))
+    backend = ATTENTION_BACKENDS[NAME](engine.runner())
+    with pytest.raises(ValueError, match="sinks"):
+        backend.forward_extend(torch.zeros(1, 384), None, None, engine.model[0], SimpleNamespace(), sinks=torch.zeros(6))

@@ -1,0 +1,279 @@
+"""Builder and implementation on CPU tensors, against attention in float64."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, PlanKey, plan_keys, workspace_maxima
+from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])  # two decodes, a chunk of a prefill, a whole prefill, a speculative verification
+
+
+def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Random K and V for all tokens of the batch, those before its queries already in the cache. Returns them as slots [pages * PAGE, heads, head_size], the rest NaN."""
+    head_size = cache.shape[3] // 2
+    k, v = (torch.full((NUM_PAGES * PAGE, cache.shape[1], head_size), torch.nan, dtype=cache.dtype) for _ in range(2))
+    for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
+        k[slots], v[slots] = torch.randn(2, len(slots), cache.shape[1], head_size).to(cache.dtype)
+        old = slots[: len(slots) - query_len]
+        cache[old // PAGE, :, old % PAGE] = torch.cat([k[old], v[old]], dim=-1)
+    return k, v
+
+
+def run_layer(impl: AttnImpl, metadata: AttnMetadata, batch: Batch, cache: Tensor, k: Tensor, v: Tensor, *, update: bool = True, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """One layer as vLLM runs it: returns the queries and the output, both with `padding` rows at the end; the output was full of NaN."""
+    tokens = sum(batch.query_lens)
+    query = torch.randn(tokens + padding, impl.num_heads, impl.head_size).to(cache.dtype)
+    output = torch.full_like(query, torch.nan)
+    if update:
+        key, value = (torch.cat([x[batch.new_slots], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in (k, v))
+        impl.do_kv_cache_update(None, key, value, cache, metadata.slot_mapping)
+    result = impl.forward(None, query, None, None, cache, metadata, output)
+    assert result is output
+    return query, output
+
+
+def check(output: Tensor, query: Tensor, batch: Batch, k: Tensor, v: Tensor, **mask: Any) -> None:
+    tokens = sum(batch.query_lens)
+    expected, _ = oracle.paged_attention(query[:tokens], k, v, batch.query_lens, batch.slots, **mask)
+    error = (output[:tokens].double() - expected).norm() / expected.norm()
+    assert error <= TOLERANCE[query.dtype]
+    assert output[tokens:].isnan().all()  # padding rows are left alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", ["NHD", "HND", "padded", "interleaved"])
+def test_mixed_batch(memory: str, dtype: torch.dtype) -> None:
+    impl, cache, batch = make_impl(), make_cache(memory, dtype=dtype), make_batch(*MIXED)
+    builder = make_builder([impl], make_spec(dtype=dtype))
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
+    check(output, query, batch, k, v)
+    written = cache[batch.new_slots // PAGE, :, batch.new_slots % PAGE]
+    assert torch.equal(written, torch.cat([k[batch.new_slots], v[batch.new_slots]], dim=-1))
+    assert cache.isfinite().sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]  # nothing else was written
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (9, 3), (8, 1)])
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_head_shapes(num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    impl, cache, batch = make_impl(num_heads, head_size, num_kv_heads), make_cache("NHD", num_kv_heads, head_size), make_batch(*MIXED)
+    builder = make_builder([impl], make_spec(num_kv_heads, head_size))
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
+    check(output, query, batch, k, v)
+
+
+def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
+    """Gemma with vLLM's hybrid KV cache manager off."""
+    windows = [None, 8, 8, 1]
+    impls = [make_impl(sliding_window=window, logits_soft_cap=5.0) for window in windows]
+    builder, batch = make_builder(impls), make_batch(*MIXED)
+    assert len(builder.plans) == 3
+    metadata = builder.build(0, batch.metadata)
+    for impl, window in zip(impls, windows, strict=True):
+        cache = make_cache("HND")
+        k, v = fill_cache(cache, batch)
+        query, output = run_layer(impl, metadata, batch, cache, k, v)
+        check(output, query, batch, k, v, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
+
+
+def test_not_causal() -> None:
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED, causal=False)
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    metadata = builder.build_for_drafting(batch.metadata, 0)
+    assert metadata.causal is False
+    query, output = run_layer(impl, metadata, batch, cache, k, v)
+    check(output, query, batch, k, v, causal=False)
+
+
+def test_padding_of_a_full_cuda_graph() -> None:
+    """Padding requests have no query and no KV; padding tokens have slot -1."""
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([1, 1, 1], [50, 1, 16], padding=5)
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v, padding=5)
+    check(output, query, batch, k, v)
+
+
+def test_padding_of_a_piecewise_graph() -> None:
+    """Queries and keys are padded, the metadata is not; block table and query_start_loc may still be those of the padded batch."""
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    wide = make_batch(*MIXED, padding=2).metadata
+    batch.metadata.block_table_tensor, batch.metadata.query_start_loc = wide.block_table_tensor, wide.query_start_loc
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v, padding=12)
+    check(output, query, batch, k, v)
+
+
+def test_idle_batch_of_data_parallelism() -> None:
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([], [], padding=4)
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    _, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v, padding=4)
+    assert output.isnan().all()
+    assert cache.isnan().all()
+
+
+def test_capture_and_profiling_batches() -> None:
+    impl = make_impl()
+    builder = make_builder([impl])
+    batch = make_batch([1] * 8, [PAGE * 8] * 8)  # every request as long as it can be
+    assert isinstance(builder.build_for_cudagraph_capture(batch.metadata), AttnMetadata)
+    output = torch.full((4, 6, 64), torch.nan)
+    assert impl.forward(None, torch.randn(4, 6, 64), None, None, torch.empty(0), None, output) is output
+    assert (output == 0).all()
+
+
+def test_plan_follows_the_last_batch() -> None:
+    """What a CUDA graph relies on: run() reads the batch that was built last."""
+    impl = make_impl()
+    builder = make_builder([impl])
+    first = builder.build(0, make_batch(*MIXED).metadata)
+    cache, batch = make_cache("NHD"), make_batch([2, 1], [90, 5], seed=1)
+    k, v = fill_cache(cache, batch)
+    second = builder.build(0, batch.metadata)
+    assert first.plans is second.plans
+    query, output = run_layer(impl, second, batch, cache, k, v)
+    check(output, query, batch, k, v)
+
+
+def test_draft_loop_plans_again_from_the_same_tensors() -> None:
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([1, 1], [30, 41])
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    batch.metadata.seq_lens -= 1  # the draft before this one
+    metadata = builder.build(0, batch.metadata)
+    batch.metadata.seq_lens += 1
+    builder.update_draft_decode_metadata(metadata)
+    query, output = run_layer(impl, metadata, batch, cache, k, v)
+    check(output, query, batch, k, v)
+
+
+def test_layer_that_shares_the_cache_of_another() -> None:
+    """vLLM does not update the cache for it."""
+    owner, sharer = make_impl(), make_impl(kv_sharing_target_layer_name="layer.0")
+    builder, cache, batch = make_builder([owner, sharer]), make_cache("NHD"), make_batch(*MIXED)
+    assert len(builder.plans) == 1
+    k, v = fill_cache(cache, batch)
+    metadata = builder.build(0, batch.metadata)
+    run_layer(owner, metadata, batch, cache, k, v)
+    query, output = run_layer(sharer, metadata, batch, cache, k, v, update=False)
+    check(output, query, batch, k, v)
+
+
+def test_long_lengths_are_refused_on_a_cpu() -> None:
+    builder, batch = make_builder([make_impl()]), make_batch([1], [33], table_width=3)
+    batch.metadata.seq_lens += 16
+    with pytest.raises(ValueError, match="kv_lens"):
+        builder.build(0, batch.metadata)
+
+
+def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
+    cache = make_cache("NHD")
+    view = kv_cache_view(cache)
+    assert kv_cache_view(cache) is view
+    assert view.k.data_ptr() == cache.data_ptr()
+    assert view.k.shape == view.v.shape == (NUM_PAGES, PAGE, 2, 64)
+    freed = weakref.ref(view)
+    gc.disable()  # without the help of the garbage collector: gigabytes depend on it
+    try:
+        del cache, view
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"head_size": 100}, "head size 100"),
+        ({"head_size": 264}, "head size 264"),
+        ({"alibi_slopes": [0.5] * 6}, "ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"sinks": torch.zeros(6)}, "sinks"),
+        ({"chunk_lookback": 1}, "chunk_lookback"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_are_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"attn_backend does not support .*{what}.*ATTN_BACKEND_VLLM_CPU"):
+        make_impl(**arguments)
+
+
+def test_layers_that_are_accepted() -> None:
+    impl = make_impl(sinks=None, chunk_lookback=-1, logits_soft_cap=None, sliding_window=None, head_size=80)
+    assert impl.plan_key == PlanKey(6, 2, 80, -1)
+    assert impl.logits_soft_cap == 0.0
+    with pytest.raises(NotImplementedError, match="head size 80: choose another --attention-backend"):
+        AttnImpl(6, 80, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_config": SimpleNamespace(rswa_window=128)}, "R-SWA"),
+        ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "multimodal prefixes"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode context parallelism"),
+        ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "prefill context parallelism"),
+        ({"diffusion_config": SimpleNamespace()}, "diffusion"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_that_are_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(NotImplementedError, match=what):
+        make_builder([make_impl()], **changes)
+
+
+def test_other_values_than_keys_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="another head size"):
+        make_builder([make_impl()], make_spec(head_size_v=32))
+
+
+def test_mixed_causality_is_refused() -> None:
+    batch = make_batch([1], [4], causal=torch.ones(1, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="mix causal"):
+        make_builder([make_impl()]).build(0, batch.metadata)
+
+
+def test_plans_of_layers_that_vllm_does_not_know() -> None:
+    """Its attention tests build metadata for a layer that does not exist."""
+    assert plan_keys(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [PlanKey(6, 2, 64, 127)]
+    assert list(make_builder([]).plans) == [PlanKey(6, 2, 64, -1)]
+
+
+def test_implementations_behind_a_composite() -> None:
+    impls = [make_impl(), make_impl(sliding_window=9), SimpleNamespace()]
+    composite = SimpleNamespace(get_impl_variants=lambda: impls)
+    assert set(make_builder([composite]).plans) == {PlanKey(6, 2, 64, -1), PlanKey(6, 2, 64, 8)}
+
+
+def test_maxima() -> None:
+    spec = make_spec()
+    assert workspace_maxima(make_config(), spec) == (256, 8)
+    graphs = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
+    assert workspace_maxima(make_config(compilation_config=graphs), spec) == (512, 512)
+    assert workspace_maxima(make_config(speculative_config=SimpleNamespace(num_speculative_tokens=63)), spec) == (512, 8)
+    chunked = SimpleNamespace(attention_chunk_size=64)
+    assert workspace_maxima(make_config(), chunked) == (256, 2 * 8 + 4)
+
+
+def test_class_of_a_cpu_layer() -> None:
+    assert isinstance(make_impl(), CpuAttnImpl)
+    assert AttnMetadataBuilder.supports_draft_decode_metadata_update

@@ -1,0 +1,73 @@
+"""The plugin's entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATH, CPU_SWITCH, register
+
+STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+
+@pytest.mark.parametrize("switch", [None, "0", ""])
+def test_registers_custom_and_leaves_the_cpu_alone(switch: str | None, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CPU_SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(CPU_SWITCH, switch)
+    register()
+    assert registry.CUSTOM.get_path() == BACKEND_PATH
+    assert registry.CPU_ATTN.get_path() == STOCK_CPU_BACKEND
+
+
+def test_takes_the_place_of_the_cpu_backend_when_asked(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_SWITCH, "1")
+    register()
+    assert registry.CPU_ATTN.get_path() == CPU_BACKEND_PATH
+    assert registry.CUSTOM.get_path() == BACKEND_PATH
+
+
+def test_can_be_called_again(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_SWITCH, "1")
+    register()
+    backends = registry.CUSTOM.get_class(), registry.CPU_ATTN.get_class()
+    register()
+    assert (registry.CUSTOM.get_class(), registry.CPU_ATTN.get_class()) == backends
+
+
+def test_names_belong_to_vllm(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_SWITCH, "1")
+    register()
+    for member in (registry.CUSTOM, registry.CPU_ATTN):
+        assert registry[member.get_class().get_name()] is member
+
+
+def test_failure_is_loud(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attn_backend.adapters.vllm.cpu", None)  # importing it fails
+    with pytest.raises(RuntimeError, match=r"attn_backend cannot serve as an attention backend of vLLM .*attn_backend\.adapters\.vllm\.cpu"):
+        register()
+
+
+def test_touches_no_gpu() -> None:
+    """In a process of its own: others may have initialised CUDA in this one."""
+    program = (
+        "import torch\n"
+        "for name in ('nms', 'qnms'):\n"
+        "    if torch.version.cuda is None: torch.library.define(f'torchvision::{name}', '(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+        "from attn_backend.adapters.vllm import register\n"
+        "register()\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_is_an_entry_point_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"attn_backend": "attn_backend.adapters.vllm:register"}

@@ -1,0 +1,73 @@
+"""Random batches for the planners: lengths and tables without any K or V."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+from attn_backend import BSRView, PageTable
+
+MAX_ROWS = 3000
+MAX_BATCH = 300
+
+
+def random_view(seed: int, device: torch.device | str, valid: bool = True) -> BSRView:
+    """At most MAX_BATCH requests and MAX_ROWS rows. With valid=False some lengths, rows and prefix sums are wrong."""
+    rng = numpy.random.default_rng(seed)
+    batch = int(rng.choice([0, 1, 2, 3, 7, 16, 33, 100, 256, 300], p=[0.01, 0.14, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1, 0.15, 0.05]))
+    longest = int(rng.choice([100, 1000, 8192, 100_000]))
+    kv_lens = numpy.exp(rng.uniform(0, numpy.log(longest), batch)).astype(int) * (rng.random(batch) < 0.95)
+    qo_lens = numpy.ones(batch, dtype=int)
+    style = rng.random()
+    if style > 0.3:     # some requests, or all, with longer queries
+        longer = rng.random(batch) < (1.0 if style > 0.8 else 0.2)
+        qo_lens[longer] = numpy.exp(rng.uniform(0, numpy.log(2000), int(longer.sum()))).astype(int)
+        qo_lens[rng.random(batch) < 0.05] = 0
+        over = numpy.cumsum(qo_lens) > MAX_ROWS - batch
+        qo_lens[over] = 1
+    page_size = int(rng.choice([1, 3, 16, 64, 100, 256]))
+    table = _random_table(rng, kv_lens, page_size, valid, torch.device(device))
+    qo_indptr = _damaged(rng, _prefix_sum(qo_lens), valid, MAX_ROWS)
+    window_left = int(rng.integers(0, 2 * longest)) if rng.random() < 0.3 else -1
+    return BSRView(_index(rng, qo_indptr, device), table, causal=bool(rng.random() < 0.7), window_left=window_left)
+
+
+def _random_table(rng: numpy.random.Generator, kv_lens: numpy.ndarray, page_size: int, valid: bool, device: torch.device) -> PageTable:
+    batch, longest = len(kv_lens), int(kv_lens.max(initial=0))
+    pages = -(-kv_lens // page_size)
+    form = rng.choice(["csr", "block_table", "token_slots", "ragged"])
+    if form == "ragged":
+        return PageTable.ragged(_index(rng, _damaged(rng, _prefix_sum(kv_lens), valid, 10**6), device))
+    if form == "csr":
+        entries = int(pages.sum())
+        indptr = _index(rng, _damaged(rng, _prefix_sum(pages), valid, entries), device)
+        last = _index(rng, _damaged(rng, (kv_lens - 1) % page_size + 1, valid, page_size), device)
+        return PageTable.csr(indptr, torch.zeros(entries, dtype=torch.int32, device=device), last, page_size)
+    lens = _index(rng, _damaged(rng, kv_lens, valid, longest), device)
+    pad = int(rng.integers(3))
+    if form == "block_table":
+        return PageTable.block_table(_table(batch, -(-longest // page_size), pad, device), lens, page_size)
+    rows = _index(rng, _damaged(rng, rng.permutation(batch + 5)[:batch], valid, batch + 5), device)
+    return PageTable.token_slots(_table(batch + 5, longest, pad, device), rows, lens, page_size)
+
+
+def _table(rows: int, width: int, pad: int, device: torch.device) -> Tensor:
+    """Planners read no entry of a table: only its strides matter. Rows overlap, so that a table of long rows costs no memory."""
+    return torch.zeros(rows * (pad + 1) + width, dtype=torch.int32, device=device).as_strided((rows, width), (pad + 1, 1))
+
+
+def _prefix_sum(lengths: numpy.ndarray) -> numpy.ndarray:
+    return numpy.concatenate([[0], numpy.cumsum(lengths)])
+
+
+def _damaged(rng: numpy.random.Generator, values: numpy.ndarray, valid: bool, limit: int) -> numpy.ndarray:
+    """Unless valid, now and then: wrong values in some places."""
+    if valid or rng.random() < 0.5:
+        return values
+    wrong = rng.choice([-1, -5, limit + 1, limit * 2 + 7, 2**31 - 1, -(2**31), 0, limit // 2], size=values.shape)
+    return numpy.where(rng.random(values.shape) < rng.choice([0.02, 0.5, 1.0]), wrong, values)
+
+
+def _index(rng: numpy.random.Generator, values: numpy.ndarray, device: torch.device | str) -> Tensor:
+    return torch.tensor(values.tolist(), dtype=torch.int64 if rng.random() < 0.4 else torch.int32, device=device)

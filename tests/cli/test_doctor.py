@@ -1,0 +1,51 @@
+"""attn-backend doctor: it reports what is there and fails only on what is broken."""
+
+import pytest
+
+from attn_backend.cli import doctor
+from attn_backend.cli.main import main
+
+
+def _by_subject() -> dict[str, doctor.Finding]:
+    return {finding.subject: finding for finding in doctor.findings()}
+
+
+def test_reports_host_library_and_kernels() -> None:
+    found = _by_subject()
+    assert found["host library"].mark == "ok"
+    assert {"torch", "nvcc", "cache", "cubins sm_90a", "cubins sm_80", "vllm", "sglang"} <= set(found)
+
+
+def test_exit_status_says_whether_something_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("ok", "a", "fine"), doctor.Finding("--", "b", "absent", "install b")])
+    assert main(["doctor"]) == 0
+    assert "-> install b" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("!!", "a", "broken")])
+    assert main(["doctor"]) == 1
+
+
+def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", "/proc/attn_backend")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    finding = _by_subject()["cache"]
+    assert finding.mark == "!!"
+    assert "ATTN_BACKEND_CACHE" in finding.advice
+
+
+def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.cubins, "nvcc", lambda: None)
+    monkeypatch.setattr(doctor.cubins, "PACKAGE", doctor.cubins.PACKAGE / "nowhere")
+    monkeypatch.setattr(doctor.cubins, "kernel_sources", lambda: {"plan": None})
+    found = _by_subject()
+    assert found["nvcc"].mark == "--"
+    assert found["cubins sm_90a"].mark == "--"
+    assert "wheel" in found["cubins sm_90a"].advice
+
+
+def test_a_broken_plugin_is_reported_not_raised() -> None:
+    def broken() -> None:
+        raise ImportError("no such name in the engine")
+
+    finding = doctor._guarded("vllm plugin", lambda: broken, "registered")
+    assert finding.mark == "!!"
+    assert "no such name" in finding.text

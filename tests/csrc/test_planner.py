@@ -1,0 +1,122 @@
+"""The planners against the model of the schedule, and what must hold for every schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import batches
+import pytest
+import schedule_model
+import torch
+
+from attn_backend import Attention
+from attn_backend.kernels.schedule import Schedule
+
+# (num_kv_heads, group_size, head_dim, num_ctas)
+SHAPES = [(8, 4, 128, None), (3, 3, 64, None), (1, 1, 64, 1), (2, 16, 128, 132), (1, 5, 256, 264), (4, 7, 128, 7), (32, 1, 64, 500), (2, 2, 128, 2)]
+BATCHES = 150      # for each shape
+
+
+@cache
+def make_attention(shape: tuple[int, int, int, int | None], device: torch.device) -> Attention:
+    num_kv_heads, group_size, head_dim, num_ctas = shape
+    return Attention(
+        num_kv_heads * group_size, num_kv_heads, head_dim, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH, num_ctas=num_ctas
+    )
+
+
+@pytest.mark.parametrize("first", range(0, BATCHES, 50))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_planner_agrees_with_model(device: torch.device, shape: tuple[int, int, int, int | None], first: int) -> None:
+    attention = make_attention(shape, device)
+    num_kv_heads, group_size, _, _ = shape
+    for i in range(first, first + 50):
+        seed = SHAPES.index(shape) * BATCHES + i
+        view = batches.random_view(seed, device)
+        attention.plan(view)
+        schedule = attention.schedule()
+        model = schedule_model.plan(view, schedule, num_kv_heads, group_size, attention.max_rows)
+        assert schedule.errors == 0, seed
+        assert not schedule_model.differences(schedule, model), seed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wrong_values_are_clamped_and_reported(device: torch.device, shape: tuple[int, int, int, int | None]) -> None:
+    """On a CPU they are also refused."""
+    attention = make_attention(shape, device)
+    num_kv_heads, group_size, _, _ = shape
+    met = 0
+    for i in range(BATCHES):
+        seed = SHAPES.index(shape) * BATCHES + i
+        view = batches.random_view(seed, device, valid=False)
+        model = schedule_model.plan(view, attention.schedule(), num_kv_heads, group_size, attention.max_rows)
+        if model.errors and device.type == "cpu":
+            with pytest.raises(ValueError, match=r"qo_indptr|kv_indptr|kv_lens|kv_last_page_len|rows"):
+                attention.plan(view)
+        else:
+            attention.plan(view)
+        assert not schedule_model.differences(attention.schedule(), model), seed
+        met |= model.errors
+    assert met == 0b11111
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_schedule_covers_all_work_once_and_evenly(device: torch.device, shape: tuple[int, int, int, int | None]) -> None:
+    attention = make_attention(shape, device)
+    for seed in range(30):
+        attention.plan(batches.random_view(seed, device))
+        check_schedule(attention.schedule(), attention.num_kv_heads)
+
+
+def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
+    tiles = schedule.tiles.tolist()
+    positions = [tuple(position) for position in schedule.positions.tolist()]
+    assert len(positions) == schedule.num_ctas + 1
+    assert positions[0] == (0, 0, 0)
+    assert positions[-1] == (len(tiles), 0, 0)
+    assert positions == sorted(positions)
+    assert len(tiles) <= schedule.max_tiles
+    assert [tile[2] for tile in tiles if tile[5] < 1] == []
+    for tile, head, kv_tile in positions:
+        assert (tile, head, kv_tile) == (len(tiles), 0, 0) or (tile < len(tiles) and head < num_kv_heads and kv_tile < tiles[tile][5])
+
+    # Walk every interval as an executor does: each KV tile of each (row tile, head) once, in order.
+    done = [[0] * num_kv_heads for _ in tiles]
+    costs, partial_slots = [], 0
+    for cta in range(schedule.num_ctas):
+        (tile, head, kv_tile), end = positions[cta], positions[cta + 1]
+        cost, slots = 0, set()
+        while (tile, head, kv_tile) < end:
+            kind, num_kv_tiles = tiles[tile][1], tiles[tile][5]
+            stop = end[2] if (tile, head) == end[:2] else num_kv_tiles
+            assert done[tile][head] == kv_tile
+            assert stop > kv_tile
+            done[tile][head] = stop
+            cost += (stop - kv_tile) * schedule.kv_tile_cost[kind]
+            if (kv_tile, stop) != (0, num_kv_tiles):
+                slot = "starts inside" if kv_tile else "ends inside"
+                assert slot not in slots
+                slots.add(slot)
+                partial_slots += 1
+            tile, head, kv_tile = (tile, head, stop) if stop < num_kv_tiles else (tile, head + 1, 0) if head + 1 < num_kv_heads else (tile + 1, 0, 0)
+        assert (tile, head, kv_tile) == end or positions[cta] == end
+        costs.append(cost)
+    assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
+    assert partial_slots <= 2 * schedule.num_ctas
+
+    # Even: a share of the cost, rounded up, give or take a KV tile at either end.
+    heaviest = max((schedule.kv_tile_cost[tile[1]] for tile in tiles), default=0)
+    share = max(-(-sum(costs) // schedule.num_ctas), schedule.min_share)
+    assert max(costs) < share + heaviest
+    working = [cta for cta, cost in enumerate(costs) if cost]
+    assert all(costs[cta] > share - heaviest for cta in working[:-1])
+
+
+def test_replan_leaves_nothing_behind(device: torch.device) -> None:
+    fresh = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH)
+    used = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH)
+    for seed in range(20):
+        used.plan(batches.random_view(seed, device))
+    fresh.plan(batches.random_view(100, device))
+    used.plan(batches.random_view(100, device))
+    assert schedule_model.same(fresh.schedule(), used.schedule())

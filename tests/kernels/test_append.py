@@ -1,0 +1,117 @@
+"""append_kv: every storage form, slots that are skipped, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backend import KVCache, append_kv
+
+HEADS = 3
+
+
+def empty_cache(form: str, layout: str, pages: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[KVCache, torch.Tensor]:
+    """A cache of NaN, and the tensor (or the two, as one) behind it."""
+
+    def full(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    inner = (page_size, HEADS) if layout == "NHD" else (HEADS, page_size)
+    if form == "tensor":
+        kv = full(pages, 2, *inner, head_dim)
+        return KVCache.from_tensor(kv, layout), kv
+    if form == "packed":
+        kv = full(pages, *inner, 2 * head_dim)
+        return KVCache.from_packed(kv, layout), kv
+    if form == "slots":
+        kv = full(2, pages * page_size + page_size - 1, HEADS, head_dim)
+        return KVCache.from_slots(*kv, page_size), kv
+    kv = full(2, pages, *inner, head_dim)
+    return KVCache.from_pair(*kv, layout), kv
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["tensor", "pair", "packed", "slots"])
+def test_every_form(device: torch.device, form: str, layout: str, page_size: int, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is for CPUs")
+    generator = torch.Generator().manual_seed(page_size)
+    for head_dim in (64, 128) if device.type == "cuda" else (8, 80, 128):
+        pages, tokens = 40, 25
+        kv, storage = empty_cache(form, layout, pages, page_size, head_dim, dtype, device)
+        before = storage.clone()
+        slots = torch.randperm(pages * page_size, generator=generator)[:tokens]
+        skipped = torch.tensor([-1, -(2**31), pages * page_size, 2**31 - 1])
+        slots[[0, 7, 11, 24]] = skipped
+        k, v = (torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype).to(device) for _ in range(2))
+        kept = [i for i in range(tokens) if i not in (0, 7, 11, 24)]
+        for index_dtype in (torch.int32, torch.int64):
+            storage.copy_(before)
+            append_kv(k, v, kv, slots.to(device, index_dtype))
+            written_k, written_v = (view.clone() for view in (kv.k, kv.v))
+            for i in kept:
+                page, place = divmod(int(slots[i]), page_size)
+                assert torch.equal(written_k[page, place], k[i])
+                assert torch.equal(written_v[page, place], v[i])
+            # Everything else is as it was: NaN.
+            assert int((~storage.isnan()).sum()) == 2 * len(kept) * HEADS * head_dim
+
+
+def test_strided_input_and_padding(device: torch.device) -> None:
+    """k and v as slices of a fused projection, with more tokens than slots."""
+    qkv = torch.randn(9, 10, 64, device=device).bfloat16()
+    k, v = qkv[:, 4:7], qkv[:, 7:]
+    kv, storage = empty_cache("pair", "HND", 4, 4, 64, torch.bfloat16, device)
+    slots = torch.tensor([5, 0, 15, -1, 6], device=device)
+    append_kv(k, v, kv, slots)
+    for i, slot in enumerate([5, 0, 15, None, 6]):
+        if slot is not None:
+            assert torch.equal(kv.k[slot // 4, slot % 4], k[i])
+            assert torch.equal(kv.v[slot // 4, slot % 4], v[i])
+    assert int((~storage.isnan()).sum()) == 2 * 4 * HEADS * 64
+
+
+def test_slots_beyond_int32_are_skipped(device: torch.device) -> None:
+    kv, storage = empty_cache("pair", "NHD", 4, 4, 64, torch.bfloat16, device)
+    k = torch.zeros(4, HEADS, 64, dtype=torch.bfloat16, device=device)
+    append_kv(k, k, kv, torch.tensor([2**32, 2**32 + 5, -(2**32) + 3, 2**63 - 1], device=device))
+    assert storage.isnan().all()
+
+
+def test_no_tokens(device: torch.device) -> None:
+    kv, storage = empty_cache("tensor", "NHD", 4, 4, 64, torch.bfloat16, device)
+    k = torch.zeros(0, HEADS, 64, dtype=torch.bfloat16, device=device)
+    append_kv(k, k, kv, torch.zeros(0, dtype=torch.int64, device=device))
+    assert storage.isnan().all()
+
+
+def test_refuses(device: torch.device) -> None:
+    kv, storage = empty_cache("pair", "NHD", 4, 4, 64, torch.bfloat16, device)
+    good = torch.zeros(3, HEADS, 64, dtype=torch.bfloat16, device=device)
+    slots = torch.zeros(3, dtype=torch.int32, device=device)
+    transposed = torch.zeros(3, 64, HEADS, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    for argument, arguments in [
+        ("k", (good.half(), good, kv, slots)),
+        ("v", (good, good.half(), kv, slots)),
+        ("k", (good[:, :2], good, kv, slots)),
+        ("v", (good, good[:, :2], kv, slots)),
+        ("k", (good[..., :32], good, kv, slots)),
+        ("k", (good[0], good, kv, slots)),
+        ("k", (good[:2], good, kv, slots)),
+        ("v", (good, good[:2], kv, slots)),
+        ("k", (transposed, good, kv, slots)),
+        ("v", (good, transposed, kv, slots)),
+        ("slots", (good, good, kv, slots.float())),
+        ("slots", (good, good, kv, slots.short())),
+        ("slots", (good, good, kv, slots[None])),
+        ("slots", (good, good, kv, torch.zeros(6, dtype=torch.int32, device=device)[::2])),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
+            append_kv(*arguments)
+    if device.type == "cuda":
+        for argument, arguments in [("k", (good.cpu(), good, kv, slots)), ("v", (good, good.cpu(), kv, slots)), ("slots", (good, good, kv, slots.cpu()))]:
+            with pytest.raises(ValueError, match=rf"^{argument}\b.*device is cpu, must be cuda"):
+                append_kv(*arguments)
+    assert storage.isnan().all()

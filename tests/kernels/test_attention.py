@@ -1,0 +1,229 @@
+"""plan and run: edges, the same bits every time, and results that do not depend on how the work is split."""
+
+from __future__ import annotations
+
+import case_tensors
+import cases
+import pytest
+import torch
+from cases import Spec
+
+from attn_backend import Attention, BSRView, KVCache, PageTable
+
+
+def run(spec: Spec, device: torch.device, num_ctas: int | None = None) -> case_tensors.Case:
+    """Plans and runs a case; the result is in its `out` and `lse`."""
+    case = case_tensors.build(spec, device)
+    attention = case.attention(num_ctas)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse)
+    return case
+
+
+def check(case: case_tensors.Case) -> None:
+    case_tensors.check(case, case.out, case.lse)
+    case_tensors.check_padding(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 16])
+def test_mixed_batch(device: torch.device, head_dim: int, group_size: int, dtype: torch.dtype) -> None:
+    """Decode, chunked prefill, prefill, a padding request and an empty one in one launch."""
+    spec = Spec((1, 70, 130, 0, 1, 1), (300, 200, 130, 0, 0, 1025), head_dim=head_dim, group_size=group_size, dtype=dtype, padding_rows=3)
+    check(run(spec, device))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_of_a_cpu(head_dim: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check(run(Spec((1, 9, 40), (70, 9, 100), head_dim=head_dim, dtype=dtype), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("page_size", [*range(1, 20), 63, 64, 65, 256])
+@pytest.mark.parametrize("table_form", ["csr", "block_table", "token_slots"])
+def test_page_sizes(device: torch.device, table_form: str, page_size: int) -> None:
+    check(run(Spec((1, 5, 1), (page_size, 3 * page_size + 1, 700), table_form=table_form, page_size=page_size, sharing=0.5), device))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("cache_form", ["tensor", "pair", "packed", "slots"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided: bool) -> None:
+    for seed in range(5):
+        for page_size, num_kv_heads in [(1, 2), (16, 1), (5, 3)]:
+            spec = Spec((1, 20), (90, 40), cache_form=cache_form, layout=layout, page_size=page_size, num_kv_heads=num_kv_heads, strided=strided, seed=seed)
+            check(run(spec, device))
+
+
+@pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513])
+@pytest.mark.parametrize("qo_len", [1, 2, 16, 33])
+def test_lengths_around_tiles(device: torch.device, qo_len: int, kv_len: int) -> None:
+    for causal in (True, False):
+        check(run(Spec((qo_len, qo_len), (kv_len, kv_len + 1), causal=causal, group_size=3), device))
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 15, 63, 64, 65, 200, 10**6, 2**31 - 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows(device: torch.device, causal: bool, window_left: int) -> None:
+    check(run(Spec((1, 40, 130, 9), (300, 200, 130, 3), causal=causal, window_left=window_left), device))
+
+
+@pytest.mark.parametrize("logits_soft_cap", [0.5, 5.0, 30.0, 1000.0])
+def test_soft_cap(device: torch.device, logits_soft_cap: float) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(run(Spec((1, 40), (300, 100), logits_soft_cap=logits_soft_cap, sm_scale=0.5, dtype=dtype), device))
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.2, 1.0])
+def test_scales(device: torch.device, sm_scale: float) -> None:
+    check(run(Spec((1, 40), (300, 100), sm_scale=sm_scale), device))
+
+
+def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
+    for causal in (True, False):
+        case = run(Spec((1, 5, 70), (0, 2, 3), causal=causal, padding_rows=2), device)
+        check(case)
+        assert (case.out[0] == 0).all()
+        assert (case.lse[0] == -torch.inf).all()
+        if causal:
+            assert (case.out[1:4] == 0).all()
+            assert (case.lse[1:4] == -torch.inf).all()
+
+
+def test_empty_batches(device: torch.device) -> None:
+    check(run(Spec((), (), padding_rows=4), device))
+    check(run(Spec((0, 0), (5, 0), padding_rows=1), device))
+    check(run(Spec((0,), (5,)), device))      # q without rows
+
+
+def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
+    """What lies in front of every window may have been given up by the engine: its pages belong to someone else, or to nobody."""
+    for qo_len, kv_len, window_left in [(1, 300, 10), (1, 300, 63), (20, 500, 100), (130, 300, 5)]:
+        case = case_tensors.build(Spec((qo_len,), (kv_len,), window_left=window_left), device)
+        expected = case.expected()
+        gone = case.slots[0][: kv_len - qo_len - window_left]
+        for view in (case.kv.k, case.kv.v):
+            view[gone // 16, gone % 16] = torch.nan
+        attention = case.attention()
+        attention.plan(case.view)
+        case_tensors.check(case, case.run(attention, lse=case.lse), case.lse, expected)
+
+
+def test_large_logits(device: torch.device) -> None:
+    """Softmax of logits of some thousands: exponentials must not overflow."""
+    for sm_scale in (10.0, 100.0):
+        case = case_tensors.build(Spec((1, 30), (200, 100), sm_scale=sm_scale, dtype=torch.float16), device)
+        attention = case.attention()
+        attention.plan(case.view)
+        o, lse = case.expected()
+        out = case.run(attention, lse=case.lse)
+        assert (out.double() - o).norm() <= 1e-2 * o.norm()
+        torch.testing.assert_close(case.lse.double(), lse, rtol=1e-5, atol=1e-3)
+
+
+def test_out_is_allocated(device: torch.device) -> None:
+    case = case_tensors.build(Spec((1, 3), (5, 3)), device)
+    attention = case.attention()
+    attention.plan(case.view)
+    out = case.run(attention)
+    assert out.shape == case.q.shape
+    assert out.dtype == case.q.dtype
+    case_tensors.check(case, out, None)
+
+
+def test_slices_of_a_fused_projection(device: torch.device) -> None:
+    """q, k and v as slices of one tensor [tokens, heads, head_dim], without a page table."""
+    lens, heads, kv_heads = [7, 1, 90], 8, 2
+    tokens = sum(lens)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, 64, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    indptr = torch.tensor([0, 7, 8, 98], dtype=torch.int32, device=device)
+    attention = Attention(heads, kv_heads, 64, device=device, max_rows=tokens, max_batch=3)
+    attention.plan(BSRView(indptr, PageTable.ragged(indptr)))
+    out = attention.run(q, KVCache.from_ragged(k, v))
+    for part_q, part_k, part_v, part in zip(q.split(lens), k.split(lens), v.split(lens), out.split(lens), strict=True):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.double().transpose(0, 1) for x in (part_q, part_k, part_v)), is_causal=True, enable_gqa=True
+        ).transpose(0, 1)
+        assert (part.double() - expected).norm() <= 5e-3 * expected.norm()
+
+
+def test_fewer_rows_than_planned(device: torch.device) -> None:
+    """Rows of the plan beyond those of q are ignored."""
+    case = case_tensors.build(Spec((3, 4, 5), (30, 40, 50)), device)
+    attention = case.attention()
+    attention.plan(case.view)
+    out = torch.full_like(case.q, torch.nan)
+    attention.run(case.q[:6], case.kv, out=out[:6], lse=case.lse[:6])
+    expected_o, expected_lse = case.expected()
+    assert (out[:6].double() - expected_o[:6]).norm() <= 5e-3 * expected_o[:6].norm()
+    assert (case.lse[:6].double() - expected_lse[:6]).abs().max() <= 1e-3
+    assert out[6:].isnan().all()
+    assert case.lse[6:].isnan().all()
+
+
+def test_one_plan_serves_many_layers(device: torch.device) -> None:
+    case = case_tensors.build(Spec((1, 20), (300, 20)), device)
+    attention = case.attention()
+    attention.plan(case.view)
+    for layer in range(3):
+        other = case_tensors.build(case.spec.with_(seed=layer), device)      # other pages, other data
+        mapped = KVCache.from_pair(*(torch.full_like(view, torch.nan) for view in (case.kv.k, case.kv.v)))
+        for own, theirs in zip(case.slots, other.slots, strict=True):
+            mapped.k[own // 16, own % 16] = other.k_slots[theirs]
+            mapped.v[own // 16, own % 16] = other.v_slots[theirs]
+        out = attention.run(other.q, mapped, lse=case.lse)
+        case_tensors.check(other, out, case.lse)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_same_bits_every_time(device: torch.device, seed: int) -> None:
+    case = case_tensors.build(cases.random_spec(seed, device.type), device)
+    attention = case.attention()
+    attention.plan(case.view)
+    first = case.run(attention, lse=case.lse)
+    for _ in range(3):
+        again, lse = torch.full_like(first, torch.nan), torch.full_like(case.lse, torch.nan)
+        other = case.attention()
+        other.plan(case.view)
+        case.run(other, out=again, lse=lse)
+        assert same_bits(first[: case.rows], again[: case.rows])
+        assert same_bits(case.lse, lse)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_threads_do_not_change_a_bit(seed: int) -> None:
+    case = case_tensors.build(cases.random_spec(seed, "cpu"), "cpu")
+    attention = case.attention()
+    attention.plan(case.view)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for number in (1, 2, 3, 8):
+            torch.set_num_threads(number)
+            lse = torch.full_like(case.lse, torch.nan)
+            results.append((case.run(attention, lse=lse)[: case.rows], lse))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same_bits(out, results[0][0]) and same_bits(lse, results[0][1]) for out, lse in results[1:])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_split_does_not_change_the_result(device: torch.device, seed: int) -> None:
+    """One CTA: nothing is merged. Many: most pairs are."""
+    spec = cases.random_spec(seed, device.type)
+    whole = run(spec, device, num_ctas=1)
+    check(whole)
+    tolerance = 2 * cases.TOLERANCE[spec.dtype]
+    for num_ctas in (2, 7, 64, 500):
+        split = run(spec, device, num_ctas=num_ctas)
+        o, reference = split.out[: split.rows].double(), whole.out[: whole.rows].double()
+        assert (o - reference).norm() <= tolerance * reference.norm()
+        assert torch.equal(split.lse.isinf(), whole.lse.isinf())
+        torch.testing.assert_close(split.lse, whole.lse, rtol=0, atol=2 * cases.LSE_TOLERANCE, equal_nan=True)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    as_int = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(as_int), b.contiguous().view(as_int))

@@ -1,0 +1,23 @@
+"""plan and run against the float64 oracle on random cases."""
+
+from __future__ import annotations
+
+import case_tensors
+import cases
+import pytest
+import torch
+
+from attn_backend import Composition
+
+SEEDS = 2000
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_case(device: torch.device, seed: int) -> None:
+    case = case_tensors.build(cases.random_spec(seed, device.type), device)
+    attention = case.attention()
+    attention.plan(case.view if seed % 2 else Composition((case.view,)))
+    out = case.run(attention, out=case.out, lse=case.lse)
+    assert out is case.out
+    case_tensors.check(case, out, case.lse)
+    case_tensors.check_padding(case)

@@ -1,0 +1,85 @@
+"""Finding, keying and compiling kernels."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from attn_backend.kernels import cubins
+from attn_backend.kernels.build import spilled_bytes
+
+needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+
+
+def test_kernel_set_is_complete() -> None:
+    names = set(cubins.kernel_sources())
+    expected = {"plan", "append", "merge_bf16", "merge_f16"} | {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
+    assert expected <= names
+
+
+def test_arch_of_capability() -> None:
+    assert cubins.arch_of((9, 0)) == "sm_90a"
+    assert cubins.arch_of((8, 0)) == cubins.arch_of((8, 9)) == cubins.arch_of((10, 0)) == "sm_80"
+    with pytest.raises(ValueError, match="compute capability is 7.5"):
+        cubins.arch_of((7, 5))
+
+
+@needs_nvcc
+def test_key_follows_included_sources_flags_and_arch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = cubins.nvcc()
+    assert compiler is not None
+    (tmp_path / "include").mkdir()
+    (tmp_path / "device").mkdir()
+    header = tmp_path / "include" / "a.h"
+    source = tmp_path / "device" / "k.cu"
+    header.write_text("// one\n")
+    source.write_text('#include "a.h"\n')
+    monkeypatch.setattr(cubins, "source_root", lambda: tmp_path)
+    first = cubins.cache_key(source, "sm_90a", compiler)
+    assert cubins.cache_key(source, "sm_90a", compiler) == first
+    assert cubins.cache_key(source, "sm_80", compiler) != first
+    header.write_text("// two\n")
+    assert cubins.cache_key(source, "sm_90a", compiler) != first
+
+
+@needs_nvcc
+def test_compiles_once_and_survives_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        paths = [path for path, _ in pool.map(lambda _: cubins.compile_kernel("append", "sm_90a"), range(2))]
+    assert paths[0] == paths[1]
+    assert paths[0].stat().st_size > 0
+    modified = paths[0].stat().st_mtime_ns
+    assert cubins.compile_kernel("append", "sm_90a")[0].stat().st_mtime_ns == modified
+    assert sorted(path.suffix for path in paths[0].parent.iterdir()) == [".cubin", ".txt"], "no partial files are left"
+
+
+@needs_nvcc
+def test_source_that_does_not_compile_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "broken.cu").write_text("this is not CUDA\n")
+    monkeypatch.setattr(cubins, "source_root", lambda: tmp_path)
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match="nvcc failed on kernel broken"):
+        cubins.compile_kernel("broken", "sm_90a")
+
+
+def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cubins, "nvcc", lambda: None)
+    monkeypatch.setattr(cubins, "PACKAGE", tmp_path)
+    monkeypatch.setattr(cubins, "kernel_sources", lambda: {"plan": tmp_path / "plan.cu"})
+    with pytest.raises(RuntimeError, match="neither in the package nor compilable"):
+        cubins.compile_kernel("plan", "sm_90a")
+
+
+def test_spills_are_counted() -> None:
+    assert spilled_bytes("0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads") == 24
+    assert spilled_bytes("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 0
+
+
+def test_importing_needs_no_gpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", "import attn_backend"], check=True, env=environment)

@@ -1,0 +1,130 @@
+"""KV caches: every storage form is the same view, nothing is copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backend import KVCache
+
+PAGES, PAGE_SIZE, HEADS, HEAD_DIM = 5, 4, 3, 8
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape).to(dtype)
+
+
+def assert_is_view(kv: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """k, v: [pages, page_size, heads, head_dim], as they should be seen."""
+    assert kv.k.shape == k.shape
+    assert torch.equal(kv.k, k)
+    assert torch.equal(kv.v, v)
+    assert kv.k.data_ptr() == k.data_ptr()
+    assert kv.v.data_ptr() == v.data_ptr()
+    assert (kv.num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim) == tuple(k.shape)
+    assert kv.dtype == k.dtype
+    assert kv.device == k.device
+
+
+def test_from_tensor() -> None:
+    kv = numbered(PAGES, 2, PAGE_SIZE, HEADS, HEAD_DIM)
+    assert_is_view(KVCache.from_tensor(kv), kv[:, 0], kv[:, 1])
+    kv = numbered(PAGES, 2, HEADS, PAGE_SIZE, HEAD_DIM)
+    assert_is_view(KVCache.from_tensor(kv, "HND"), kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2))
+
+
+def test_from_pair() -> None:
+    k, v = numbered(2, PAGES, PAGE_SIZE, HEADS, HEAD_DIM).unbind(0)
+    assert_is_view(KVCache.from_pair(k, v), k, v)
+    k, v = numbered(2, PAGES, HEADS, PAGE_SIZE, HEAD_DIM).unbind(0)
+    assert_is_view(KVCache.from_pair(k, v, "HND"), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def test_from_packed() -> None:
+    kv = numbered(PAGES, HEADS, PAGE_SIZE, 2 * HEAD_DIM)
+    assert_is_view(KVCache.from_packed(kv), kv[..., :HEAD_DIM].transpose(1, 2), kv[..., HEAD_DIM:].transpose(1, 2))
+    kv = numbered(PAGES, PAGE_SIZE, HEADS, 2 * HEAD_DIM)
+    assert_is_view(KVCache.from_packed(kv, "NHD"), kv[..., :HEAD_DIM], kv[..., HEAD_DIM:])
+
+
+def test_from_slots_cuts_off_what_is_no_page() -> None:
+    k, v = numbered(2, PAGES * PAGE_SIZE + 3, HEADS, HEAD_DIM).unbind(0)
+    whole = PAGES * PAGE_SIZE
+    assert_is_view(
+        KVCache.from_slots(k, v, PAGE_SIZE), k[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM), v[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
+    )
+    assert_is_view(KVCache.from_slots(k, v), k[:, None], v[:, None])
+
+
+def test_from_ragged_takes_slices_of_a_fused_projection() -> None:
+    qkv = numbered(17, 4 * HEADS, HEAD_DIM)
+    k, v = qkv[:, 2 * HEADS : 3 * HEADS], qkv[:, 3 * HEADS :]
+    kv = KVCache.from_ragged(k, v)
+    assert_is_view(kv, k[:, None], v[:, None])
+    assert kv.k.stride(0) == 4 * HEADS * HEAD_DIM
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    kv = numbered(PAGES, 2, PAGE_SIZE, HEADS, HEAD_DIM, dtype=dtype)
+    assert KVCache.from_tensor(kv).dtype == dtype
+
+
+def test_any_strides_but_head_dim() -> None:
+    room = numbered(HEADS + 1, PAGE_SIZE + 2, 2, PAGES + 1, HEAD_DIM + 8)
+    kv = room.permute(3, 2, 1, 0, 4)[:PAGES, :, 1 : PAGE_SIZE + 1, :HEADS, 8:]
+    assert_is_view(KVCache.from_tensor(kv), kv[:, 0], kv[:, 1])
+
+
+def test_strides_of_single_elements_are_plain() -> None:
+    k = numbered(7, 1, 1, HEAD_DIM).as_strided((7, 1, 1, HEAD_DIM), (HEAD_DIM, 13, 17, 1))
+    kv = KVCache.from_pair(k, k)
+    assert kv.k.stride() == (HEAD_DIM, HEAD_DIM, HEAD_DIM, 1)
+    assert torch.equal(kv.k, k)
+    one_page = KVCache.from_tensor(numbered(1, 2, PAGE_SIZE, HEADS, HEAD_DIM))
+    assert one_page.k.stride() == (PAGE_SIZE * HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, 1)
+    assert KVCache.from_slots(numbered(9, 2, 1)[:, :, :1], numbered(9, 2, 1)).k.stride() == (2, 2, 1, 1)
+
+
+def test_writes_go_to_the_engine_s_tensor() -> None:
+    kv = torch.zeros(PAGES, HEADS, PAGE_SIZE, 2 * HEAD_DIM)
+    KVCache.from_packed(kv).v[3, 2, 1] = 7.0
+    assert (kv[3, 1, 2, HEAD_DIM:] == 7).all()
+    assert kv.sum() == 7 * HEAD_DIM
+
+
+K = numbered(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("layout", lambda: KVCache.from_pair(K, K, "NDH")),
+        ("layout", lambda: KVCache.from_tensor(torch.stack([K, K], 1), "nhd")),
+        ("layout", lambda: KVCache.from_packed(torch.cat([K, K], -1), None)),
+        ("kv", lambda: KVCache.from_tensor(K)),
+        ("kv", lambda: KVCache.from_tensor(torch.stack([K, K], 0))),
+        ("kv", lambda: KVCache.from_tensor([K, K])),
+        ("kv", lambda: KVCache.from_packed(K[..., :7])),
+        ("kv", lambda: KVCache.from_packed(K[0])),
+        ("k", lambda: KVCache.from_pair(K[0], K[0])),
+        ("k", lambda: KVCache.from_pair(K[..., ::2], K[..., ::2])),
+        ("k", lambda: KVCache.from_pair(K.transpose(2, 3), K.transpose(2, 3))),
+        ("k", lambda: KVCache.from_pair(K.double(), K.double())),
+        ("k", lambda: KVCache.from_pair(K.to(torch.int32), K.to(torch.int32))),
+        ("k", lambda: KVCache.from_pair(K[:, :0], K[:, :0])),
+        ("k", lambda: KVCache(None, K)),
+        ("v", lambda: KVCache.from_pair(K, K[..., ::2])),
+        ("v", lambda: KVCache.from_pair(K, K[:3])),
+        ("v", lambda: KVCache.from_pair(K, K.half())),
+        ("v", lambda: KVCache.from_pair(K, K.to("meta"))),
+        ("v", lambda: KVCache.from_pair(K, None)),
+        ("k", lambda: KVCache.from_slots(K, K)),
+        ("v", lambda: KVCache.from_slots(K[0], K)),
+        ("page_size", lambda: KVCache.from_slots(K[0], K[0], 0)),
+        ("k", lambda: KVCache.from_ragged(K, K)),
+    ],
+)
+def test_refuses(argument: str, make: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
+        make()

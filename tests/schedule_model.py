@@ -1,0 +1,130 @@
+"""The schedule worked out from its definition (csrc/include/attn/schedule.h) with plain integers and whole arrays: what both planners are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from attn_backend import BSRView
+from attn_backend.kernels.schedule import Schedule
+
+QO_INDPTR, KV_INDPTR, KV_LENGTH, LAST_PAGE_LEN, TABLE_ROW = (1 << bit for bit in range(5))
+INT32_MAX = 2**31 - 1
+
+
+@dataclass
+class Model:
+    """Fields as in Schedule."""
+
+    groups: list[list[int]]
+    table_begin: list[int]
+    tiles: list[list[int]]
+    cost_begin: list[int]
+    positions: list[list[int]]
+    errors: int
+
+
+def plan(view: BSRView, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
+    """`config`: any schedule of the same Attention object; only its fixed fields are read."""
+    groups, table_begin, errors = _read_groups(view, max_rows)
+    tiles: list[list[int]] = []
+    for i, (_, qo_len, kv_len, _) in enumerate(groups):
+        groups[i][3] = len(tiles)
+        tiles += _row_tiles(view, config, group_size, i, qo_len, kv_len)
+    if len(tiles) > config.max_tiles:
+        errors |= QO_INDPTR
+        tiles = tiles[: config.max_tiles]
+    cost_begin, positions = _positions(config, num_kv_heads, tiles)
+    return Model(groups, table_begin, tiles, cost_begin, positions, errors)
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))
+
+
+def _read_groups(view: BSRView, max_rows: int) -> tuple[list[list[int]], list[int], int]:
+    table, errors = view.table, 0
+    qo_indptr = view.qo_indptr.tolist()
+    lens = None if table.kv_lens is None else table.kv_lens.tolist()
+    last_page_len = None if table.last_page_len is None else table.last_page_len.tolist()
+    rows = None if table.rows is None else table.rows.tolist()
+    indptr = None if table.indptr is None else table.indptr.tolist()
+    groups, table_begin = [], []
+    for i in range(view.batch_size):
+        qo_begin = _clamp(qo_indptr[i], 0, max_rows)
+        qo_end = _clamp(qo_indptr[i + 1], qo_begin, max_rows)
+        if [qo_begin, qo_end] != qo_indptr[i : i + 2] or (i == 0 and qo_begin != 0):
+            errors |= QO_INDPTR
+
+        if indptr is not None:
+            num_entries = INT32_MAX if table.indices is None else table.indices.shape[0]
+            begin = _clamp(indptr[i], 0, num_entries)
+            end = _clamp(indptr[i + 1], begin, num_entries)
+            if [begin, end] != indptr[i : i + 2] or (i == 0 and begin != 0):
+                errors |= KV_INDPTR
+            table_begin.append(begin)
+            kv_len = (end - begin) * table.page_size
+            if last_page_len is not None and end > begin:
+                last = _clamp(last_page_len[i], 1, table.page_size)
+                errors |= LAST_PAGE_LEN * (last != last_page_len[i])
+                kv_len += last - table.page_size
+        else:
+            wanted = i if rows is None else rows[i]
+            row = _clamp(wanted, 0, table.indices.shape[0] - 1)
+            errors |= TABLE_ROW * (row != wanted)
+            table_begin.append(row * table.indices.stride(0))
+            kv_len = _clamp(lens[i], 0, table.indices.shape[1] * (1 if rows is not None else table.page_size))
+            errors |= KV_LENGTH * (kv_len != lens[i])
+        groups.append([qo_begin, qo_end - qo_begin, kv_len, 0])
+    return groups, table_begin, errors
+
+
+def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, qo_len: int, kv_len: int) -> list[list[int]]:
+    packed_rows = qo_len * group_size
+    kind = next((kind for kind in range(config.max_kind) if 16 << kind >= packed_rows), config.max_kind)
+    tiles = []
+    for begin in range(0, packed_rows, 16 << kind):
+        end = min(begin + (16 << kind), packed_rows)
+        # Positions of the first and the last query of the tile, then the tokens that any of them sees.
+        first, last = (kv_len - qo_len + row // group_size for row in (begin, end - 1))
+        kv_end = max(min(kv_len, last + 1) if view.causal else kv_len, 0)
+        kv_begin = max(first - view.window_left, 0) if view.window_left >= 0 else 0
+        kv_begin = min(kv_begin, kv_end) // config.kv_tile * config.kv_tile
+        tiles.append([group, kind, begin, kv_begin, kv_end, max(-(-(kv_end - kv_begin) // config.kv_tile), 1)])
+    return tiles
+
+
+def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share."""
+    if not tiles:
+        return [], [[0, 0, 0]] * (config.num_ctas + 1)
+    counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
+    weights = numpy.repeat(numpy.array(config.kv_tile_cost)[numpy.array(tiles)[:, 1]], num_kv_heads)
+    ends = numpy.cumsum(counts * weights)
+    starts, total = ends - counts * weights, int(ends[-1])
+
+    share = max(-(-total // config.num_ctas), config.min_share)
+    points = []
+    for cost in (cta * share for cta in range(config.num_ctas + 1)):
+        pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
+        if pair < len(ends):
+            kv_tile = -(-(cost - int(starts[pair])) // int(weights[pair]))
+            if kv_tile == counts[pair]:
+                pair, kv_tile = pair + 1, 0
+        points.append([*divmod(pair, num_kv_heads), kv_tile])
+    return starts[::num_kv_heads].tolist(), points
+
+
+def differences(schedule: Schedule, model: Model) -> list[str]:
+    """Names of the fields in which they differ."""
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"]
+    different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
+    return different + (["errors"] if schedule.errors != model.errors else [])
+
+
+def same(a: Schedule, b: Schedule) -> bool:
+    """Whether two schedules are equal bit for bit."""
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"]
+    return a.errors == b.errors and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -1,0 +1,112 @@
+"""Who may know whom: imports of the package, includes of csrc/."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "attn_backend"
+ENGINES = {"vllm", "sglang", "sgl_kernel"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Parts of the package that each part may import, besides itself.
+MAY_IMPORT = {
+    "attn_backend": {"kernels", "metadata"},      # attn_backend/__init__.py: the public names
+    "metadata": set(),
+    "kernels": {"metadata"},
+    "adapters": {"kernels", "metadata", "attn_backend"},
+    "cli": {"kernels", "metadata", "attn_backend"},
+}
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything that a file imports, also by importlib.import_module("name"); relative imports resolved."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            name = ".".join(part for part in (start, node.module) if part)
+            yield node.lineno, name
+            # `from .. import kernels` imports a part by its name.
+            yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ("import_module", "__import__"):
+                yield node.lineno, node.args[0].value
+
+
+def part_of(path: Path) -> str:
+    """'metadata', 'kernels', 'adapters', 'cli', or 'attn_backend' for a file right in the package."""
+    inside = path.relative_to(PACKAGE).parts
+    return inside[0] if len(inside) > 1 else "attn_backend"
+
+
+def part_of_name(name: str) -> str | None:
+    """The part that an imported name belongs to; None for what is not ours."""
+    parts = name.split(".")
+    if parts[0] != "attn_backend":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "attn_backend"
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_finds_files() -> None:
+    assert {part_of(path) for path in FILES} >= {"attn_backend", "metadata", "kernels"}
+    assert (4, "attn_backend.metadata") in set(imported(PACKAGE / "metadata" / "__init__.py")) or list(imported(PACKAGE / "metadata" / "__init__.py"))
+    assert "attn_backend.metadata.page_table" in {name for _, name in imported(PACKAGE / "metadata" / "composition.py")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_arrows_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    allowed = MAY_IMPORT[part] | {part}
+    wrong = [(line, name) for line, name in imported(path) if part_of_name(name) is not None and part_of_name(name) not in allowed]
+    assert not wrong, f"{ids(path)} ({part}) may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_engines_are_imported_by_their_adapter_only(path: Path) -> None:
+    inside = path.relative_to(PACKAGE).parts
+    own = inside[1] if inside[0] == "adapters" and len(inside) > 2 else None
+    engines = {name.split(".")[0] for _, name in imported(path)} & ENGINES
+    assert engines <= ({own} | ({"sgl_kernel"} if own == "sglang" else set())), f"{ids(path)} imports {engines}"
+    others = {name for _, name in imported(path) if name.startswith("attn_backend.adapters.") and own and name.split(".")[2] not in (own, "__init__")}
+    assert not {name for name in others if (PACKAGE / "adapters" / name.split(".")[2]).is_dir()}, "one adapter imports the other"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "adapters").rglob("*.py")), ids=ids)
+def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
+    if path.name == "compat.py":
+        return
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    versions = [node.lineno for node in attributes if node.attr in ("__version__", "__version_tuple__")]
+    reads = [(line, name) for line, name in imported(path) if re.search(r"importlib[._]metadata|packaging\.version|__version__|(vllm|sglang)\.version", name)]
+    assert not versions, f"lines {versions}"
+    assert not reads
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
+def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
+    assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in ("integration", "benchmarks")]
+
+
+@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), ids=ids)
+def test_no_torch_header(path: Path) -> None:
+    assert not re.findall(r'#\s*include\s*[<"](?:torch|ATen|c10|caffe2|pybind11)[/.].*', path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc" / "include").rglob("*.h")), ids=ids)
+def test_shared_headers_include_shared_headers_only(path: Path) -> None:
+    """They compile with nvcc, NVRTC and g++, on host and device."""
+    ours = re.findall(r'#\s*include\s*"([^"]+)"', path.read_text())
+    assert all((ROOT / "csrc" / "include" / name).is_file() for name in ours), ours
