@@ -16,7 +16,8 @@ PACKAGE := $(CURDIR)/.build/package
 ARCHS := sm_90a sm_80
 JOBS ?= $(shell nproc)
 TEST_PYTHON := $(TEST_VENV)/bin/python
-PYTEST := $(TEST_VENV)/bin/pytest --timeout=900
+# safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
+PYTEST := PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest --timeout=900
 
 .PHONY: help
 help:
@@ -60,7 +61,7 @@ unit: environment
 
 .PHONY: integration
 integration: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) tests/integration
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -s tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

@@ -16,10 +16,10 @@ from integration.engines.base import OURS, STOCK
 from integration.http import post_json
 from integration.model import REPOSITORY
 from integration.report import format_table
-from integration.serve_benchmark import KNOWN_ERRORS, Settings, benchmark
+from integration.serve_benchmark import KNOWN_ERRORS, Load, Settings, benchmark
 from integration.server import stop_on_signals
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of Japan?"
 
 
 def ask(url: str) -> None:
@@ -32,8 +32,9 @@ def ask(url: str) -> None:
 def demo_settings(engine: str, model: str, device: str, num_prompts: int | None, results: Path) -> Settings:
     """A load that two CPU cores finish in minutes, or one that keeps a GPU busy."""
     if device == "cpu":
-        return Settings(engine, [OURS, STOCK], model, results, num_prompts=num_prompts or 32, output_len="48", max_concurrency=4, device=device)
-    return Settings(engine, [OURS, STOCK], model, results, num_prompts=num_prompts or 256, request_rate=16, device=device, max_model_len=8192, max_num_seqs=256)
+        return Settings(engine, [OURS, STOCK], model, results, [Load(num_prompts=num_prompts or 32, output_len="48")], max_concurrency=4, device=device)
+    load = Load(num_prompts=num_prompts or 256, request_rate=16)
+    return Settings(engine, [OURS, STOCK], model, results, [load], device=device, max_model_len=8192, max_num_seqs=256)
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def source_hash() -> str:
     for name in SOURCES:
         root = REPOSITORY / name
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if path.is_file() and "__pycache__" not in path.parts:
+            if path.is_file() and path.suffix not in (".pyc", ".so"):
                 digest.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -1,9 +1,9 @@
-"""A picture of a benchmark: time to first token, time between tokens and throughput, one bar a backend."""
+"""A picture of a benchmark: time to first token, time between tokens and throughput, one bar a backend, one line of panels a load."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -22,10 +22,20 @@ PANELS = {
 
 def plot_rows(path: Path, title: str, rows: list[Row]) -> Path:
     """Draw `rows` into the PNG file `path`."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(14, 4.5), layout="constrained")
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    figure, grid = plt.subplots(len(workloads), len(PANELS), figsize=(14, 4.5 * len(workloads)), layout="constrained", squeeze=False)
     figure.suptitle(title)
+    for workload, axes in zip(workloads, grid, strict=True):
+        draw_load(axes, workload, [row for row in rows if row.workload == workload])
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def draw_load(axes: Any, workload: str, rows: list[Row]) -> None:
+    """Draw one load's rows into a line of panels."""
+    width = 0.8 / len(rows)
     for axis, (heading, bars) in zip(axes, PANELS.items(), strict=True):
-        width = 0.8 / len(rows)
         for index, row in enumerate(rows):
             values = [getattr(row.metrics, name) for name in bars.values()]
             places = [group + (index - (len(rows) - 1) / 2) * width for group in range(len(bars))]
@@ -34,7 +44,4 @@ def plot_rows(path: Path, title: str, rows: list[Row]) -> Path:
         axis.set_title(heading, fontsize=10)
         axis.set_xticks(range(len(bars)), list(bars))
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    axes[0].legend(title=workload, title_fontsize=8, fontsize=8)

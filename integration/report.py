@@ -22,9 +22,10 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One backend's results, one `Metrics` for each repeat."""
+    """One backend's results under one load, one `Metrics` for each repeat."""
 
     backend: str
+    workload: str
     repeats: list[Metrics]
 
     @property
@@ -35,7 +36,14 @@ class Row:
 
 
 def format_table(rows: list[Row]) -> str:
-    """A table with a line for each backend, in Markdown, so that it can be pasted."""
+    """A table for each load with a line for each backend, in Markdown, so that it can be pasted."""
+    tables = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        tables.append(f"{workload}\n\n{_format_load([row for row in rows if row.workload == workload])}")
+    return "\n\n".join(tables)
+
+
+def _format_load(rows: list[Row]) -> str:
     header = ["backend", *COLUMNS.values()]
     lines = []
     for row in rows:
@@ -53,11 +61,8 @@ def format_table(rows: list[Row]) -> str:
 
 def write_report(folder: Path, title: str, settings: dict[str, Any], rows: list[Row]) -> list[Path]:
     """Write `report.json`, `report.md` and, where matplotlib is installed, `report.png` into `folder`. Returns what was written."""
-    report = {
-        "title": title,
-        "settings": settings,
-        "rows": [{"backend": row.backend, "median": asdict(row.metrics), "repeats": [asdict(repeat) for repeat in row.repeats]} for row in rows],
-    }
+    described = [asdict(row) | {"median": asdict(row.metrics)} for row in rows]
+    report = {"title": title, "settings": settings, "rows": described}
     written = [folder / "report.json", folder / "report.md"]
     written[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     written[1].write_text(f"# {title}\n\n{format_table(rows)}\n", encoding="utf-8")

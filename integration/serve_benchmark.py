@@ -2,7 +2,10 @@
 
     python -m integration.serve_benchmark --engine vllm --backends attn_backend stock --model smollm2 --dataset sharegpt --num-prompts 32 --output-len 64
     python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN --model llama-3.1-8b --request-rate 16 --num-prompts 256
-    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b --dataset prefix:4096+128 --output-len 128
+    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b \\
+        --dataset sharegpt prefix:4096+256 --num-prompts 300 128 --output-len recorded 128 --request-rate 16 40
+
+Several data sets are sent to the same server one after another.
 
 Ours is called `attn_backend` in both engines, `stock` is what the engine picks by itself, any other name is given to the engine as it is. All inputs may
 be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
@@ -17,19 +20,31 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from integration.client import ClientError, run_client
 from integration.device import device_name, find_device, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics
 from integration.engines.base import STOCK
-from integration.model import REPOSITORY, resolve_model
+from integration.model import REPOSITORY, Model, resolve_model
 from integration.packages import DownloadError
 from integration.report import Row, format_table, write_report
 from integration.server import ServerError, free_port, running_server, stop_on_signals
-from integration.workload import make_workload
+from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
+RECORDED = "recorded"
 KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a client sends, and how fast (requests per second)."""
+
+    dataset: str = "sharegpt"
+    num_prompts: int = 32
+    output_len: str | None = None
+    request_rate: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -40,10 +55,7 @@ class Settings:
     backends: list[str]
     model: str
     results: Path
-    dataset: str = "sharegpt"
-    num_prompts: int = 32
-    output_len: str | None = None
-    request_rate: float = float("inf")
+    loads: list[Load]
     max_concurrency: int | None = None
     repeats: int = 1
     seed: int = 0
@@ -67,7 +79,7 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
     engine = ENGINES[settings.engine]
     settings.results.mkdir(parents=True, exist_ok=True)
     model = resolve_model(settings.model, settings.python)
-    workload = make_workload(settings.dataset, settings.num_prompts, settings.output_len, model.folder, settings.seed)
+    workloads = [make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed) for load in settings.loads]
     rows = []
     for backend in settings.backends:
         launch = Launch(
@@ -82,35 +94,51 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
             settings.max_num_seqs,
             settings.server_arguments,
         )
-        repeats: list[Metrics] = []
         with running_server(engine, launch, settings.results / f"server-{backend}.log", settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
-            for repeat in range(settings.repeats):
-                run = f"run {repeat + 1} of {settings.repeats}"
-                print(f"{engine.name} with {backend}: {workload.num_prompts} requests ({workload.description}), {run}", flush=True)
-                client = Client(
-                    settings.python,
-                    model,
-                    launch.port,
-                    workload,
-                    settings.request_rate,
-                    settings.max_concurrency,
-                    settings.seed + repeat,  # other prompts in each run, or the prefix cache would answer them
-                    settings.results / f"client-{backend}-{repeat}.json",
-                    settings.max_model_len,
-                    settings.client_arguments,
-                )
-                begin = time.monotonic()
-                repeats.append(run_client(engine, client, settings.device, settings.results / f"client-{backend}-{repeat}.log", CLIENT_TIMEOUT_S))
-                print(f"{engine.name} with {backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
-        rows.append(Row(label(engine, backend, settings.device), repeats))
+            for index, (load, workload) in enumerate(zip(settings.loads, workloads, strict=True)):
+                name = f"{backend}-{index}"
+                repeats = [measure(settings, engine, launch, model, load, workload, f"{name}-{repeat}", repeat) for repeat in range(settings.repeats)]
+                rows.append(Row(label(engine, backend, settings.device), workload.description, repeats))
     machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
-    described = {**asdict(settings), "results": str(settings.results), "request_rate": str(settings.request_rate), "workload": workload.description, **machine}
-    title = f"{engine.name}, {model.name}, {workload.description}, {machine['device_name']}"
+    loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]     # JSON has no infinity
+    described = {**asdict(settings), "results": str(settings.results), "loads": loads, **machine}
+    title = f"{engine.name}, {model.name}, {machine['device_name']}"
     for path in write_report(settings.results, title, described, rows):
         print(f"written: {path}", flush=True)
     return rows
+
+
+def measure(settings: Settings, engine: Engine, launch: Launch, model: Model, load: Load, workload: Workload, name: str, repeat: int) -> Metrics:
+    """One run of the engine's client against a running server; its files are called after `name`."""
+    print(f"{engine.name} with {launch.backend}: {workload.num_prompts} requests ({workload.description}), run {repeat + 1} of {settings.repeats}", flush=True)
+    client = Client(
+        settings.python,
+        model,
+        launch.port,
+        workload,
+        load.request_rate,
+        settings.max_concurrency,
+        settings.seed + repeat,  # other prompts in each run, or the prefix cache would answer them
+        settings.results / f"client-{name}.json",
+        settings.max_model_len,
+        settings.client_arguments,
+    )
+    begin = time.monotonic()
+    metrics = run_client(engine, client, settings.device, settings.results / f"client-{name}.log", CLIENT_TIMEOUT_S)
+    print(f"{engine.name} with {launch.backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
+    return metrics
+
+
+def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float]) -> list[Load]:
+    """One load for each data set; an option that is given once holds for all of them. Raises ValueError when the numbers do not match."""
+    options: dict[str, list[Any]] = {"num-prompts": num_prompts, "output-len": output_lens, "request-rate": request_rates}
+    for name, values in options.items():
+        if len(values) not in (1, len(datasets)):
+            raise ValueError(f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets")
+    columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
+    return [Load(dataset, number, None if length == RECORDED else length, rate) for dataset, number, length, rate in zip(datasets, *columns, strict=True)]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
@@ -118,10 +146,10 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
     parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), stock, or the engine's names")
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
-    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--output-len", help="tokens to generate for each prompt: N or LOW-HIGH; default: what the data set says")
-    parser.add_argument("--request-rate", type=float, default=float("inf"), help="requests per second, Poisson; default: all at once")
+    parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
+    parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
+    parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate: N, LOW-HIGH, or {RECORDED}: what the data set says")
+    parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="requests per second, Poisson; default: all at once")
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
     parser.add_argument("--seed", type=int, default=0)
@@ -142,10 +170,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         backends=given.backends,
         model=given.model,
         results=(given.results or REPOSITORY / "results" / f"{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
-        dataset=given.dataset,
-        num_prompts=given.num_prompts,
-        output_len=given.output_len,
-        request_rate=given.request_rate,
+        loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate),
         max_concurrency=given.max_concurrency,
         repeats=given.repeats,
         seed=given.seed,
@@ -163,8 +188,8 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
 
 def main() -> None:
     stop_on_signals()
-    settings = parse_arguments()
     try:
+        settings = parse_arguments()
         rows = benchmark(settings)
     except KNOWN_ERRORS as error:
         sys.exit(f"\nerror: {error}")

@@ -29,7 +29,7 @@ def convert(gguf: Path, target: Path) -> None:
     config = LlamaConfig(**{name: value for name, value in source.config.to_dict().items() if name not in ("quantization_config", "dtype", "torch_dtype")})
     model = LlamaForCausalLM(config)
     model.load_state_dict(source.state_dict())
-    model.to(torch.bfloat16).save_pretrained(target)
+    model.bfloat16().save_pretrained(target)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(target)
 
 

@@ -101,16 +101,17 @@ def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> t
     if not tiles:
         return [], [[0, 0, 0]] * (config.num_ctas + 1)
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
-    weights = numpy.repeat(numpy.array(config.kv_tile_cost)[numpy.array(tiles)[:, 1]], num_kv_heads)
-    ends = numpy.cumsum(counts * weights)
-    starts, total = ends - counts * weights, int(ends[-1])
+    kinds = numpy.array(tiles)[:, 1]
+    weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
+    ends = numpy.cumsum(pair_costs + counts * weights)
+    starts, total = ends - pair_costs - counts * weights, int(ends[-1])
 
     share = max(-(-total // config.num_ctas), config.min_share)
     points = []
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
         if pair < len(ends):
-            kv_tile = -(-(cost - int(starts[pair])) // int(weights[pair]))
+            kv_tile = -(-max(cost - int(starts[pair] + pair_costs[pair]), 0) // int(weights[pair]))
             if kv_tile == counts[pair]:
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])

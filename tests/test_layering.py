@@ -62,7 +62,6 @@ def ids(path: Path) -> str:
 
 def test_finds_files() -> None:
     assert {part_of(path) for path in FILES} >= {"attn_backend", "metadata", "kernels"}
-    assert (4, "attn_backend.metadata") in set(imported(PACKAGE / "metadata" / "__init__.py")) or list(imported(PACKAGE / "metadata" / "__init__.py"))
     assert "attn_backend.metadata.page_table" in {name for _, name in imported(PACKAGE / "metadata" / "composition.py")}
 
 
@@ -97,6 +96,8 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
+    if (ROOT / "tests" / "integration") in path.parents:      # their own tests
+        return
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in ("integration", "benchmarks")]
 
 

@@ -157,7 +157,7 @@ class Attention:
             kv: the cache of one layer.
             out: [rows, num_qo_heads, head_dim], written; allocated when None.
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
-            sm_scale: multiplies q . k; default head_dim ** -0.5.
+            sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0.
 
         Returns:

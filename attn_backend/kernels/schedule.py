@@ -33,7 +33,7 @@ class Schedule:
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
         errors: ScheduleError bits.
         causal, window_left, entry_step: as planned.
-        num_ctas, kv_tile, max_kind, max_tiles, min_share, kv_tile_cost: the fixed configuration.
+        num_ctas, kv_tile, max_kind, max_tiles, min_share, kv_tile_cost, pair_cost: the fixed configuration.
     """
 
     groups: torch.Tensor
@@ -51,6 +51,7 @@ class Schedule:
     max_tiles: int
     min_share: int
     kv_tile_cost: tuple[int, ...]
+    pair_cost: tuple[int, ...]
 
     @classmethod
     def read(cls, workspace: torch.Tensor, config: list[int]) -> Schedule:
@@ -76,5 +77,6 @@ class Schedule:
             max_kind=max_kind,
             max_tiles=max_tiles,
             min_share=min_share,
-            kv_tile_cost=tuple(costs),
+            kv_tile_cost=tuple(costs[: len(costs) // 2]),
+            pair_cost=tuple(costs[len(costs) // 2 :]),
         )

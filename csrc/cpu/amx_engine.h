@@ -9,8 +9,8 @@ namespace attn::cpu {
 
 // A word is a pair of bf16, one after the other along the depth of a product: what a tile instruction takes as its right operand.
 // Works in Scratch: q [rows, head_dim] bf16, keys [head_dim / 2, kBlockTokens] words (pairs of elements), values [kBlockTokens / 2, head_dim] words (pairs of
-// tokens), scores [kPanelRows, kBlockTokens] float, probabilities [kPanelRows, kBlockTokens] bf16, o [rows, head_dim] float. Columns of values, and so of o, are
-// in the order in which interleaving two rows leaves them: of every 32, first elements 0-3, 8-11, 16-19, 24-27, then the others.
+// tokens), scores [kPanelRows, kBlockTokens] float, probabilities [kPanelRows, kBlockTokens] bf16, o [rows, head_dim] float. Columns of values, and so of o,
+// are in the order in which interleaving two rows leaves them: of every 32, first elements 0-3, 8-11, 16-19, 24-27, then the others. At least one row.
 class AmxEngine {
  public:
   using Isa = Avx512;
@@ -22,15 +22,16 @@ class AmxEngine {
   /// Configures the tile registers of this thread; the destructor frees them.
   AmxEngine(Scratch& scratch, int head_dim, int rows) : s_(scratch), head_dim_(head_dim) {
     TileConfig config;
-    const int panel_rows = min_of(rows, kPanelRows);
+    const int panel_rows = min_of(rows, kPanelRows);     // a tile instruction takes as long as it has rows
     for (int i = 0; i < 8; ++i) {
       config.row_bytes[i] = 64;
-      config.rows[i] = static_cast<uint8_t>(i < 5 ? max_of(panel_rows, 1) : 16);     // 0-3: sums, 4: left operand, 5-7: right operand
+      config.rows[i] = static_cast<uint8_t>(i < 5 ? panel_rows : 16);     // 0-3: sums, 4: left operand, 5-7: right operand
     }
     make_visible(&config);
     _tile_loadconfig(&config);
     // Rows that fill up the last panel: their products are computed and never used.
-    for (int row = rows; row < ceil_div(rows, panel_rows > 0 ? panel_rows : 1) * panel_rows; ++row) __builtin_memset(query(row), 0, static_cast<unsigned>(head_dim) * 2);
+    const int padded_rows = ceil_div(rows, panel_rows) * panel_rows;
+    for (int row = rows; row < padded_rows; ++row) __builtin_memset(query(row), 0, static_cast<unsigned>(head_dim) * 2);
   }
 
   ~AmxEngine() { _tile_release(); }
@@ -42,11 +43,11 @@ class AmxEngine {
 
   void load_query(int row, const Element* q) { __builtin_memcpy(query(row), q, static_cast<unsigned>(head_dim_) * 2); }
 
-  void pack_keys(int tokens) {
-    for (int first = 0; first < head_dim_ / 2; first += Isa::kWidth) {
-      for (int token = 0; token < tokens; token += Isa::kWidth) {
+  void pack_keys(const TokenRows& tokens, int begin, int end) {
+    for (int token = begin; token < end; token += Isa::kWidth) {
+      for (int first = 0; first < head_dim_ / 2; first += Isa::kWidth) {
         __m512i columns[Isa::kWidth];
-        Isa::transpose_words(s_.key_rows + token, int64_t{4} * first, Isa::kWidth, columns);
+        Isa::transpose_words(tokens.keys + token, int64_t{4} * first, Isa::kWidth, columns);
         float* out = s_.keys + first * kBlockTokens + token;
 #pragma GCC unroll 16
         for (int i = 0; i < Isa::kWidth; ++i) _mm512_store_si512(out + i * kBlockTokens, columns[i]);
@@ -54,11 +55,11 @@ class AmxEngine {
     }
   }
 
-  void pack_values(int tokens) {
-    for (int token = 0; token < tokens; token += 2) {
+  void pack_values(const TokenRows& tokens, int begin, int end) {
+    for (int token = begin; token < end; token += 2) {
       for (int i = 0; i < head_dim_; i += 32) {
-        const __m512i even = _mm512_loadu_si512(s_.value_rows[token] + 2 * i);
-        const __m512i odd = _mm512_loadu_si512(s_.value_rows[token + 1] + 2 * i);
+        const __m512i even = _mm512_loadu_si512(tokens.values[token] + 2 * i);
+        const __m512i odd = _mm512_loadu_si512(tokens.values[token + 1] + 2 * i);
         float* out = s_.values + token / 2 * head_dim_ + i;
         _mm512_store_si512(out, _mm512_unpacklo_epi16(even, odd));
         _mm512_store_si512(out + 16, _mm512_unpackhi_epi16(even, odd));
@@ -66,12 +67,12 @@ class AmxEngine {
     }
   }
 
-  void multiply_keys(int row, int /*rows*/, int begin, int end) {
+  void multiply_keys(int buffer, int row, int /*rows*/, int begin, int end) {
     make_visible(&s_);
     constexpr int kScoreBytes = kBlockTokens * 4;
     int token = begin;
     for (; token + 64 <= end; token += 64) {
-      float* scores = s_.scores + token;
+      float* scores = s_.scores[buffer] + token;
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
@@ -94,7 +95,7 @@ class AmxEngine {
       _tile_stored(3, scores + 48, kScoreBytes);
     }
     for (; token < end; token += 32) {
-      float* scores = s_.scores + token;
+      float* scores = s_.scores[buffer] + token;
       _tile_zero(0);
       _tile_zero(1);
       for (int i = 0; i < head_dim_; i += 32) {
@@ -110,12 +111,15 @@ class AmxEngine {
     }
   }
 
-  void store_probabilities(int panel_row, int token, __m512 p) {
+  /// Enough for probabilities that are rounded to bf16 and for sums of them.
+  static __m512 exp2(__m512 x) { return Isa::exp2_short(x); }
+
+  void store_probabilities(int buffer, int panel_row, int token, __m512 p) {
     const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(p));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(probability(panel_row) + token), rounded);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(probability(buffer, panel_row) + token), rounded);
   }
 
-  void multiply_values(int row, int /*rows*/, int begin, int end) {
+  void multiply_values(int buffer, int row, int /*rows*/, int begin, int end) {
     make_visible(&s_);
     const int stride_bytes = head_dim_ * 4;
     int i = 0;
@@ -127,7 +131,7 @@ class AmxEngine {
       _tile_loadd(3, o + 48, stride_bytes);
       for (int token = begin; token < end; token += 32) {
         const float* values = s_.values + token / 2 * head_dim_ + i;
-        _tile_loadd(4, probability(0) + token, kBlockTokens * 2);
+        _tile_loadd(4, probability(buffer, 0) + token, kBlockTokens * 2);
         _tile_loadd(5, values, stride_bytes);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, values + 16, stride_bytes);
@@ -148,7 +152,7 @@ class AmxEngine {
       _tile_loadd(1, o + 16, stride_bytes);
       for (int token = begin; token < end; token += 32) {
         const float* values = s_.values + token / 2 * head_dim_ + i;
-        _tile_loadd(4, probability(0) + token, kBlockTokens * 2);
+        _tile_loadd(4, probability(buffer, 0) + token, kBlockTokens * 2);
         _tile_loadd(5, values, stride_bytes);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, values + 16, stride_bytes);
@@ -180,7 +184,7 @@ class AmxEngine {
   static void make_visible(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
   BFloat16* query(int row) const { return reinterpret_cast<BFloat16*>(s_.q) + row * head_dim_; }
-  BFloat16* probability(int row) const { return reinterpret_cast<BFloat16*>(s_.probabilities) + row * kBlockTokens; }
+  BFloat16* probability(int buffer, int row) const { return reinterpret_cast<BFloat16*>(s_.probabilities[buffer]) + row * kBlockTokens; }
 
   Scratch& s_;
   const int head_dim_;

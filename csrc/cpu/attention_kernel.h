@@ -24,38 +24,37 @@ class AttentionKernel {
   static constexpr float kMaxGrowth = 8.0f;
 
  public:
-  static void run(const AttentionParams& params, int32_t head_dim, const WorkItem& item, Scratch& scratch) {
+  static void run(const AttentionParams& params, int32_t head_dim, const WorkItem& item, const WorkItem* next, Scratch& scratch) {
+    if (count_rows(params, item) == 0) return;
     AttentionKernel kernel(params, head_dim, item, scratch);
-    if (kernel.rows_ > 0) kernel.compute();
+    kernel.compute(next);
   }
 
-  static void merge(const AttentionParams& params, int32_t head_dim, const SplitPair& pair) {
-    const RowTile& tile = params.schedule.tiles[pair.tile];
-    const RowGroup& group = params.schedule.groups[tile.group];
-    const int rows = count_rows(params, tile, group);
+  static void merge(const AttentionParams& params, int32_t head_dim, const SplitPair& pair, Scratch& scratch) {
+    const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
+    const int rows = count_rows(params, item);
+    const int parts = pair.last_cta - pair.first_cta + 1;
     for (int r = 0; r < rows; ++r) {
-      const int slots = pair.last_cta - pair.first_cta + 1;
-      const auto slot_row = [&](int part) -> int64_t {
+      const auto state_of = [&](int part) -> int64_t {
         const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
         return int64_t{slot} * params.max_tile_rows + r;
       };
       float largest = -INFINITY;
-      for (int part = 0; part < slots; ++part) largest = max_of(largest, params.partial_lse[slot_row(part)]);
-      const float reference = largest == -INFINITY ? 0.0f : largest;
+      for (int part = 0; part < parts; ++part) largest = max_of(largest, params.partial_lse[state_of(part)]);
       float sum = 0.0f;
-      for (int part = 0; part < slots; ++part) sum += expf(params.partial_lse[slot_row(part)] - reference);
-      const float inverse = sum > 0.0f ? 1.0f / sum : sum;
-      const RowOut out = locate_row(params, tile, group, pair.head, r);
-      for (int i = 0; i < head_dim; i += Isa::kWidth) {
-        Float o = Isa::zero();
-        for (int part = 0; part < slots; ++part) {
-          const int64_t row = slot_row(part);
-          const float weight = expf(params.partial_lse[row] - reference) * inverse;
-          o = Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + row * head_dim + i, head_dim - i), o);
+      for (int part = 0; part < parts; ++part) {
+        const int64_t state = state_of(part);
+        const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
+        sum += weight;
+        for (int i = 0; i < head_dim; i += Isa::kWidth) {
+          const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
+          Isa::store(scratch.o + i, Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
         }
-        Isa::store_elements(out.o + i, o, head_dim - i);
       }
-      if (out.lse != nullptr) *out.lse = sum > 0.0f ? largest + logf(sum) : (sum == 0.0f ? -INFINITY : sum);
+      const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+      const RowOut out = locate_row(params, item, r);
+      for (int i = 0; i < head_dim; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(Isa::load(scratch.o + i), scale), head_dim - i);
+      if (out.lse != nullptr) *out.lse = sum == 0.0f ? -INFINITY : largest + logf(sum);
     }
   }
 
@@ -73,30 +72,46 @@ class AttentionKernel {
         group_(params.schedule.groups[tile_.group]),
         variant_{params.sm_scale, params.logits_soft_cap, params.schedule.header->causal, params.schedule.header->window_left},
         head_dim_(head_dim),
-        rows_(count_rows(params, tile_, group_)),
+        rows_(count_rows(params, item)),
         engine_(scratch, head_dim, rows_) {}
 
   /// Rows of the tile that exist: packed rows are in order of query rows, and those of a query row beyond num_rows are ignored.
-  static int count_rows(const AttentionParams& params, const RowTile& tile, const RowGroup& group) {
+  static int count_rows(const AttentionParams& params, const WorkItem& item) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
     const int64_t query_rows = min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
     const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
     return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
   }
 
-  static RowOut locate_row(const AttentionParams& params, const RowTile& tile, const RowGroup& group, int32_t head, int row) {
+  static RowOut locate_row(const AttentionParams& params, const WorkItem& item, int row) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
     const int32_t packed = tile.packed_begin + row;
     const int32_t i = params.group_size.divide(packed);
-    const int64_t query_row = group.qo_begin + i;
-    const int64_t query_head = int64_t{head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
+    const int64_t query_row = params.schedule.groups[tile.group].qo_begin + i;
+    const int64_t query_head = int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
     Element* o = static_cast<Element*>(params.o) + query_row * params.o_row_stride + query_head * params.o_head_stride;
     const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
     return RowOut{o, params.lse == nullptr ? nullptr : params.lse + query_row * num_qo_heads + query_head};
   }
 
+  /// Tokens of an item that any of its rows sees; empty if it has no rows.
+  static TokenRange find_range(const AttentionParams& params, const VariantParams& variant, const WorkItem& item) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const int rows = count_rows(params, item);
+    if (rows == 0) return TokenRange{0, 0};
+    const int64_t begin = tile.kv_begin + int64_t{item.kv_tile_begin} * params.kv_tile;
+    const int64_t end = min_of<int64_t>(tile.kv_begin + int64_t{item.kv_tile_end} * params.kv_tile, tile.kv_end);
+    const int32_t first = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin);
+    const int32_t last = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin + rows - 1);
+    return Variant::any(variant, first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+  }
+
   /// Position of a row's query.
   int32_t position(int row) const { return group_.kv_len - group_.qo_len + params_.group_size.divide(tile_.packed_begin + row); }
 
-  void compute() {
+  void compute(const WorkItem* next_item) {
     load_queries();
     __builtin_memset(s_.o, 0, sizeof(float) * static_cast<unsigned>(ceil_div(rows_, Engine::kPanelRows) * Engine::kPanelRows * engine_.o_stride()));
     for (int r = 0; r < rows_; ++r) {
@@ -104,16 +119,29 @@ class AttentionKernel {
       s_.row_sum[r] = 0.0f;
     }
 
-    const int64_t item_begin = tile_.kv_begin + int64_t{item_.kv_tile_begin} * params_.kv_tile;
-    const int64_t item_end = min_of<int64_t>(tile_.kv_begin + int64_t{item_.kv_tile_end} * params_.kv_tile, tile_.kv_end);
-    const TokenRange item_tokens{static_cast<int32_t>(item_begin), static_cast<int32_t>(item_end)};
-    const TokenRange tokens = Variant::any(variant_, position(0), position(rows_ - 1), item_tokens);
-    for (int32_t begin = tokens.begin; begin < tokens.end; begin += Engine::kBlockTokens) {
-      process_block(TokenRange{begin, min_of(tokens.end, begin + Engine::kBlockTokens)});
+    const TokenRange tokens = find_range(params_, variant_, item_);
+    TokenRange block = first_block(tokens);
+    TokenRows* rows = &s_.tokens[0];
+    TokenRows* next_rows = &s_.tokens[1];
+    find_tokens(item_, block, *rows);
+    prefetch(*rows, 0, rows->count);
+    while (block.begin < block.end) {
+      TokenRange next_block = first_block(TokenRange{block.end, tokens.end});
+      const bool last = next_block.begin >= next_block.end;
+      if (!last) find_tokens(item_, next_block, *next_rows);
+      else if (next_item != nullptr) find_tokens(*next_item, first_block(find_range(params_, variant_, *next_item)), *next_rows);
+      else next_rows->count = 0;
+      process_block(block, *rows, *next_rows);
+      block = next_block;
+      TokenRows* const done = rows;
+      rows = next_rows;
+      next_rows = done;
     }
 
     for (int r = 0; r < rows_; ++r) write_row(r);
   }
+
+  static TokenRange first_block(TokenRange tokens) { return TokenRange{tokens.begin, min_of(tokens.end, tokens.begin + Engine::kBlockTokens)}; }
 
   void load_queries() {
     const int32_t group_size = params_.group_size.divisor;
@@ -126,26 +154,60 @@ class AttentionKernel {
     }
   }
 
-  void process_block(TokenRange block) {
-    const int count = block.end - block.begin;
-    const int padded = ceil_div(count, Engine::kColumnStep) * Engine::kColumnStep;
-    find_tokens(block, padded);
-    engine_.pack_keys(padded);
-    engine_.pack_values(padded);
-    for (int row = 0; row < rows_; row += Engine::kPanelRows) {
-      const int rows = min_of(Engine::kPanelRows, rows_ - row);
-      const TokenRange seen = Variant::any(variant_, position(row), position(row + rows - 1), block);
-      if (seen.begin >= seen.end) continue;
-      const int begin = round_down(seen.begin - block.begin, Engine::kColumnStep);
-      const int end = ceil_div(seen.end - block.begin, Engine::kColumnStep) * Engine::kColumnStep;
-      engine_.multiply_keys(row, rows, begin, end);
-      softmax(row, rows, begin, end, block);
-      engine_.multiply_values(row, rows, begin, end);
+  void process_block(TokenRange block, TokenRows& tokens, const TokenRows& next) {
+    const int padded = ceil_div(tokens.count, Engine::kColumnStep) * Engine::kColumnStep;
+    for (int i = tokens.count; i < padded; ++i) tokens.keys[i] = tokens.values[i] = reinterpret_cast<const char*>(s_.no_token);
+    constexpr int kPackTokens = 16;
+    for (int begin = 0; begin < padded; begin += kPackTokens) {
+      const int end = min_of(begin + kPackTokens, padded);
+      prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
+      engine_.pack_keys(tokens, begin, end);
+      engine_.pack_values(tokens, begin, end);
+    }
+
+    // Panels go through three steps, and each step works on another panel: none waits for what was written just before it.
+    Panel scored{}, weighted{};
+    int buffer = 0;
+    for (int row = 0; row < rows_ || scored.rows > 0 || weighted.rows > 0;) {
+      Panel panel{};
+      for (; row < rows_ && panel.rows == 0; row += Engine::kPanelRows) panel = make_panel(row, block);
+      if (panel.rows > 0) engine_.multiply_keys(buffer, panel.row, panel.rows, panel.begin, panel.end);
+      if (weighted.rows > 0) engine_.multiply_values(buffer, weighted.row, weighted.rows, weighted.begin, weighted.end);
+      if (scored.rows > 0) softmax(1 - buffer, scored, block);
+      weighted = scored;
+      scored = panel;
+      buffer = 1 - buffer;
     }
   }
 
-  /// Addresses of the block's keys and values.
-  void find_tokens(TokenRange block, int padded) {
+  /// Rows [row, row + rows) and tokens [begin, end) of the block.
+  struct Panel {
+    int row, rows, begin, end;
+  };
+
+  /// The panel from `row` on; without rows if they see nothing of the block.
+  Panel make_panel(int row, TokenRange block) const {
+    const int rows = min_of(Engine::kPanelRows, rows_ - row);
+    const TokenRange seen = Variant::any(variant_, position(row), position(row + rows - 1), block);
+    if (seen.begin >= seen.end) return Panel{};
+    const int begin = round_down(seen.begin - block.begin, Engine::kColumnStep);
+    const int end = ceil_div(seen.end - block.begin, Engine::kColumnStep) * Engine::kColumnStep;
+    return Panel{row, rows, begin, end};
+  }
+
+  void prefetch(const TokenRows& tokens, int begin, int end) const {
+    const int row_bytes = head_dim_ * static_cast<int>(sizeof(Element));
+    for (int i = begin; i < end; ++i) {
+      for (int byte = 0; byte < row_bytes; byte += 64) {
+        __builtin_prefetch(tokens.keys[i] + byte, 0, 2);
+        __builtin_prefetch(tokens.values[i] + byte, 0, 2);
+      }
+    }
+  }
+
+  /// Addresses of the keys and values of an item's tokens in `block`.
+  void find_tokens(const WorkItem& item, TokenRange block, TokenRows& rows) const {
+    const int64_t table_begin = params_.schedule.groups[params_.schedule.tiles[item.tile].group].table_begin;
     const int64_t key_step = params_.k.token_stride * static_cast<int64_t>(sizeof(Element));
     const int64_t value_step = params_.v.token_stride * static_cast<int64_t>(sizeof(Element));
     const int32_t page_size = params_.page_size.divisor;
@@ -154,29 +216,34 @@ class AttentionKernel {
       const int32_t page = params_.page_size.divide(token);
       const int32_t in_page = token - page * page_size;
       const int32_t run = min_of(block.end - token, page_size - in_page);
-      const int64_t id = find_page(page);
-      const char* key = id < 0 ? nullptr : locate_token(params_.k, id, in_page);
-      const char* value = id < 0 ? nullptr : locate_token(params_.v, id, in_page);
-      for (int32_t j = 0; j < run; ++j, ++i) {
-        s_.key_rows[i] = key != nullptr ? key + j * key_step : reinterpret_cast<const char*>(s_.no_token);
-        s_.value_rows[i] = value != nullptr ? value + j * value_step : reinterpret_cast<const char*>(s_.no_token);
+      const int64_t id = find_page(table_begin, page);
+      if (id >= 0) {
+        const char* key = locate_token(params_.k, id, in_page, item.head);
+        const char* value = locate_token(params_.v, id, in_page, item.head);
+        for (int32_t j = 0; j < run; ++j) {
+          rows.keys[i + j] = key + j * key_step;
+          rows.values[i + j] = value + j * value_step;
+        }
+      } else {
+        for (int32_t j = 0; j < run; ++j) rows.keys[i + j] = rows.values[i + j] = reinterpret_cast<const char*>(s_.no_token);
       }
+      i += run;
       token += run;
     }
-    for (; i < padded; ++i) s_.key_rows[i] = s_.value_rows[i] = reinterpret_cast<const char*>(s_.no_token);
+    rows.count = i;
   }
 
-  const char* locate_token(const KvTensor& tensor, int64_t page, int32_t in_page) const {
-    const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + item_.head * tensor.head_stride;
+  static const char* locate_token(const KvTensor& tensor, int64_t page, int32_t in_page, int32_t head) {
+    const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + head * tensor.head_stride;
     return static_cast<const char*>(tensor.data) + element * static_cast<int64_t>(sizeof(Element));
   }
 
-  /// Page number `page` of the request, inside the cache whatever the table says; -1 if there is no page at all.
-  int64_t find_page(int32_t page) const {
+  /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
+  int64_t find_page(int64_t table_begin, int32_t page) const {
     const ScheduleHeader& header = *params_.schedule.header;
-    int64_t id = group_.table_begin + page;
+    int64_t id = table_begin + page;
     if (header.indices != nullptr) {
-      const int64_t entry = group_.table_begin + int64_t{page} * header.entry_step;
+      const int64_t entry = table_begin + int64_t{page} * header.entry_step;
       id = header.num_entries > 0 ? header.indices[clamp<int64_t>(entry, 0, header.num_entries - 1)] / header.entry_step : -1;
     }
     if (id >= 0 && id < params_.num_pages) return id;
@@ -184,15 +251,20 @@ class AttentionKernel {
     return params_.num_pages > 0 ? clamp<int64_t>(id, 0, params_.num_pages - 1) : -1;
   }
 
-  /// Turns scores of rows [row, row + rows) and tokens [begin, end) of the block into exponentials; updates the rows' maxima, sums and outputs.
-  void softmax(int row, int rows, int begin, int end, TokenRange block) {
+  /// Turns a panel's scores into exponentials; updates the rows' maxima, sums and outputs.
+  void softmax(int buffer, const Panel& panel, TokenRange block) {
+    const int row = panel.row, begin = panel.begin, end = panel.end;
     const TokenRange columns{block.begin + begin, block.begin + end};
-    const TokenRange certain = Variant::all(variant_, position(row), position(row + rows - 1), TokenRange{columns.begin, min_of(columns.end, block.end)});
-    const bool plain = certain.begin <= columns.begin && certain.end >= columns.end && !Variant::transforms_logits(variant_);
-    for (int r = 0; r < rows; ++r) {
-      float* scores = s_.scores + r * Engine::kBlockTokens;
-      if (!plain) finish_scores(scores, position(row + r), begin, end, block);
-      const Float scale = Isa::splat(plain ? params_.sm_scale * kLog2E : 1.0f);
+    const TokenRange existing{columns.begin, min_of(columns.end, block.end)};
+    const TokenRange certain = Variant::all(variant_, position(row), position(row + panel.rows - 1), existing);
+    const bool all_seen = certain.begin <= columns.begin && certain.end >= columns.end;
+    // The factor to powers of 2 is applied while reading a score, unless the variant wants the logit or the factor would spoil -inf.
+    const bool finish = Variant::transforms_logits(variant_) || !(params_.sm_scale > 0.0f);
+    const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
+    for (int r = 0; r < panel.rows; ++r) {
+      float* scores = s_.scores[buffer] + r * Engine::kBlockTokens;
+      if (finish) finish_scores(scores, begin, end);
+      if (!all_seen) mask_scores(scores, position(row + r), begin, end, existing, block.begin);
 
       Float largest = Isa::mul(Isa::load(scores + begin), scale);
       for (int t = begin + Isa::kWidth; t < end; t += Isa::kWidth) largest = Isa::max(largest, Isa::mul(Isa::load(scores + t), scale));
@@ -206,32 +278,35 @@ class AttentionKernel {
       const Float shift = Isa::splat(row_max == -INFINITY ? 0.0f : -row_max);     // a row that has seen nothing: every exponential is 0
       Float sum = Isa::zero();
       for (int t = begin; t < end; t += Isa::kWidth) {
-        const Float p = Isa::exp2(Isa::fma(Isa::load(scores + t), scale, shift));
+        const Float p = Engine::exp2(Isa::fma(Isa::load(scores + t), scale, shift));
         sum = Isa::add(sum, p);
-        engine_.store_probabilities(r, t, p);
+        engine_.store_probabilities(buffer, r, t, p);
       }
       s_.row_sum[row + r] += Isa::reduce_add(sum);
     }
   }
 
-  /// Applies the variant to a row's scores: final logits in powers of 2, -inf where the query at `position` does not see the token.
-  void finish_scores(float* scores, int32_t position, int begin, int end, TokenRange block) const {
-    const TokenRange tokens{block.begin + begin, min_of(block.begin + end, block.end)};
+  /// Turns scores into final logits, in powers of 2.
+  void finish_scores(float* scores, int begin, int end) const {
+    const VariantParams variant = variant_;     // a copy that the scores cannot overlap: the compiler vectorises the loops
+    if (Variant::transforms_logits(variant)) {
+      for (int t = begin; t < end; ++t) scores[t] = Variant::logits(variant, scores[t] * variant.sm_scale) * kLog2E;
+    } else {
+      for (int t = begin; t < end; ++t) scores[t] *= variant.sm_scale * kLog2E;
+    }
+  }
+
+  /// Sets scores to -inf where the query at `position` does not see the token, or there is none.
+  void mask_scores(float* scores, int32_t position, int begin, int end, TokenRange tokens, int32_t block_begin) const {
     const TokenRange seen = Variant::any(variant_, position, position, tokens);
     const TokenRange certain = Variant::all(variant_, position, position, seen);
-    if (Variant::transforms_logits(variant_)) {
-      for (int t = begin; t < end; ++t) scores[t] = Variant::logits(variant_, scores[t] * params_.sm_scale) * kLog2E;
-    } else {
-      const Float scale = Isa::splat(params_.sm_scale * kLog2E);
-      for (int t = begin; t < end; t += Isa::kWidth) Isa::store(scores + t, Isa::mul(Isa::load(scores + t), scale));
-    }
-    const int seen_begin = clamp(seen.begin - block.begin, begin, end);
-    const int seen_end = clamp(seen.end - block.begin, seen_begin, end);
+    const int seen_begin = clamp(seen.begin - block_begin, begin, end);
+    const int seen_end = clamp(seen.end - block_begin, seen_begin, end);
     for (int t = begin; t < seen_begin; ++t) scores[t] = -INFINITY;
     for (int t = seen_end; t < end; ++t) scores[t] = -INFINITY;
     if (certain.begin <= seen.begin && certain.end >= seen.end) return;
     for (int t = seen_begin; t < seen_end; ++t) {
-      if (!Variant::visible(variant_, position, block.begin + t)) scores[t] = -INFINITY;
+      if (!Variant::visible(variant_, position, block_begin + t)) scores[t] = -INFINITY;
     }
   }
 
@@ -246,7 +321,7 @@ class AttentionKernel {
     const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
     const float lse = sum == 0.0f ? -INFINITY : (s_.row_max[row] + log2f(sum)) * kLn2;
     if (item_.partial == kWhole) {
-      const RowOut out = locate_row(params_, tile_, group_, item_.head, row);
+      const RowOut out = locate_row(params_, item_, row);
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
       if (out.lse != nullptr) *out.lse = lse;
     } else {

@@ -33,30 +33,43 @@ Scratch& thread_scratch() {
   return *scratch;
 }
 
-/// Walks a CTA's interval, (row tile, KV head) by (row tile, KV head).
+/// A CTA's work items, one for each (row tile, KV head) that its interval touches.
+class CtaInterval {
+ public:
+  CtaInterval(const AttentionParams& params, int32_t cta)
+      : params_(params), cta_(cta), position_(params.schedule.positions[cta]), end_(params.schedule.positions[cta + 1]) {}
+
+  bool next(WorkItem& item) {
+    if (!(position_ < end_)) return false;
+    const int32_t num_kv_tiles = params_.schedule.tiles[position_.tile].num_kv_tiles;
+    const bool ends_inside = position_.tile == end_.tile && position_.head == end_.head;
+    item.tile = position_.tile;
+    item.head = position_.head;
+    item.kv_tile_begin = position_.kv_tile;
+    item.kv_tile_end = ends_inside ? end_.kv_tile : num_kv_tiles;
+    const bool is_whole = item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles;
+    item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
+    position_.kv_tile = 0;
+    if (++position_.head == params_.num_kv_heads) {
+      position_.head = 0;
+      ++position_.tile;
+    }
+    return true;
+  }
+
+ private:
+  const AttentionParams& params_;
+  const int32_t cta_;
+  Position position_;
+  const Position end_;
+};
+
 void run_cta(const AttentionParams& params, const Kernels& kernels, int32_t head_dim, int32_t cta) {
-  const Schedule& schedule = params.schedule;
-  const Position end = schedule.positions[cta + 1];
-  Position position = schedule.positions[cta];
-  while (position < end) {
-    const int32_t num_kv_tiles = schedule.tiles[position.tile].num_kv_tiles;
-    const bool ends_inside = position.tile == end.tile && position.head == end.head;
-    WorkItem item;
-    item.tile = position.tile;
-    item.head = position.head;
-    item.kv_tile_begin = position.kv_tile;
-    item.kv_tile_end = ends_inside ? end.kv_tile : num_kv_tiles;
-    if (item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles) {
-      item.partial = kWhole;
-    } else {
-      item.partial = partial_slot(cta, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
-    }
-    kernels.run_work_item(params, head_dim, item, thread_scratch());
-    position.kv_tile = 0;
-    if (++position.head == params.num_kv_heads) {
-      position.head = 0;
-      ++position.tile;
-    }
+  CtaInterval interval(params, cta);
+  WorkItem item, next;
+  for (bool more = interval.next(item); more; item = next) {
+    more = interval.next(next);
+    kernels.run_work_item(params, head_dim, item, more ? &next : nullptr, thread_scratch());
   }
 }
 
@@ -115,13 +128,12 @@ void run_attention(const AttentionParams& params, DataType dtype, int32_t head_d
   const std::vector<SplitPair> pairs = find_split_pairs(params);
   int64_t parts = 0;
   for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;
-  auto merge = [&](int32_t i) { kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)]); };
+  auto merge = [&](int32_t i) { kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)], thread_scratch()); };
   parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4, merge);
 }
 
 void append(const AppendParams& params) {
-  // Tokens of one chunk are copied in order: of several tokens with one slot the last one stays, unless they are many.
-  constexpr int32_t kChunk = 64;
+  constexpr int32_t kChunk = 64;    // tokens that a thread takes at a time
   auto copy = [&](int32_t chunk) {
     const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
     for (int32_t token = chunk * kChunk; token < end; ++token) append_token(params, token);

@@ -84,15 +84,15 @@ class Float32Engine {
     for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store(s_.q + row * stride_ + i, Isa::load_elements(q + i, head_dim_ - i));
   }
 
-  /// `tokens` is a multiple of kColumnStep.
-  void pack_keys(int tokens) {
+  /// Packs tokens [begin, end) of the block, multiples of kColumnStep.
+  void pack_keys(const TokenRows& tokens, int begin, int end) {
     constexpr int kElements = 4 / static_cast<int>(sizeof(Element));     // in a word
     const int words = head_dim_ / kElements;
     for (int first = 0; first < words; first += Isa::kWidth) {
       const int count = min_of(words - first, Isa::kWidth);
-      for (int token = 0; token < tokens; token += Isa::kWidth) {
+      for (int token = begin; token < end; token += Isa::kWidth) {
         typename Isa::Word columns[Isa::kWidth];
-        Isa::transpose_words(s_.key_rows + token, int64_t{4} * first, count, columns);
+        Isa::transpose_words(tokens.keys + token, int64_t{4} * first, count, columns);
         float* out = s_.keys + first * kElements * kBlockTokens + token;
 #pragma GCC unroll 16
         for (int i = 0; i < Isa::kWidth; ++i) {
@@ -108,24 +108,29 @@ class Float32Engine {
     }
   }
 
-  void pack_values(int tokens) {
-    for (int token = 0; token < tokens; ++token) {
-      const Element* row = reinterpret_cast<const Element*>(s_.value_rows[token]);
+  void pack_values(const TokenRows& tokens, int begin, int end) {
+    for (int token = begin; token < end; ++token) {
+      const Element* row = reinterpret_cast<const Element*>(tokens.values[token]);
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store(s_.values + token * stride_ + i, Isa::load_elements(row + i, head_dim_ - i));
     }
   }
 
   /// Scores of rows [row, row + rows) for tokens [begin, end) of the block.
-  void multiply_keys(int row, int rows, int begin, int end) {
-    MatrixProduct<Isa, false>::run(s_.q + row * stride_, stride_, s_.keys + begin, kBlockTokens, s_.scores + begin, kBlockTokens, rows, head_dim_, end - begin);
+  void multiply_keys(int buffer, int row, int rows, int begin, int end) {
+    MatrixProduct<Isa, false>::run(s_.q + row * stride_, stride_, s_.keys + begin, kBlockTokens, s_.scores[buffer] + begin, kBlockTokens, rows, head_dim_,
+                                   end - begin);
   }
 
-  void store_probabilities(int panel_row, int token, typename Isa::Float p) { Isa::store(s_.probabilities + panel_row * kBlockTokens + token, p); }
+  static typename Isa::Float exp2(typename Isa::Float x) { return Isa::exp2(x); }
+
+  void store_probabilities(int buffer, int panel_row, int token, typename Isa::Float p) {
+    Isa::store(s_.probabilities[buffer] + panel_row * kBlockTokens + token, p);
+  }
 
   /// Adds probabilities x values of tokens [begin, end) to the outputs of rows [row, row + rows).
-  void multiply_values(int row, int rows, int begin, int end) {
-    MatrixProduct<Isa, true>::run(s_.probabilities + begin, kBlockTokens, s_.values + begin * stride_, stride_, s_.o + row * stride_, stride_, rows, end - begin,
-                                  stride_);
+  void multiply_values(int buffer, int row, int rows, int begin, int end) {
+    MatrixProduct<Isa, true>::run(s_.probabilities[buffer] + begin, kBlockTokens, s_.values + begin * stride_, stride_, s_.o + row * stride_, stride_, rows,
+                                  end - begin, stride_);
   }
 
   /// Output elements [i, i + width) of a row.

@@ -13,6 +13,7 @@ constexpr int32_t kMaxHeadDim = 256;
 constexpr int32_t kMaxTileRows = 128;
 constexpr int32_t kMaxBlockTokens = 128;
 constexpr int32_t kMaxPanelRows = 16;
+constexpr int32_t kPanelBuffers = 2;
 constexpr int32_t kMaxBlockWords = 64 * kMaxHeadDim;   // 4-byte words of a block's keys, or values: 64 tokens of floats or 128 of bf16
 
 /// KV tiles [kv_tile_begin, kv_tile_end) of a (row tile, KV head).
@@ -34,23 +35,30 @@ struct SplitPair {
   int32_t last_cta;
 };
 
+/// Addresses of the tokens of a block.
+struct TokenRows {
+  const char* keys[kMaxBlockTokens];
+  const char* values[kMaxBlockTokens];
+  int count;
+};
+
 /// What one thread works in.
 struct alignas(64) Scratch {
   float q[kMaxTileRows * kMaxHeadDim];
   float keys[kMaxBlockWords];
   float values[kMaxBlockWords];
-  float scores[kMaxPanelRows * kMaxBlockTokens];
-  float probabilities[kMaxPanelRows * kMaxBlockTokens];
+  float scores[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
+  float probabilities[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
   float o[kMaxTileRows * kMaxHeadDim];       // not yet normalised
   float row_max[kMaxTileRows];               // what the row's exponentials are relative to, in powers of 2
   float row_sum[kMaxTileRows];
   float no_token[kMaxHeadDim];               // zeros: stands in for a token after the last of a block
-  const char* key_rows[kMaxBlockTokens];     // the tokens of the block
-  const char* value_rows[kMaxBlockTokens];
+  TokenRows tokens[2];                       // the block in work and the next one
 };
 
-using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, Scratch&);
-using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&);
+/// Runs an item; `next`, if there is one, is what this thread will run after it.
+using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, const WorkItem* next, Scratch&);
+using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&, Scratch&);
 
 struct Kernels {
   RunWorkItem run_work_item;

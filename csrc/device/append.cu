@@ -1,4 +1,4 @@
-// Copies new tokens into the paged cache. A block takes one token at a time; any grid of any block size works. Bytes are copied: one kernel for every element type.
+// Copies new tokens into the paged cache. A block takes one token at a time; any grid works. Bytes are copied: one kernel for every element type.
 
 #include "attn/params.h"
 #include "attn/tile.h"
@@ -38,8 +38,8 @@ __device__ __forceinline__ void append(const AppendParams& p) {
 __device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
   const int64_t strides = p.k_token_stride | p.k_head_stride | p.v_token_stride | p.v_head_stride | p.k_cache.page_stride | p.k_cache.token_stride |
                           p.k_cache.head_stride | p.v_cache.page_stride | p.v_cache.token_stride | p.v_cache.head_stride;
-  return reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v) | reinterpret_cast<uint64_t>(p.k_cache.data) | reinterpret_cast<uint64_t>(p.v_cache.data) |
-         static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.head_bytes);
+  return reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v) | reinterpret_cast<uint64_t>(p.k_cache.data) |
+         reinterpret_cast<uint64_t>(p.v_cache.data) | static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.head_bytes);
 }
 
 }  // namespace attn

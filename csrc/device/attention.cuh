@@ -1,8 +1,8 @@
 // The generic attention kernel: tensor cores through mma.sync, copies through cp.async; Ampere and later.
 //
 // One launch of num_ctas CTAs serves any batch: every CTA walks its interval of the schedule. A work item is a run of KV tiles of one (row tile, KV head) pair.
-// The warps of a CTA are laid out as rows x KV tokens: 1 x 4 for row tiles of 16 rows, 2 x 2 for 32, 4 x 1 for 64 and for 128 (two m16 tiles a warp). Warps that
-// share rows keep states of their own, which merge in shared memory at the end of the item.
+// The warps of a CTA are laid out as rows x KV tokens: 1 x 4 for row tiles of 16 rows, 2 x 2 for 32, 4 x 1 for 64 and for 128 (two blocks of 16 rows a warp).
+// Warps that share rows keep states of their own, which merge in shared memory at the end of the item.
 #pragma once
 
 #include "attn/params.h"
@@ -51,9 +51,10 @@ struct RingCursor {
   int32_t pair = 0;   // its pair of slots
 };
 
+/// The work item under the cursor: from there to the end of the pair or of the interval.
 template <class Element, int kHeadDim, class Variant, int kKind>
-__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& variant, const RowTile& row_tile, int32_t kv_head,
-                                              int32_t first_kv_tile, int32_t last_kv_tile, KvLoader<kHeadDim, Variant>& loader, RingCursor& ring, char* shared) {
+__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& variant, const WorkCursor& cursor,
+                                              KvLoader<kHeadDim, Variant>& loader, RingCursor& ring, char* shared) {
   using Layout = WarpLayout<kHeadDim, kKind>;
   using Tile = SharedTile<kHeadDim>;
   constexpr SharedLayout layout(kHeadDim);
@@ -61,24 +62,27 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   constexpr int kPending = kv_slots(kHeadDim) - 2;
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
-  const RowTileRows rows(row_tile, params.schedule.groups[row_tile.group], params.group_size.divisor);
-
-  __syncthreads();   // the previous item's output has left the Q tile
-  load_q<kHeadDim, tile_rows(kKind)>(params, rows, kv_head, shared + layout.q);
+  const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
 
   WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
   const bool transforms_logits = Variant::transforms_logits(variant);
   state.scale = transforms_logits ? kLog2E : variant.sm_scale * kLog2E;
 
-  // Tokens that every row of this warp sees: their KV tiles need no mask.
-  const TokenRange unmasked = Variant::all(variant, rows.position(warp.first_row, params.group_size),
-                                           rows.position(warp.first_row + Layout::kRows - 1, params.group_size), TokenRange{0, row_tile.kv_end});
-  const int32_t warp_token = row_tile.kv_begin + warp.first_token;
+  TokenRange unmasked;   // tokens that every row of this warp sees: their KV tiles need no mask
+  {
+    const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+    __syncthreads();     // the previous item's output has left the Q tile
+    load_q<kHeadDim, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
+    unmasked = Variant::all(variant, rows.position(warp.first_row, params.group_size), rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
+                            TokenRange{0, row_tile.kv_end});
+  }
 
   const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Tile::kRowBytes + Tile::rows_first(lane);
   const uint32_t kv = ptx::shared_address(shared + layout.kv) + warp.first_token * Tile::kRowBytes;
+  int32_t token = row_tile.kv_begin + cursor.now.kv_tile * kv_tile(kHeadDim) + warp.first_token;   // this warp's first one of the KV tile
+  const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
-  for (int32_t kv_tile_index = first_kv_tile; kv_tile_index < last_kv_tile; ++kv_tile_index) {
+  for (int32_t left = num_kv_tiles; left > 0; --left) {
     const uint32_t k_slot = kv + 2 * ring.pair * layout.kv_slot_bytes;
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
@@ -88,23 +92,25 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     state.template scores<Layout::kTokens>(s, q, k_slot + Tile::columns_first(lane));
 
     if (transforms_logits) transform_logits<Variant>(variant, s);
-    const int32_t token = warp_token + kv_tile_index * kv_tile(kHeadDim);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
+      const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
       mask_scores<Variant>(variant, s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
     }
-    state.update(s);
+    uint32_t p[Layout::kRowBlocks][Layout::kTokens / 8][2];
+    state.update(s, p);
 
     ptx::cp_async_wait<kPending>();
     __syncthreads();   // V is here, and nobody reads the K slot any more
     loader.load_k(ring.tile + kPairs, ring.pair);
-    state.template accumulate<Layout::kTokens>(s, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
+    state.template accumulate<Layout::kTokens>(p, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
 
+    token += kv_tile(kHeadDim);
     ++ring.tile;
     ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
   }
 
-  const bool complete = first_kv_tile == 0 && last_kv_tile == row_tile.num_kv_tiles;
-  const OutputTarget target(params, rows, kv_head, complete, first_kv_tile > 0 ? kStartsInside : kEndsInside);
+  const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+  const OutputTarget target(params, rows, cursor);
   if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Element, kHeadDim>(state, target, warp.first_row, shared);
   } else {
@@ -120,21 +126,17 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   const VariantParams variant{params.sm_scale, params.logits_soft_cap, params.schedule.header->causal, params.schedule.header->window_left};
-  KvLoader<kHeadDim, Variant> loader(params, variant, shared);
+  KvLoader<kHeadDim, Variant> loader(params, variant, cursor, shared);
   loader.start();
   RingCursor ring;
 
   while (!cursor.done()) {
-    const RowTile tile = params.schedule.tiles[cursor.now.tile];
-    const int32_t last = cursor.last_kv_tile(tile.num_kv_tiles);
-    switch (tile.kind) {
-      case 0: run_work_item<Element, kHeadDim, Variant, 0>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
-      case 1: run_work_item<Element, kHeadDim, Variant, 1>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
-      case 2: run_work_item<Element, kHeadDim, Variant, 2>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared); break;
+    switch (params.schedule.tiles[cursor.now.tile].kind) {
+      case 0: run_work_item<Element, kHeadDim, Variant, 0>(params, variant, cursor, loader, ring, shared); break;
+      case 1: run_work_item<Element, kHeadDim, Variant, 1>(params, variant, cursor, loader, ring, shared); break;
+      case 2: run_work_item<Element, kHeadDim, Variant, 2>(params, variant, cursor, loader, ring, shared); break;
       default:
-        if constexpr (max_kind(kHeadDim) >= 3) {
-          run_work_item<Element, kHeadDim, Variant, 3>(params, variant, tile, cursor.now.head, cursor.now.kv_tile, last, loader, ring, shared);
-        }
+        if constexpr (max_kind(kHeadDim) >= 3) run_work_item<Element, kHeadDim, Variant, 3>(params, variant, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);
   }

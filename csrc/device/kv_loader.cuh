@@ -13,13 +13,22 @@
 
 namespace attn {
 
+/// The one KV tile of a row tile that sees nothing.
+__device__ const uint4 zero_row[256 * kElementBytes / 16] = {};
+
+/// What the lookups need of the schedule's header.
+struct PageTableView {
+  const int32_t* indices;
+  int64_t num_entries;
+  int32_t entry_step;
+};
+
 template <int kHeadDim, class Variant>
 struct KvLoader {
   static constexpr int kTokens = kv_tile(kHeadDim);
   static constexpr int kPairs = kv_slots(kHeadDim) / 2;                       // KV tiles in the ring
   static constexpr int kRowsPerPass = kThreads / SharedTile<kHeadDim>::kRowChunks;
   static constexpr int kPasses = kTokens / kRowsPerPass;
-  static constexpr int64_t kZeros = -(int64_t{1} << 32);                          // address of a row that nobody sees: zeros take its place
   static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
 
   const AttentionParams& params;
@@ -32,16 +41,21 @@ struct KvLoader {
   int32_t visible_end;
   int32_t num_kv_tiles;
   int32_t entry;            // of the page table, for this thread's token
+  bool more;                // the cursor is inside the interval
+  bool published;           // so was it when addresses were published last: there is a KV tile to be copied
 
-  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& variant_, char* shared_)
-      : params(params_), variant(variant_), shared(shared_), cursor(params_.schedule, blockIdx.x) {
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& variant_, const WorkCursor& first, char* shared_)
+      : params(params_), variant(variant_), shared(shared_), cursor(first) {
     load_row_tile();
-    look_up();
+    look_up(page_table());
   }
 
   /// Fills the ring but for its last slot. Every thread of the CTA takes part in this and in the other public steps.
   __device__ __forceinline__ void start() {
-    publish_and_advance(0);
+    const PageTableView table = page_table();
+    publish(table, 0);
+    advance();
+    look_up(table);
     __syncthreads();
 #pragma unroll
     for (int tile = 0; tile < kPairs; ++tile) {
@@ -53,17 +67,16 @@ struct KvLoader {
     }
   }
 
-  /// Copies K of KV tile number `tile` of the interval into slot pair `pair`; commits one group.
-  __device__ __forceinline__ void load_k(int tile, int pair) {
-    copy(0, tile & 1, 2 * pair);
-    ptx::cp_async_commit();
-  }
+  /// Copies K of KV tile number `tile` of the interval, if there is one, into slot pair `pair`; commits one group.
+  __device__ __forceinline__ void load_k(int tile, int pair) { copy(0, tile & 1, 2 * pair); }
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
   __device__ __forceinline__ void load_v(int tile, int pair) {
+    const PageTableView table = page_table();   // read here, so that it has arrived when the copies have been issued
     copy(1, tile & 1, 2 * pair + 1);
-    ptx::cp_async_commit();
-    publish_and_advance((tile + 1) & 1);
+    publish(table, (tile + 1) & 1);
+    advance();
+    look_up(table);
   }
 
  private:
@@ -74,31 +87,42 @@ struct KvLoader {
 
   __device__ __forceinline__ void copy(int which, int parity, int slot) {
     constexpr SharedLayout layout(kHeadDim);
-    constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
-    const int chunk = threadIdx.x % kChunks;
-    const int first_row = threadIdx.x / kChunks;
-    const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
     const uint32_t target = ptx::shared_address(shared + layout.kv) + slot * layout.kv_slot_bytes;
+    if (published) {
+      constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+      constexpr int kBatch = 4;
+      const int chunk = threadIdx.x % kChunks;
+      const int first_row = threadIdx.x / kChunks;
+      const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; pass += 2) {
-      const longlong2 two = *reinterpret_cast<const longlong2*>(addresses + pass);
+      for (int pass = 0; pass < kPasses; pass += kBatch) {
+        longlong2 rows[kBatch / 2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t address = i == 0 ? two.x : two.y;
-        const int row = first_row + (pass + i) * kRowsPerPass;
-        ptx::cp_async_16(target + SharedTile<kHeadDim>::offset(row, chunk), reinterpret_cast<const char*>(address) + chunk * 16, address >= 0);
+        for (int i = 0; i < kBatch / 2; ++i) rows[i] = *reinterpret_cast<const longlong2*>(addresses + pass + 2 * i);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
+          ptx::cp_async_16(target + SharedTile<kHeadDim>::offset(first_row + (pass + i) * kRowsPerPass, chunk), row + chunk * 16);
+        }
       }
     }
+    ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ int32_t token() const { return first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens; }
+  /// This thread's token. One that no row of the row tile sees is replaced by the nearest that some row does: what the cache holds there (NaN, or the page of
+  /// another request) must not reach the output, and what is copied instead is masked.
+  __device__ __forceinline__ int32_t token() const {
+    const int32_t t = first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
+    return clamp(t, visible_begin, visible_end - 1);
+  }
 
-  __device__ __forceinline__ bool is_visible(int32_t t) const { return t >= visible_begin && t < visible_end; }
+  __device__ __forceinline__ bool sees_nothing() const { return visible_begin >= visible_end; }
 
   /// Reads what the lookups need of the row tile under the cursor. Behind the end of the interval: a row tile that sees nothing.
   __device__ __forceinline__ void load_row_tile() {
-    visible_end = 0;
-    if (cursor.done()) return;
+    more = !cursor.done();
+    visible_begin = visible_end = 0;
+    if (!more) return;
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows rows(tile, group, params.group_size.divisor);
@@ -110,44 +134,46 @@ struct KvLoader {
     table_begin = group.table_begin;
   }
 
-  __device__ __forceinline__ void look_up() {
-    const int32_t t = token();
-    if (!is_visible(t)) return;
+  __device__ __forceinline__ PageTableView page_table() const {
     const ScheduleHeader& header = *params.schedule.header;
-    const int32_t page = params.page_size.divide(t);
-    if (header.indices != nullptr) {
-      const int64_t index = clamp<int64_t>(table_begin + static_cast<int64_t>(page) * header.entry_step, 0, header.num_entries - 1);
-      entry = __ldg(header.indices + index);
+    return PageTableView{header.indices, header.num_entries, header.entry_step};
+  }
+
+  /// Starts to read the page table for the KV tile under the cursor.
+  __device__ __forceinline__ void look_up(const PageTableView& table) {
+    if (sees_nothing()) return;
+    const int32_t page = params.page_size.divide(token());
+    if (table.indices != nullptr) {
+      const int64_t index = clamp<int64_t>(table_begin + static_cast<int64_t>(page) * table.entry_step, 0, table.num_entries - 1);
+      entry = __ldg(table.indices + index);
     } else {
       entry = static_cast<int32_t>(min_of<int64_t>(table_begin + page, 0x7fffffff));
     }
   }
 
-  __device__ __forceinline__ void publish_and_advance(int parity) {
+  /// Makes the addresses of the KV tile under the cursor known.
+  __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
     const bool is_v = threadIdx.x >= kTokens;
-    const int32_t t = token();
-    int64_t address = kZeros;
-    if (is_visible(t)) {
-      const ScheduleHeader& header = *params.schedule.header;
-      const int32_t wanted = header.indices == nullptr || header.entry_step == 1 ? entry : entry / header.entry_step;
+    int64_t address = reinterpret_cast<int64_t>(zero_row);
+    if (!sees_nothing()) {
+      const int32_t wanted = table.indices == nullptr || table.entry_step == 1 ? entry : entry / table.entry_step;
       const int32_t page = clamp(wanted, 0, params.num_pages - 1);
       if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
       const KvTensor& tensor = is_v ? params.v : params.k;
-      const int64_t element = page * tensor.page_stride + params.page_size.modulo(t) * tensor.token_stride + cursor.now.head * tensor.head_stride;
+      const int64_t element = page * tensor.page_stride + params.page_size.modulo(token()) * tensor.token_stride + cursor.now.head * tensor.head_stride;
       address = reinterpret_cast<int64_t>(tensor.data) + element * kElementBytes;
     }
     const int row = threadIdx.x % kTokens;
     row_addresses(parity, is_v)[row % kRowsPerPass * kPasses + row / kRowsPerPass] = address;
-    advance();
+    published = more;
   }
 
+  /// On to the next KV tile of the interval.
   __device__ __forceinline__ void advance() {
-    if (!cursor.done() && ++cursor.now.kv_tile == cursor.last_kv_tile(num_kv_tiles)) {
-      const int32_t tile = cursor.now.tile;
-      cursor.next_pair(params.num_kv_heads);
-      if (cursor.done() || cursor.now.tile != tile) load_row_tile();
-    }
-    look_up();
+    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(num_kv_tiles)) return;
+    const int32_t tile = cursor.now.tile;
+    cursor.next_pair(params.num_kv_heads);
+    if (cursor.done() || cursor.now.tile != tile) load_row_tile();
   }
 };
 

@@ -5,6 +5,7 @@
 #include "attn/tile.h"
 #include "device/element.cuh"
 #include "device/ptx/math.cuh"
+#include "device/ptx/special_registers.cuh"
 #include "device/shared_tile.cuh"
 #include "device/warp_state.cuh"
 #include "device/work.cuh"
@@ -45,9 +46,12 @@ struct OutputTarget {
   bool complete;           // o and lse; otherwise the partial slot
   int64_t partial_row;     // first row of the partial slot
 
-  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows& rows_, int32_t kv_head_, bool complete_, PartialSlot slot)
-      : params(params_), rows(rows_), kv_head(kv_head_), complete(complete_),
-        partial_row(static_cast<int64_t>(partial_slot(blockIdx.x, slot)) * params_.max_tile_rows) {}
+  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows& rows_, const WorkCursor& cursor)
+      : params(params_), rows(rows_), kv_head(cursor.now.head) {
+    const int32_t num_kv_tiles = params.schedule.tiles[cursor.now.tile].num_kv_tiles;
+    complete = cursor.now.kv_tile == 0 && cursor.last_kv_tile(num_kv_tiles) == num_kv_tiles;
+    partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, cursor.now.kv_tile > 0 ? kStartsInside : kEndsInside)) * params.max_tile_rows;
+  }
 
   __device__ __forceinline__ void write_lse(int32_t tile_row, float lse) const {
     const OutputRow row(params, rows, kv_head, tile_row);
@@ -63,7 +67,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
   using Tile = SharedTile<kHeadDim>;
   constexpr SharedLayout layout(kHeadDim);
   const AttentionParams& params = target.params;
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane_id();
   char* staged = shared + layout.q;
 
 #pragma unroll
@@ -108,7 +112,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
   constexpr int kColumns = min_of(kHeadDim, 128);
   static_assert(kWarps * 16 * kColumns * 4 <= layout.kv - layout.q, "the outputs fit into the Q tile");
   const AttentionParams& params = target.params;
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane_id();
   float* maxima = reinterpret_cast<float*>(shared + layout.row_states);   // [row][KV warp], scaled
   float* sums = maxima + kWarps * 16;
   char* outputs = shared + layout.q;                                      // [KV warp][row][column]
@@ -175,7 +179,8 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
       }
       if (target.complete) {
         *reinterpret_cast<uint4*>(row.o(params) + (first_column + column) * kElementBytes) =
-            make_uint4(Element::pack(sum[0].x, sum[0].y), Element::pack(sum[0].z, sum[0].w), Element::pack(sum[1].x, sum[1].y), Element::pack(sum[1].z, sum[1].w));
+            make_uint4(Element::pack(sum[0].x, sum[0].y), Element::pack(sum[0].z, sum[0].w), Element::pack(sum[1].x, sum[1].y),
+                       Element::pack(sum[1].z, sum[1].w));
       } else {
         float4* partial = reinterpret_cast<float4*>(params.partial_o + (target.partial_row + tile_row) * kHeadDim + first_column + column);
         partial[0] = sum[0];

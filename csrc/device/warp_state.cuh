@@ -6,6 +6,7 @@
 #include "device/element.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/math.cuh"
+#include "device/ptx/special_registers.cuh"
 #include "device/shared_tile.cuh"
 #include "device/work.cuh"
 
@@ -22,7 +23,8 @@ struct WarpLayout {
   int32_t first_token;
   int32_t kv_warp;
 
-  __device__ __forceinline__ explicit WarpLayout(int warp) : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
+  __device__ __forceinline__ explicit WarpLayout(int warp)
+      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
 };
 
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two that start at 2t (mma.cuh, C operand).
@@ -30,6 +32,7 @@ template <class Element, int kHeadDim, int kRowBlocks>
 struct WarpState {
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kColumnBlocks = kHeadDim / 8;
+  static constexpr float kSlack = 8.0f;   // to base 2
 
   float o[kRowBlocks][kColumnBlocks][4];
   float maximum[kRowBlocks][2];   // of the scores, not scaled
@@ -57,82 +60,98 @@ struct WarpState {
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
+    // The next fragment of K is on its way while this one is multiplied.
+    constexpr int kFragments = kTokens / 16;
+    uint32_t keys[2][4];
+    ptx::ldmatrix_x4(keys[0], k);
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t a[kRowBlocks][4];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], (q ^ d * Tile::kNextColumns) + b * Tile::kNextRows);
 #pragma unroll
-      for (int n = 0; n < kTokens / 16; ++n) {
-        uint32_t keys[4];
-        ptx::ldmatrix_x4(keys, (k ^ d * Tile::kNextColumns) + n * Tile::kNextRows);
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = d * kFragments + n;
+        const int next = i + 1;
+        if (next < kHeadDim / 16 * kFragments) {
+          ptx::ldmatrix_x4(keys[next % 2], (k ^ next / kFragments * Tile::kNextColumns) + next % kFragments * Tile::kNextRows);
+        }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
-          Element::mma(s[b][2 * n], a[b], keys[0], keys[1]);
-          Element::mma(s[b][2 * n + 1], a[b], keys[2], keys[3]);
+          Element::mma(s[b][2 * n], a[b], keys[i % 2][0], keys[i % 2][1]);
+          Element::mma(s[b][2 * n + 1], a[b], keys[i % 2][2], keys[i % 2][3]);
         }
       }
     }
   }
 
-  /// Turns scores into probabilities relative to the new maximum; brings sum and output to it.
+  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new maximum. The maximum stays until a score
+  /// exceeds it by kSlack: with probabilities up to 2^kSlack nothing overflows, and the output is seldom scaled.
   template <int kBlocks>
-  __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4]) {
+  __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4], uint32_t (&p)[kRowBlocks][kBlocks][2]) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      float correction[2];
+      float highest[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float m = maximum[b][half];
+        float m = s[b][0][2 * half];
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
         m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-        const float base = m == minus_infinity() ? 0.0f : m * scale;   // a row that has seen nothing yet: every probability is exp2(-inf) = 0
-        correction[half] = ptx::ex2(maximum[b][half] * scale - base);
-        maximum[b][half] = m;
-        float total = 0.0f;
+        highest[half] = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      }
+      const float slack = __fdividef(kSlack, scale);
+      if (__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack)) {
+        float correction[2];
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-          for (int c = 2 * half; c < 2 * half + 2; ++c) {
-            s[b][n][c] = ptx::ex2(s[b][n][c] * scale - base);
-            total += s[b][n][c];
-          }
+        for (int half = 0; half < 2; ++half) {
+          const float m = fmaxf(maximum[b][half], highest[half]);
+          correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
+          maximum[b][half] = m;
+          sum[b][half] *= correction[half];
         }
-        sum[b][half] = sum[b][half] * correction[half] + total;
+#pragma unroll
+        for (int n = 0; n < kColumnBlocks; ++n) {
+          o[b][n][0] *= correction[0];
+          o[b][n][1] *= correction[0];
+          o[b][n][2] *= correction[1];
+          o[b][n][3] *= correction[1];
+        }
       }
 #pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) {
-        o[b][n][0] *= correction[0];
-        o[b][n][1] *= correction[0];
-        o[b][n][2] *= correction[1];
-        o[b][n][3] *= correction[1];
+      for (int half = 0; half < 2; ++half) {
+        const float base = maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale;   // nothing seen yet: every probability is exp2(-inf) = 0
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float first = ptx::ex2(s[b][n][2 * half] * scale - base);
+          const float second = ptx::ex2(s[b][n][2 * half + 1] * scale - base);
+          sum[b][half] += first + second;
+          p[b][n][half] = Element::pack(first, second);
+        }
       }
     }
   }
 
   /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
   template <int kTokens>
-  __device__ __forceinline__ void accumulate(const float (&p)[kRowBlocks][kTokens / 8][4], uint32_t v) {
+  __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
+    constexpr int kFragments = kHeadDim / 16;
+    uint32_t values[2][4];
+    ptx::ldmatrix_x4_trans(values[0], v);
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
-      uint32_t a[kRowBlocks][4];
 #pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b) {
-        a[b][0] = Element::pack(p[b][2 * k][0], p[b][2 * k][1]);
-        a[b][1] = Element::pack(p[b][2 * k][2], p[b][2 * k][3]);
-        a[b][2] = Element::pack(p[b][2 * k + 1][0], p[b][2 * k + 1][1]);
-        a[b][3] = Element::pack(p[b][2 * k + 1][2], p[b][2 * k + 1][3]);
-      }
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
-        uint32_t values[4];
-        ptx::ldmatrix_x4_trans(values, (v ^ d * Tile::kNextColumns) + k * Tile::kNextRows);
+      for (int d = 0; d < kFragments; ++d) {
+        const int i = k * kFragments + d;
+        const int next = i + 1;
+        if (next < kTokens / 16 * kFragments) {
+          ptx::ldmatrix_x4_trans(values[next % 2], (v ^ next % kFragments * Tile::kNextColumns) + next / kFragments * Tile::kNextRows);
+        }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
-          Element::mma(o[b][2 * d], a[b], values[0], values[1]);
-          Element::mma(o[b][2 * d + 1], a[b], values[2], values[3]);
+          const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+          Element::mma(o[b][2 * d], a, values[i % 2][0], values[i % 2][1]);
+          Element::mma(o[b][2 * d + 1], a, values[i % 2][2], values[i % 2][3]);
         }
       }
     }
@@ -162,20 +181,25 @@ __device__ __forceinline__ void transform_logits(const VariantParams& variant, f
 
 /// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
 template <class Variant, int kRowBlocks, int kBlocks>
-__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const RowTileRows& rows, const FastDivisor& group_size,
-                                            int32_t first_row, int32_t first_token, int32_t kv_end) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const RowTileRows& rows,
+                                            const FastDivisor& group_size, int32_t first_row, int32_t first_token, int32_t kv_end) {
+  const int lane = ptx::lane_id();
+  int32_t qo_pos[kRowBlocks][2];
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t qo_pos = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
+    for (int half = 0; half < 2; ++half) qo_pos[b][half] = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
+  }
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
+  for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int32_t kv_pos = first_token + n * 8 + (lane % 4) * 2 + c;
-          const bool visible = (kv_pos < kv_end) & Variant::visible(variant, qo_pos, kv_pos);
+    for (int c = 0; c < 2; ++c) {
+      const int32_t kv_pos = first_token + n * 8 + (lane % 4) * 2 + c;
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool visible = (kv_pos < kv_end) & Variant::visible(variant, qo_pos[b][half], kv_pos);
           s[b][n][2 * half + c] = visible ? s[b][n][2 * half + c] : minus_infinity();
         }
       }

@@ -31,7 +31,7 @@ struct WorkCursor {
   }
 };
 
-/// The query positions of the first and the last row of a row tile, and where row tile rows lie in Q and O.
+/// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept in registers over a work item.
 struct RowTileRows {
   int32_t count;          // packed rows of this tile that exist
   int32_t packed_begin;
@@ -45,6 +45,9 @@ struct RowTileRows {
     const int64_t left = static_cast<int64_t>(group.qo_len) * group_size - tile.packed_begin;
     count = static_cast<int32_t>(min_of<int64_t>(left, tile_rows(tile.kind)));
   }
+
+  __device__ __forceinline__ RowTileRows(const Schedule& schedule, int32_t tile, int32_t group_size)
+      : RowTileRows(schedule.tiles[tile], schedule.groups[schedule.tiles[tile].group], group_size) {}
 
   /// Query position of a row of the tile; of the last one for rows that do not exist.
   __device__ __forceinline__ int32_t position(int32_t row, const FastDivisor& group_size) const {

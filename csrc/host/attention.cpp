@@ -8,9 +8,14 @@
 namespace attn {
 namespace {
 
-// Cost of one KV tile of each kind of row tile. On a GPU the small kinds wait for memory and cost the same; on a CPU cost follows the rows.
-constexpr int32_t kCudaTileCost[kNumTileKinds] = {4, 4, 4, 6};
-constexpr int32_t kCpuTileCost[kNumTileKinds] = {2, 4, 8, 16};
+/// Costs of each kind of row tile. On a GPU the small kinds wait for memory and cost the same; a pair of a large one costs as much as two or three of its KV
+/// tiles more (docs/decisions.md). On a CPU cost follows the rows.
+struct KindCosts {
+  int32_t kv_tile[kNumTileKinds];
+  int32_t pair[kNumTileKinds];
+};
+constexpr KindCosts kCudaCosts{{4, 4, 5, 7}, {2, 2, 8, 18}};
+constexpr KindCosts kCpuCosts{{2, 4, 8, 16}, {0, 0, 0, 0}};
 
 // Shares smaller than this are not worth a CTA: two KV tiles on a GPU; on a CPU, where a CTA is a task of a thread, eight.
 constexpr int32_t kCudaMinShare = 8;
@@ -30,7 +35,11 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   schedule.max_rows = config.max_rows;
   schedule.max_tiles = max_row_tiles(config.max_groups, config.max_rows, schedule.group_size, schedule.max_kind);
   schedule.min_share = config.on_cuda ? kCudaMinShare : kCpuMinShare;
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) schedule.kv_tile_cost[kind] = (config.on_cuda ? kCudaTileCost : kCpuTileCost)[kind];
+  const KindCosts& costs = config.on_cuda ? kCudaCosts : kCpuCosts;
+  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
+    schedule.kv_tile_cost[kind] = costs.kv_tile[kind];
+    schedule.pair_cost[kind] = costs.pair[kind];
+  }
   return schedule;
 }
 

@@ -6,6 +6,7 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <limits>
 #include <mutex>
 
 #include "attn/tile.h"
@@ -46,13 +47,14 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
   object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
 }
 
-/// What a reader of the schedule needs: (num_ctas, kv_tile, max_kind, max_tiles, min_share, the cost of a KV tile of each kind, offsets of groups, tiles and
-/// positions).
+/// What a reader of the schedule needs: (num_ctas, kv_tile, max_kind, max_tiles, min_share, the costs of a KV tile and of a pair of each kind, offsets of groups,
+/// tiles and positions).
 tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   const ScheduleConfig& config = object(handle).schedule_config();
   const ScheduleLayout& layout = object(handle).layout();
   tvm::ffi::Array<int64_t> values{config.num_ctas, config.kv_tile, config.max_kind, config.max_tiles, config.min_share};
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) values.push_back(config.kv_tile_cost[kind]);
+  for (int32_t cost : config.kv_tile_cost) values.push_back(cost);
+  for (int32_t cost : config.pair_cost) values.push_back(cost);
   values.push_back(layout.groups);
   values.push_back(layout.tiles);
   values.push_back(layout.positions);
@@ -126,6 +128,8 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   check_rows("q", q, device, config.dtype, config.num_qo_heads, config.head_dim);
   check_rows("out", out, device, config.dtype, config.num_qo_heads, config.head_dim);
   check_size("out", out, 0, q.size(0));
+  if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max()) refuse("sm_scale", sm_scale, "above 0 and finite");
+  if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max()) refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
   AttentionParams params{};
   params.k = kv_tensor("k", k, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
   params.v = kv_tensor("v", v, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
@@ -203,9 +207,9 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   static driver::Kernel kernels[64];
   static std::mutex mutex;
   driver::Kernel& kernel = kernels[device.device_id];
-  if (!kernel) {
+  {
     std::lock_guard<std::mutex> lock(mutex);
-    kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
+    if (!kernel) kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
   }
   driver::launch(kernel, driver::Launch{static_cast<uint32_t>(params.num_tokens), 1, kAppendThreads}, &params, current_stream(device));
 }

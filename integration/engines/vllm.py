@@ -43,7 +43,8 @@ class VLLM:
         command = [client.python, *CLI, "bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
         command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_prompts), "--seed", str(client.seed)]
         command += ["--request-rate", str(client.request_rate), "--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,itl"]
-        command += ["--metric-percentiles", "50,99", "--save-result", "--save-detailed", "--result-dir", str(client.result.parent), "--result-filename", client.result.name]
+        command += ["--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
+        command += ["--result-dir", str(client.result.parent), "--result-filename", client.result.name]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
         return command + self._dataset_arguments(client) + client.extra_arguments

@@ -30,7 +30,8 @@ def _declare_operators() -> None:
         return
     if torch.version.cuda is None and not built_for_cpu:
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            if not hasattr(torch.ops.torchvision, name):
+                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())

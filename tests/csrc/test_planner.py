@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
+from pathlib import Path
 
 import batches
+import host_planner
 import pytest
 import schedule_model
 import torch
@@ -38,6 +41,22 @@ def test_planner_agrees_with_model(device: torch.device, shape: tuple[int, int, 
         model = schedule_model.plan(view, schedule, num_kv_heads, group_size, attention.max_rows)
         assert schedule.errors == 0, seed
         assert not schedule_model.differences(schedule, model), seed
+
+
+@pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("valid", [True, False])
+def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, valid: bool, tmp_path: Path) -> None:
+    """On a GPU: the device planner against the host planner, on the same batches with the same configuration."""
+    library = host_planner.build(tmp_path)
+    for shape in SHAPES:
+        attention = make_attention(shape, device)
+        for i in range(BATCHES):
+            seed = SHAPES.index(shape) * BATCHES + i
+            view = batches.random_view(seed, device, valid)
+            with contextlib.suppress(ValueError):      # on a CPU wrong values are refused; their clamped schedule is there all the same
+                attention.plan(view)
+            schedule = attention.schedule()
+            assert schedule_model.same(schedule, host_planner.plan(library, attention, schedule, view)), seed
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,7 +111,7 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
             assert done[tile][head] == kv_tile
             assert stop > kv_tile
             done[tile][head] = stop
-            cost += (stop - kv_tile) * schedule.kv_tile_cost[kind]
+            cost += (stop - kv_tile) * schedule.kv_tile_cost[kind] + (schedule.pair_cost[kind] if kv_tile == 0 else 0)
             if (kv_tile, stop) != (0, num_kv_tiles):
                 slot = "starts inside" if kv_tile else "ends inside"
                 assert slot not in slots
@@ -104,8 +123,8 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
     assert partial_slots <= 2 * schedule.num_ctas
 
-    # Even: a share of the cost, rounded up, give or take a KV tile at either end.
-    heaviest = max((schedule.kv_tile_cost[tile[1]] for tile in tiles), default=0)
+    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, at either end.
+    heaviest = max((schedule.kv_tile_cost[tile[1]] + schedule.pair_cost[tile[1]] for tile in tiles), default=0)
     share = max(-(-sum(costs) // schedule.num_ctas), schedule.min_share)
     assert max(costs) < share + heaviest
     working = [cta for cta, cost in enumerate(costs) if cost]

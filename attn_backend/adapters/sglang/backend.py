@@ -103,7 +103,7 @@ class SGLangAttentionBackend(AttentionBackend):
         return self.device.type == "cuda"
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """0.5.18 and later: until when the engine must not write req_to_token."""
+        """Until when the engine must not write req_to_token, for the releases that ask."""
         return compat.shared_reads_end_after_replay() if mode.is_decode() or mode.is_target_verify() else super().shared_read_ends(mode)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -230,7 +230,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:
             return plan.attention
         if plan.large is None or batch.num_rows > plan.large.max_rows or batch_size > plan.large.max_batch:
-            plan.large = self._make_attention(plan.kind, 2 * max(batch.num_rows, self._max_rows), 2 * max(batch_size, self._max_batch))
+            plan.large = self._make_attention(plan.kind, 2 * max(batch.num_rows, self._max_rows), max(batch_size, self._max_batch))
         return plan.large
 
     def _make_attention(self, kind: LayerKind, max_rows: int, max_batch: int) -> Attention:

@@ -13,6 +13,7 @@ from . import NAME, compat
 
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_SINKS = ("sinks", "attention_sink_bias")     # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",     # req_to_token would hold virtual slots
     "--enable-mis": "exec.features.enable_mis",
@@ -103,5 +104,12 @@ def layer_kind(layer: RadixAttention, in_window_pool: bool) -> LayerKind:
 
 
 def attention_layers(model: Any) -> list[RadixAttention]:
-    """The attention layers of a model, in the order in which it declares them."""
+    """The attention layers of a model, in the order in which it declares them.
+
+    Raises:
+        ValueError: the model will hand attention sinks to them. They only arrive with the first forward, which may be a user's request.
+    """
+    for name, module in model.named_modules():
+        if any(isinstance(getattr(module, sinks, None), torch.Tensor) for sinks in _SINKS):
+            raise refuse(f"attention sinks ({name})")
     return [module for module in model.modules() if isinstance(module, RadixAttention)]

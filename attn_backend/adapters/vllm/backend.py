@@ -11,7 +11,6 @@ from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
-
 DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

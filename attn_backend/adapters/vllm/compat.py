@@ -1,13 +1,13 @@
 """What differs between vLLM releases. Nothing else in this adapter knows a release: it asks here, and here the answer is probed, not looked up by version.
 
-| | 0.26 | 0.32 and 0.33 |
+| | 0.26 | 0.32, 0.33 |
 |---|---|---|
-| shape of the KV cache | asked of the backend: get_kv_cache_shape | from the layer's spec: always [blocks, kv_heads, page, K and V] |
-| NHD or HND | a global setting, asked of the backend as a permutation: get_kv_cache_stride_order | a layout of the engine; the backend may restrict it: supported_kv_cache_layouts |
+| shape of the KV cache | asked of the backend: get_kv_cache_shape | from the spec: [blocks, kv_heads, page, K and V] |
+| NHD or HND | global; the backend permutes: get_kv_cache_stride_order | the engine's; the backend may restrict it |
 | get_supported_kernel_block_sizes | called without arguments | called with the spec of the KV cache |
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
-| flags for R-SWA and DCP | none: the builder refuses | asked of the backend |
+| R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]
 def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator[Any]:
     """The attention implementations behind the named layers; nothing for names that the engine does not know (its own attention tests)."""
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names).values():
-        impl = getattr(layer, "impl", None)
+        impl: Any = getattr(layer, "impl", None)
         if hasattr(impl, "get_impl_variants"):
             yield from impl.get_impl_variants()
         elif impl is not None:
@@ -51,7 +51,7 @@ def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator
 
 
 def unsupported_feature(vllm_config: VllmConfig) -> str | None:
-    """What the model or the deployment needs and this package does not have; None if nothing. Only what no release, or not every one, asks the backend about."""
+    """What the model or the deployment needs and this package does not have; None if nothing. Only what not every release asks the backend about."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "rswa_window", None) is not None:
         return "reference sliding window attention (R-SWA)"

@@ -121,8 +121,8 @@ class CpuAttnImpl(AttnImpl):
 
 
 def kv_cache_view(kv_cache: torch.Tensor) -> KVCache:
-    """The K and V of a layer's cache. Made once and kept on the tensor itself, so that it lives exactly as long: vLLM frees a trial cache before it allocates the
-    real one.
+    """The K and V of a layer's cache. Made once and kept on the tensor itself, so that it lives exactly as long: vLLM frees a trial cache before the real one
+    is allocated.
 
     Args:
         kv_cache: [blocks, num_kv_heads, page, 2 * head_size]

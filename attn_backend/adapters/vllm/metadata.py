@@ -49,8 +49,8 @@ class AttnMetadata(AttentionMetadata):
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph captured for one batch serves each batch that is built
-    afterwards: full graphs are good for decode, prefill and any mix.
+    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph captured for one batch serves every batch that is
+    built afterwards: full graphs are good for decode, prefill and any mix.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -63,9 +63,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        unsupported = compat.unsupported_feature(vllm_config)
-        if unsupported is None and kv_cache_spec.head_size_v != kv_cache_spec.head_size:
-            unsupported = f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size})"
+        unsupported = compat.unsupported_feature(vllm_config) or unsupported_cache(vllm_config, kv_cache_spec)
         if unsupported is not None:
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
 
@@ -122,6 +120,16 @@ def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> l
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
         keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window)}
     return sorted(keys)
+
+
+def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
+    """What keeps a KV cache from being read; None if nothing."""
+    model_dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
+    if kv_cache_spec.dtype != model_dtype:
+        return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
+    if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
+        return f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size})"
+    return None
 
 
 def workspace_maxima(vllm_config: Any, kv_cache_spec: Any) -> tuple[int, int]:

@@ -7,10 +7,9 @@ namespace attn::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-/// Copies 16 bytes past L1; if `valid` is false, writes 16 zero bytes and reads nothing: the address may be anything.
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
-  const uint32_t bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+/// Copies 16 bytes past L1.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -89,7 +89,7 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
 
 /// Cost of a row tile for one KV head.
 ATTN_HD int64_t row_tile_cost(const ScheduleConfig& config, const RowTile& tile) {
-  return static_cast<int64_t>(tile.num_kv_tiles) * config.kv_tile_cost[tile.kind];
+  return config.pair_cost[tile.kind] + static_cast<int64_t>(tile.num_kv_tiles) * config.kv_tile_cost[tile.kind];
 }
 
 /// Cost that each CTA gets.
@@ -97,7 +97,7 @@ ATTN_HD int64_t cta_share(const ScheduleConfig& config, int64_t total_cost) {
   return max_of<int64_t>(ceil_div<int64_t>(total_cost, config.num_ctas), config.min_share);
 }
 
-/// The first KV tile that starts at or after `cost` on the line. `tiles` has num_tiles entries with cost_begin set.
+/// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles` has num_tiles entries with cost_begin set.
 ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tiles, int32_t num_tiles, int64_t total_cost, int64_t cost) {
   if (cost >= total_cost) return Position{num_tiles, 0, 0};
   int32_t low = 0, high = num_tiles;     // tiles[low].cost_begin <= cost < tiles[high].cost_begin
@@ -111,7 +111,8 @@ ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tile
   Position position;
   position.tile = low;
   position.head = static_cast<int32_t>(inside / head_cost);
-  position.kv_tile = static_cast<int32_t>(ceil_div<int64_t>(inside % head_cost, config.kv_tile_cost[tile.kind]));
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside % head_cost - config.pair_cost[tile.kind], 0);
+  position.kv_tile = static_cast<int32_t>(ceil_div<int64_t>(inside_kv_tiles, config.kv_tile_cost[tile.kind]));
   if (position.kv_tile == tile.num_kv_tiles) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {

@@ -83,6 +83,7 @@ struct ScheduleConfig {
   int32_t max_tiles;
   int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumTileKinds];  // cost of one KV tile for each kind of row tile
+  int32_t pair_cost[kNumTileKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
 };
 
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.

@@ -16,9 +16,9 @@ namespace attn {
 constexpr int32_t kWarps = 4;
 constexpr int32_t kThreads = 32 * kWarps;
 
-/// Blocks of the merge and append kernels. One warp merges a row; a block of the merge kernel takes kMergeRows rows of a tile one after another.
-constexpr int32_t kMergeThreads = 128;
-constexpr int32_t kMergeRows = 16;
+/// Blocks of the merge and append kernels. One warp merges a row; the grid of the merge kernel has a block for every kMergeRows rows of the largest row tile.
+constexpr int32_t kMergeThreads = 256;
+constexpr int32_t kMergeRows = 32;
 constexpr int32_t kAppendThreads = 128;
 
 /// Tokens of one KV tile.

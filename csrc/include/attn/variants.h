@@ -62,7 +62,7 @@ struct SoftCap {
     const float twice_inverse = __fdividef(2.0f, p.logits_soft_cap);
     return p.logits_soft_cap - p.logits_soft_cap * __fdividef(2.0f, __expf(logit * twice_inverse) + 1.0f);
 #else
-    return p.logits_soft_cap * tanhf(logit / p.logits_soft_cap);
+    return p.logits_soft_cap * tanh_rational(logit / p.logits_soft_cap);
 #endif
   }
 };

@@ -52,8 +52,16 @@ class Request:
 class FakeEngine:
     """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own."""
 
-    def __init__(self, layers: tuple[LayerShape, ...] = (LayerShape(),), page_size: int = 1, dtype: torch.dtype = torch.float32, hybrid: bool = False, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(
+        self,
+        layers: tuple[LayerShape, ...] = (LayerShape(),),
+        page_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        hybrid: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.device = device
         self.page_size, self.dtype, self.shapes = page_size, dtype, layers
         self.model = nn.ModuleList(shape.build(i) for i, shape in enumerate(layers))
         heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
@@ -61,19 +69,19 @@ class FakeEngine:
         if hybrid:
             windowed = [i for i, shape in enumerate(layers) if shape.window >= 0]
             full = [i for i, shape in enumerate(layers) if shape.window < 0]
-            pool = SWAKVPool(size, size, page_size, dtype, heads, head_dim, windowed, full, "cpu")
+            pool = SWAKVPool(size, size, page_size, dtype, heads, head_dim, windowed, full, device)
             # What the allocator would have: pages in another order; slot 0 is nobody's.
             order = torch.randperm(size // page_size, generator=self.generator) + 1
             mapping = torch.zeros(size + page_size, dtype=torch.int64)
             mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()
-            pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]))
+            pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]).to(device))
         else:
-            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), "cpu", enable_memory_saver=False)
+            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), device, enable_memory_saver=False)
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
                 buffer.fill_(float("nan"))     # what no request wrote must not be seen
         self.pool = pool
-        self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, "cpu", enable_memory_saver=False)
+        self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1
         slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, MAX_TOKENS)
         self.req_to_token_pool.req_to_token[1:] = slots
@@ -82,7 +90,7 @@ class FakeEngine:
     def runner(self, **changes: object) -> SimpleNamespace:
         """What a backend's constructor reads of SGLang's ModelRunner."""
         runner = SimpleNamespace(
-            device="cpu",
+            device=self.device,
             dtype=self.dtype,
             kv_cache_dtype=self.dtype,
             page_size=self.page_size,
@@ -101,18 +109,18 @@ class FakeEngine:
         rows = torch.tensor([self.requests[i].row for i in requests])
         old = torch.tensor([self.requests[i].length for i in requests])
         new = torch.tensor(new_lens, dtype=torch.int32)
-        table = self.req_to_token_pool.req_to_token
+        table = self.req_to_token_pool.req_to_token.cpu()
         slots = [table[row, a : a + n] for row, a, n in zip(rows, old, new_lens, strict=True)]
         is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
         return SimpleNamespace(
             forward_mode=mode,
             batch_size=len(requests),
-            req_pool_indices=rows,
-            seq_lens=old if mode.is_target_verify() else old + new,
-            extend_seq_lens=new if is_extend else None,
+            req_pool_indices=rows.to(self.device),
+            seq_lens=(old if mode.is_target_verify() else old + new).to(self.device),
+            extend_seq_lens=new.to(self.device) if is_extend else None,
             extend_seq_lens_cpu=new_lens if is_extend else None,
-            out_cache_loc=torch.cat(slots).to(torch.int64),
-            positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]),
+            out_cache_loc=torch.cat(slots).to(self.device, torch.int64),
+            positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]).to(self.device),
             spec_info=spec_info,
             _attn_output=None,
         )
@@ -122,12 +130,12 @@ class FakeEngine:
         shape = self.shapes[layer_id]
         rows = batch.positions.shape[0]
         sizes = [shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
-        q, k, v = torch.randn(rows, sum(sizes), generator=self.generator).to(self.dtype).split(sizes, dim=-1)
+        q, k, v = torch.randn(rows, sum(sizes), generator=self.generator).to(self.device, self.dtype).split(sizes, dim=-1)
         return q, k.view(rows, shape.num_kv_heads, -1), v.view(rows, shape.num_kv_heads, -1)
 
     def remember(self, requests: list[int], new_lens: list[int], layer_id: int, k: Tensor, v: Tensor) -> None:
         """The reference's own copy of the new tokens."""
-        for i, k_new, v_new in zip(requests, k.split(new_lens), v.split(new_lens), strict=True):
+        for i, k_new, v_new in zip(requests, k.cpu().split(new_lens), v.cpu().split(new_lens), strict=True):
             request = self.requests[i]
             request.k[layer_id] = torch.cat([request.k[layer_id], k_new.double()]) if request.length else k_new.double()
             request.v[layer_id] = torch.cat([request.v[layer_id], v_new.double()]) if request.length else v_new.double()
@@ -141,7 +149,7 @@ class FakeEngine:
         shape = self.shapes[layer_id]
         group = shape.num_qo_heads // shape.num_kv_heads
         outputs = []
-        for i, rows in zip(requests, q.split(new_lens), strict=True):
+        for i, rows in zip(requests, q.cpu().split(new_lens), strict=True):
             k = self.requests[i].k[layer_id].repeat_interleave(group, dim=1)
             v = self.requests[i].v[layer_id].repeat_interleave(group, dim=1)
             logits = torch.einsum("qhd,khd->hqk", rows.double().view(len(rows), shape.num_qo_heads, -1), k) * shape.head_dim**-0.5

@@ -1,4 +1,4 @@
-"""The SGLang backend on CPU tensors, against attention in float64."""
+"""The SGLang backend inside a small engine, against attention in float64."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ def step(
         out = backend.forward(q, k, v, layer, batch)
         expected = engine.reference(requests, new_lens, layer_id, q)
         assert out.shape == expected.shape
-        assert (out.double() - expected).norm() / expected.norm() <= TOLERANCE[engine.dtype]
+        check(out, expected)
         outputs.append(out)
     engine.advance(requests, new_lens)
     return outputs
+
+
+def check(out: Tensor, expected: Tensor) -> None:
+    assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[out.dtype]
 
 
 def serve(engine: FakeEngine) -> None:
@@ -50,16 +54,23 @@ def serve(engine: FakeEngine) -> None:
     step(engine, backend, ForwardMode.DECODE, [4], [1])
 
 
+CASES = [
+    *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in TOLERANCE),
+    *(pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_serving(page_size: int, dtype: torch.dtype) -> None:
-    serve(FakeEngine((LayerShape(), LayerShape(logit_cap=30.0)), page_size, dtype))
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
+    serve(FakeEngine((LayerShape(), LayerShape(logit_cap=30.0)), page_size, dtype, device=device))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_sliding_windows(page_size: int, hybrid: bool) -> None:
-    serve(FakeEngine(WINDOWED, page_size, hybrid=hybrid))
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+def test_sliding_windows(page_size: int, hybrid: bool, device: str, dtype: torch.dtype) -> None:
+    serve(FakeEngine(WINDOWED, page_size, dtype, hybrid, device))
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:
@@ -111,46 +122,68 @@ def test_writes_into_the_buffer_that_the_engine_gives() -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_graph_protocol(hybrid: bool) -> None:
-    """Capture at one batch size, then replay smaller batches with padded requests, as DecodeCudaGraphRunner does (here the captured code is simply run again)."""
-    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_captured_decode(page_size: int, hybrid: bool, device: str) -> None:
+    """Capture at one batch size, then replay other batches with padded requests, as DecodeCudaGraphRunner does. On a CPU the captured code just runs again."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size, dtype, hybrid, device)
     for layer_id in range(2):
         for buffer in engine.pool.get_kv_buffer(layer_id):
-            buffer[:16] = 0.0       # padded requests read and write slot 0
+            buffer[:page_size] = 0.0       # padded requests write slot 0, and read what row 0 of the table names
+    engine.req_to_token_pool.req_to_token[0] = 0
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+
     size = 4
     fill = backend.get_cuda_graph_seq_len_fill_value()
     backend.init_cuda_graph_state(size, size)
     static = SimpleNamespace(
         forward_mode=ForwardMode.DECODE,
         batch_size=size,
-        req_pool_indices=torch.zeros(size, dtype=torch.int64),
-        seq_lens=torch.full((size,), fill),
-        out_cache_loc=torch.zeros(size, dtype=torch.int64),
+        req_pool_indices=torch.zeros(size, dtype=torch.int64, device=device),
+        seq_lens=torch.full((size,), fill, device=device),
+        out_cache_loc=torch.zeros(size, dtype=torch.int64, device=device),
         spec_info=None,
         _attn_output=None,
     )
-    backend.init_forward_metadata_out_graph(static, in_capture=True)
-    backend.init_forward_metadata_in_graph(static)
+    like = engine.batch(ForwardMode.DECODE, [0], [1])
+    inputs = [[torch.zeros(size, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)] for layer_id in range(2)]
 
-    for requests in ([2, 0, 1], [1], [0, 2]):
-        count = len(requests)
-        batch = engine.batch(ForwardMode.DECODE, requests, [1] * count)
-        for name, padding in (("req_pool_indices", 0), ("seq_lens", fill), ("out_cache_loc", 0)):
-            getattr(static, name).fill_(padding)[:count] = getattr(batch, name)
-        backend.init_forward_metadata_out_graph(SimpleNamespace(**vars(static)))
+    def run() -> list[Tensor]:
         backend.init_forward_metadata_in_graph(static)
-        for layer_id, layer in enumerate(engine.model):
+        return [backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    replay = run
+    if device == "cuda":
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+
+        def replay() -> list[Tensor]:
+            graph.replay()
+            return captured
+
+    for requests in ([2, 0, 1], [1], [0, 2], [2, 1, 0, 3]):
+        ones = [1] * len(requests)
+        batch = engine.batch(ForwardMode.DECODE, requests, ones)
+        for name, padding in (("req_pool_indices", 0), ("seq_lens", fill), ("out_cache_loc", 0)):
+            getattr(static, name).fill_(padding)[: len(requests)] = getattr(batch, name)
+        expected = []
+        for layer_id in range(2):
             q, k, v = engine.tensors(batch, layer_id)
-            engine.remember(requests, [1] * count, layer_id, k, v)
-            padded = [torch.cat([x, torch.zeros(size - count, *x.shape[1:])]) for x in (q, k, v)]
-            out = backend.forward(*padded, layer, static)
-            expected = engine.reference(requests, [1] * count, layer_id, q)
-            assert (out[:count].double() - expected).norm() / expected.norm() <= 1e-5
+            engine.remember(requests, ones, layer_id, k, v)
+            expected.append(engine.reference(requests, ones, layer_id, q))
+            for buffer, tensor in zip(inputs[layer_id], (q, k, v), strict=True):
+                buffer.zero_()[: len(requests)] = tensor
+        backend.init_forward_metadata_out_graph(SimpleNamespace(**vars(static)))
+        for out, reference in zip(replay(), expected, strict=True):
+            check(out[: len(requests)], reference)
             assert not out.isnan().any()
-        engine.advance(requests, [1] * count)
+        engine.advance(requests, ones)
 
 
 def test_idle_steps() -> None:

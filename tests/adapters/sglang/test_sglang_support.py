@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def test_registration_can_be_repeated() -> None:
 
 def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    monkeypatch.setitem(__import__("sys").modules, "attn_backend.adapters.sglang.backend", None)
+    monkeypatch.setitem(sys.modules, "attn_backend.adapters.sglang.backend", None)
     with pytest.raises(RuntimeError, match="attn-backend doctor"):
         ATTENTION_BACKENDS[NAME](FakeEngine().runner())
 
@@ -59,7 +60,7 @@ def test_refused_runners(changes: dict[str, object], message: str) -> None:
 )
 def test_refused_options(settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    monkeypatch.setattr(compat, "setting", lambda path, default: settings.get(path, default))
+    monkeypatch.setattr(compat, "setting", settings.get)
     with pytest.raises(ValueError, match=message):
         ATTENTION_BACKENDS[NAME](FakeEngine().runner())
 
@@ -85,6 +86,14 @@ def test_refused_layers(changes: dict[str, object], message: str) -> None:
     layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, **changes)
     with pytest.raises(ValueError, match=message):
         ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
+
+
+def test_sinks_are_refused() -> None:
+    register()
+    engine = FakeEngine()
+    engine.model.sinks = torch.nn.Parameter(torch.zeros(6))
+    with pytest.raises(ValueError, match="attention sinks"):
+        ATTENTION_BACKENDS[NAME](engine.runner())
 
 
 def test_refused_at_the_first_forward() -> None:

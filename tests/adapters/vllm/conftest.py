@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-
-def _declare_torchvision_operators() -> None:
-    """The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators that its compiled part would define are missing; vLLM imports it when it is
-    installed, and needs nothing of it here."""
-    if torch.version.cuda is None:
-        for name in ("nms", "qnms"):
-            with suppress(RuntimeError):  # declared before
-                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 
 
-_declare_torchvision_operators()
+def _make_torchvision_importable() -> None:
+    """vLLM imports torchvision when it is installed. Where SGLang is too, it is, and beside a torch for CPUs it needs the help that SGLang's tests have."""
+    if torch.cuda.is_available() or "torchvision" in sys.modules or any(type(finder).__name__ == "_BeforeTorchvision" for finder in sys.meta_path):
+        return
+    spec = importlib.util.spec_from_file_location("vllm_cpu_shims", CPU_SHIMS / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_make_torchvision_importable()
 
 
 @pytest.fixture
-def registry() -> Iterator[object]:
-    """vLLM's registry of attention backends; afterwards nothing is registered."""
+def registry() -> Iterator[Any]:
+    """vLLM's registry of attention backends; afterwards nothing of ours is registered."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum

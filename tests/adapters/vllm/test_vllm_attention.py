@@ -14,16 +14,17 @@ from torch import Tensor
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, PlanKey, plan_keys, workspace_maxima
-from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])  # two decodes, a chunk of a prefill, a whole prefill, a speculative verification
 
 
 def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Random K and V for all tokens of the batch, those before its queries already in the cache. Returns them as slots [pages * PAGE, heads, head_size], the rest NaN."""
+    """Random K and V for all tokens of the batch, those before its queries already in the cache. Returns them as slots [pages * PAGE, heads, head_size]."""
     head_size = cache.shape[3] // 2
     k, v = (torch.full((NUM_PAGES * PAGE, cache.shape[1], head_size), torch.nan, dtype=cache.dtype) for _ in range(2))
     for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
@@ -33,7 +34,9 @@ def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def run_layer(impl: AttnImpl, metadata: AttnMetadata, batch: Batch, cache: Tensor, k: Tensor, v: Tensor, *, update: bool = True, padding: int = 0) -> tuple[Tensor, Tensor]:
+def run_layer(
+    impl: AttnImpl, metadata: AttnMetadata, batch: Batch, cache: Tensor, k: Tensor, v: Tensor, *, update: bool = True, padding: int = 0
+) -> tuple[Tensor, Tensor]:
     """One layer as vLLM runs it: returns the queries and the output, both with `padding` rows at the end; the output was full of NaN."""
     tokens = sum(batch.query_lens)
     query = torch.randn(tokens + padding, impl.num_heads, impl.head_size).to(cache.dtype)
@@ -241,9 +244,11 @@ def test_models_that_are_refused(changes: dict[str, Any], what: str) -> None:
         make_builder([make_impl()], **changes)
 
 
-def test_other_values_than_keys_are_refused() -> None:
+def test_caches_that_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="another head size"):
         make_builder([make_impl()], make_spec(head_size_v=32))
+    with pytest.raises(NotImplementedError, match=r"a KV cache of torch\.bfloat16 for a model of torch\.float32"):
+        make_builder([make_impl()], make_spec(dtype=torch.bfloat16), model_config=SimpleNamespace(dtype=torch.float32))
 
 
 def test_mixed_causality_is_refused() -> None:

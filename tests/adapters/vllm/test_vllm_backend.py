@@ -108,7 +108,8 @@ def test_head_sizes_on_a_cpu(head_size: int, supported: bool) -> None:
 
 def test_block_sizes_with_and_without_a_spec() -> None:
     """Older releases pass nothing, newer ones the spec of the KV cache."""
-    for sizes in (AttnBackend.get_supported_kernel_block_sizes(), AttnBackend.get_supported_kernel_block_sizes(None), AttnBackend.get_supported_kernel_block_sizes(kv_cache_spec=None)):
+    ask = AttnBackend.get_supported_kernel_block_sizes
+    for sizes in (ask(), ask(None), ask(kv_cache_spec=None)):
         assert [size.base for size in sizes if isinstance(size, MultipleOf)] == [16]
     assert AttnBackend.get_preferred_block_size(16) == 16
 

@@ -1,0 +1,61 @@
+"""The CPU executor with each instruction set, on the same random cases. (The set is chosen once a process.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import case_tensors, cases, torch
+
+torch.set_num_threads(1)
+for seed in range(int(sys.argv[2]), int(sys.argv[3])):
+    case = case_tensors.build(cases.random_spec(seed, "cpu"), "cpu")
+    attention = case.attention()
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse)
+    case_tensors.check(case, case.out, case.lse)
+    case_tensors.check_padding(case)
+"""
+
+
+@pytest.mark.parametrize("first", [2000, 2020])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_random_cases(isa: str, first: int) -> None:
+    """A CPU without the set uses the best that it has."""
+    environment = {**os.environ, "ATTN_BACKEND_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", RUN, str(TESTS), str(first), str(first + 20)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_head_dim(isa: str, dtype: torch.dtype) -> None:
+    environment = {**os.environ, "ATTN_BACKEND_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = f"""
+import sys
+sys.path.insert(0, sys.argv[1])
+import case_tensors, cases, torch
+
+torch.set_num_threads(1)
+for head_dim in range(8, 257, 8):
+    for seed, causal in enumerate((True, False)):
+        spec = cases.Spec((1, 9, 40), (70, 9, 100), head_dim=head_dim, dtype={dtype}, causal=causal, group_size=3, strided=causal, seed=seed)
+        case = case_tensors.build(spec, "cpu")
+        attention = case.attention()
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)
+        case_tensors.check(case, case.out, case.lse)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

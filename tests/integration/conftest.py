@@ -1,0 +1,41 @@
+"""Fixtures of the tests that start real servers, and of the driver's own tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# integration/ is no part of the installed package. At the end of the path, so that the source tree does not hide the installed package
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    from integration.model import resolve_model
+
+    return resolve_model("smollm2", sys.executable)
+
+
+@pytest.fixture(scope="session")
+def sharegpt() -> Path:
+    from integration.sharegpt import sharegpt_file
+
+    return sharegpt_file()
+
+
+@pytest.fixture
+def need_engine():
+    """A function that skips the test where a package is not installed. `make test` sets ATTN_BACKEND_REQUIRE_ENGINES: there it fails."""
+
+    def need(package: str) -> None:
+        if importlib.util.find_spec(package) is None:
+            message = f"{package} is not installed in {sys.prefix}"
+            if os.environ.get("ATTN_BACKEND_REQUIRE_ENGINES") == "1":
+                pytest.fail(message)
+            pytest.skip(message)
+
+    return need

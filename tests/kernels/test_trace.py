@@ -1,0 +1,47 @@
+"""What a step does on a GPU, as CUDA's own trace shows it: launches, and nothing that waits or copies back."""
+
+import pytest
+import torch
+
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
+
+STEPS = 100
+LAYERS = 2
+BATCH = 64
+FORBIDDEN = ("synchronize", "memcpy", "dtoh", "streamwait", "eventquery")
+
+
+@pytest.mark.gpu
+def test_a_hundred_decode_steps_neither_wait_nor_copy() -> None:
+    attention = Attention(32, 8, 128, max_rows=BATCH, max_batch=BATCH)
+    cache = KVCache.from_tensor(torch.randn(BATCH * 8, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda"))
+    q = torch.randn(BATCH, 32, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(BATCH, 8, 128, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(q)
+    table = torch.arange(BATCH * 8, dtype=torch.int32, device="cuda").view(BATCH, 8)
+    kv_lens = torch.randint(1, 129, (BATCH,), dtype=torch.int32, device="cuda")
+    slots = table[:, 0].long() * 16
+    qo_indptr = torch.arange(BATCH + 1, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        attention.plan(BSRView(qo_indptr, PageTable.block_table(table, kv_lens, 16)))
+        for _ in range(LAYERS):
+            append_kv(k, k, cache, slots)
+            attention.run(q, cache, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            step()
+        # What the profiler itself does when it stops comes after this marker.
+        with torch.profiler.record_function("steps end"):
+            pass
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    end = next(event.time_range.start for event in events if event.name == "steps end")
+    names = [event.name for event in events if event.time_range.start < end]
+    kernels = sum(name == "plan_kernel" for name in [event.name for event in events])
+    assert kernels == STEPS, "the trace holds every plan"
+    forbidden = [name for name in names if any(word in name.lower() for word in FORBIDDEN)]
+    assert not forbidden, forbidden[:5]
