@@ -54,6 +54,7 @@ environment: base-python
 lint: environment
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/mypy
+	$(TEST_VENV)/bin/mypy -p integration
 
 .PHONY: unit
 unit: environment

@@ -1,25 +1,8 @@
-#include "cpu/attention_kernel.h"
-#include "cpu/float32_engine.h"
+#include "cpu/float32_kernels.h"
 #include "cpu/vector_baseline.h"
 
 namespace attn::cpu {
-namespace {
 
-template <class Element>
-constexpr Kernels make_kernels() {
-  using Kernel = AttentionKernel<Float32Engine<Baseline, Element>, StandardVariant>;
-  return Kernels{Kernel::run, Kernel::merge};
-}
-
-}  // namespace
-
-Kernels baseline_kernels(DataType dtype) {
-  switch (dtype) {
-    case DataType::kFloat32: return make_kernels<float>();
-    case DataType::kFloat16: return make_kernels<Half>();
-    case DataType::kBFloat16: return make_kernels<BFloat16>();
-  }
-  return Kernels{nullptr, nullptr};
-}
+Kernels baseline_kernels(DataType dtype) { return float32_kernels<Baseline>(dtype); }
 
 }  // namespace attn::cpu

@@ -15,14 +15,14 @@ struct KindCosts {
   int32_t pair[kNumTileKinds];
 };
 constexpr KindCosts kCudaCosts{{4, 4, 5, 7}, {2, 2, 8, 18}};
-constexpr KindCosts kCpuCosts{{2, 4, 8, 16}, {0, 0, 0, 0}};
+constexpr KindCosts kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}};
 
-// Shares smaller than this are not worth a CTA: two KV tiles on a GPU; on a CPU, where a CTA is a task of a thread, eight.
+// Shares smaller than this are not worth a CTA: two KV tiles on a GPU; on a CPU, where a CTA is a task of a thread, 32 of the smallest kind.
 constexpr int32_t kCudaMinShare = 8;
-constexpr int32_t kCpuMinShare = 16;
+constexpr int32_t kCpuMinShare = 64;
 
 // A CPU's CTAs are tasks that threads take one after another; fixed, so that results do not depend on the number of threads.
-constexpr int32_t kCpuCtas = 64;
+constexpr int32_t kCpuCtas = 32;
 
 ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   ScheduleConfig schedule{};
