@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -103,8 +104,9 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
         peers = [line[name] for name in names if line[name] is not None]
         ratio = f"{line['ours'] / min(peers):.2f}" if peers else "-"
         cells = [f"{line[name]:.1f}" if line[name] is not None else "-" for name in names]
+        error = "not checked" if math.isnan(line["error"]) else f"{line['error']:.1e}"
         times = f"{line['floor']:.1f} | {line['ours']:.1f} | {line['plan']:.1f} | {' | '.join(cells)}"
-        text.append(f"| {line['case']} | {times} | {ratio} | {line['ours'] / line['floor']:.2f} | {line['error']:.1e} |")
+        text.append(f"| {line['case']} | {times} | {ratio} | {line['ours'] / line['floor']:.2f} | {error} |")
     return "\n".join(text) + "\n"
 
 

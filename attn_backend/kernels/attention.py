@@ -59,6 +59,8 @@ class Attention:
         num_ctas: int | None = None,
     ) -> None:
         device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            _refuse("device", device, "cpu here: torch sees no GPU")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         _check_shape(num_qo_heads, num_kv_heads, head_dim, dtype, device)
@@ -153,7 +155,7 @@ class Attention:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
-            q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone.
+            q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer.
             out: [rows, num_qo_heads, head_dim], written; allocated when None.
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).

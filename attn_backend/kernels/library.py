@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def library_path() -> Path:
-    """Path of the host library inside the installed package.
+    """Path of the host library inside the installed package. An editable install has two folders: the sources, and what was built.
 
     Raises:
         ImportError: the package was not installed (the library is built by `pip install`).
     """
-    path = PACKAGE / "lib" / "libattn_backend.so"
-    if not path.exists():
-        raise ImportError(f"attn_backend is not installed properly: {path} does not exist; run `pip install .` in its checkout")
-    return path
+    for folder in sys.modules[PACKAGE.name].__path__:
+        path = Path(folder) / "lib" / "libattn_backend.so"
+        if path.exists():
+            return path
+    if (PACKAGE.parent / "pyproject.toml").exists():
+        raise ImportError(f"{PACKAGE} is the source tree, which has no built library: run from another folder, or install it editable (CONTRIBUTING.md)")
+    raise ImportError(f"attn_backend is not installed properly: {PACKAGE} has no lib/libattn_backend.so; reinstall it")
 
 
 @cache

@@ -1,6 +1,7 @@
 #include "cpu/isa.h"
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -58,6 +59,7 @@ Isa wanted_isa() {
   if (std::strcmp(name, "baseline") == 0) return Isa::kBaseline;
   if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
   if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
+  if (std::strcmp(name, "amx") != 0) std::fprintf(stderr, "ATTN_BACKEND_CPU_ISA is %s, must be baseline, avx2, avx512 or amx: ignored\n", name);
   return Isa::kAmx;
 }
 

@@ -1,5 +1,10 @@
 """attn-backend doctor: it reports what is there and fails only on what is broken."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from attn_backend.cli import doctor
@@ -49,3 +54,12 @@ def test_a_broken_plugin_is_reported_not_raised() -> None:
     finding = doctor._guarded("vllm plugin", lambda: broken, "registered")
     assert finding.mark == "!!"
     assert "no such name" in finding.text
+
+
+def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    done = subprocess.run([sys.executable, "-m", "attn_backend.cli.main", "doctor"], env=environment, capture_output=True, text=True, check=False)
+    assert "[!!] GPU" in done.stdout
+    assert "no torch here" in done.stdout
+    assert done.returncode == 1
