@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import torch
 from torch import Tensor
 
-from attn_backend import BSRView, PageTable
+from attn_backend import BSRView, Composition, PageTable
 
 MAX_ROWS = 3000
 MAX_BATCH = 300
@@ -31,6 +33,27 @@ def random_view(seed: int, device: torch.device | str, valid: bool = True) -> BS
     qo_indptr = _damaged(rng, _prefix_sum(qo_lens), valid, MAX_ROWS)
     window_left = int(rng.integers(0, 2 * longest)) if rng.random() < 0.3 else -1
     return BSRView(_index(rng, qo_indptr, device), table, causal=bool(rng.random() < 0.7), window_left=window_left)
+
+
+def random_composition(seed: int, device: torch.device | str, valid: bool = True) -> BSRView | Composition:
+    """Up to four levels, each over random rows of MAX_ROWS. With valid=False some metadata is wrong."""
+    rng = numpy.random.default_rng(seed)
+    num_levels = int(rng.integers(1, 5))
+    views: list[BSRView] = []
+    page_size = 0
+    for attempt in range(100):
+        view = random_view(seed * 100 + attempt, device, valid)
+        if views and view.table.page_size != page_size:
+            continue
+        page_size = view.table.page_size
+        rows = rng.permutation(MAX_ROWS)
+        if not valid and rng.random() < 0.5:
+            rows[rng.random(MAX_ROWS) < 0.01] = rng.choice([-1, MAX_ROWS, 2**31 - 1, -(2**31)])
+        row_list = torch.tensor(rows.tolist(), dtype=torch.int32, device=device) if rng.random() < 0.7 else None
+        views.append(replace(view, rows=row_list))
+        if len(views) == num_levels:
+            break
+    return Composition(tuple(views))
 
 
 def _random_table(rng: numpy.random.Generator, kv_lens: numpy.ndarray, page_size: int, valid: bool, device: torch.device) -> PageTable:

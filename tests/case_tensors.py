@@ -32,7 +32,7 @@ class Case:
     def rows(self) -> int:
         return sum(self.spec.qo_lens)
 
-    def attention(self, num_ctas: int | None = None) -> Attention:
+    def attention(self, num_ctas: int | None = None, max_levels: int = 1) -> Attention:
         """An Attention object with a little room to spare."""
         spec = self.spec
         return Attention(
@@ -43,6 +43,7 @@ class Case:
             device=self.device,
             max_rows=self.rows + 1 + spec.seed % 5,
             max_batch=len(spec.qo_lens) + 1 + spec.seed % 3,
+            max_levels=max_levels,
             num_ctas=spec.num_ctas if num_ctas is None else num_ctas,
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView
+from attn_backend import Attention, BSRView, Composition
 from attn_backend.kernels.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,30 +28,50 @@ def build(folder: Path) -> ctypes.CDLL:
     return loaded
 
 
-def plan(library: ctypes.CDLL, attention: Attention, fixed: Schedule, view: BSRView) -> Schedule:
-    """Plans `view` (moved to the CPU) with the configuration of `attention`; `fixed` is any schedule of it."""
+class _View(ctypes.Structure):
+    _fields_ = (
+        ("indices", ctypes.c_void_p),
+        ("row_list", ctypes.c_void_p),
+        ("arrays", ctypes.c_void_p * 5),
+        ("is_int64", ctypes.c_int32 * 5),
+        ("numbers", ctypes.c_int64 * 10),
+    )
+
+
+def plan(library: ctypes.CDLL, attention: Attention, fixed: Schedule, composition: BSRView | Composition) -> Schedule:
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`; `fixed` is any schedule of it."""
     config = [attention.num_kv_heads, attention.num_qo_heads // attention.num_kv_heads, fixed.kv_tile, fixed.max_kind, fixed.num_ctas]
-    config += [attention.max_batch, attention.max_rows, fixed.max_tiles, fixed.min_share, *fixed.kv_tile_cost, *fixed.pair_cost]
+    config += [attention.max_batch * attention.max_levels, attention.max_rows, attention.max_levels, fixed.max_tiles, fixed.min_share]
+    config += [*fixed.kv_tile_cost, *fixed.pair_cost]
     c_config = (ctypes.c_int32 * len(config))(*config)
-    offsets = (ctypes.c_int64 * 3)()
+    offsets = (ctypes.c_int64 * 4)()
     workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
 
+    levels = composition.levels if isinstance(composition, Composition) else (composition,)
+    kept: list[Tensor | None] = []     # what the views point to
+    views = (_View * len(levels))(*(_view(level, attention.max_rows, workspace, kept) for level in levels))
+    library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels))
+    costs = [*fixed.kv_tile_cost, *fixed.pair_cost]
+    return Schedule.read(workspace, [fixed.num_ctas, fixed.kv_tile, fixed.max_kind, fixed.max_tiles, fixed.min_share, *costs, *offsets], attention.max_rows)
+
+
+def _view(view: BSRView, max_rows: int, workspace: Tensor, kept: list[Tensor | None]) -> _View:
     table = view.table
     arrays = [None if tensor is None else tensor.cpu() for tensor in (view.qo_indptr, table.indptr, table.last_page_len, table.kv_lens, table.rows)]
+    row_list = None if view.rows is None else view.rows.cpu()
+    kept += [*arrays, row_list]
     indices = table.indices     # planners read no entry of it: any address but 0 will do
     rows, width, stride = (*indices.shape, indices.stride(0)) if indices is not None and indices.ndim == 2 else (0, 0, 0)
     entries = 2**31 - 1 if indices is None else indices.shape[0] if indices.ndim == 1 else (rows - 1) * stride + width if rows else 0
-    numbers = [view.batch_size, view.causal, view.window_left, entries, stride, rows, width, table.page_size, table.entry_step]
-    library.host_planner_plan(
-        c_config,
-        ctypes.c_void_p(workspace.data_ptr()),
-        ctypes.c_void_p(None if indices is None else workspace.data_ptr()),
-        (ctypes.c_void_p * len(arrays))(*map(_address, arrays)),
-        (ctypes.c_int32 * len(arrays))(*(array is not None and array.dtype == torch.int64 for array in arrays)),
-        (ctypes.c_int64 * len(numbers))(*numbers),
+    limit = max_rows if row_list is None else min(max_rows, row_list.shape[0])
+    numbers = [view.batch_size, view.causal, view.window_left, limit, entries, stride, rows, width, table.page_size, table.entry_step]
+    return _View(
+        None if indices is None else workspace.data_ptr(),
+        _address(row_list),
+        (ctypes.c_void_p * 5)(*map(_address, arrays)),
+        (ctypes.c_int32 * 5)(*(array is not None and array.dtype == torch.int64 for array in arrays)),
+        (ctypes.c_int64 * 10)(*numbers),
     )
-    costs = [*fixed.kv_tile_cost, *fixed.pair_cost]
-    return Schedule.read(workspace, [fixed.num_ctas, fixed.kv_tile, fixed.max_kind, fixed.max_tiles, fixed.min_share, *costs, *offsets])
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from attn_backend import BSRView
+from attn_backend import BSRView, Composition
 from attn_backend.kernels.schedule import Schedule
 
 QO_INDPTR, KV_INDPTR, KV_LENGTH, LAST_PAGE_LEN, TABLE_ROW = (1 << bit for bit in range(5))
+ROW = 1 << 6
 INT32_MAX = 2**31 - 1
 
 
@@ -23,28 +24,49 @@ class Model:
     tiles: list[list[int]]
     cost_begin: list[int]
     positions: list[list[int]]
+    links: list[list[list[int]]]
     errors: int
 
 
-def plan(view: BSRView, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
+def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
     """`config`: any schedule of the same Attention object; only its fixed fields are read."""
-    groups, table_begin, errors = _read_groups(view, max_rows)
+    levels = composition.levels if isinstance(composition, Composition) else (composition,)
+    groups: list[list[int]] = []
+    table_begin: list[int] = []
     tiles: list[list[int]] = []
-    for i, (_, qo_len, kv_len, _) in enumerate(groups):
-        groups[i][3] = len(tiles)
-        tiles += _row_tiles(view, config, group_size, i, qo_len, kv_len)
+    links = [[[-1, 0]] * max_rows for _ in levels] if len(levels) > 1 else []
+    errors = 0
+    for number, view in enumerate(levels):
+        of_level, begins, wrong = _read_groups(view, max_rows)
+        table_begin += begins
+        errors |= wrong
+        rows = None if view.rows is None else view.rows.tolist()
+        for qo_begin, qo_len, kv_len in of_level:
+            kind = next((kind for kind in range(config.max_kind) if 16 << kind >= qo_len * group_size), config.max_kind)
+            tile_begin = len(tiles)
+            tiles += _row_tiles(view, config, group_size, len(groups), kind, qo_len, kv_len)
+            for index in range(qo_len if links or rows is not None else 0):
+                row = qo_begin + index if rows is None else rows[qo_begin + index]
+                if not 0 <= row < max_rows:
+                    errors |= ROW
+                elif links:
+                    links[number][row] = [len(groups), index]
+            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind])
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
     cost_begin, positions = _positions(config, num_kv_heads, tiles)
-    return Model(groups, table_begin, tiles, cost_begin, positions, errors)
+    return Model(groups, table_begin, tiles, cost_begin, positions, links, errors)
 
 
 def _clamp(value: int, low: int, high: int) -> int:
     return max(low, min(value, high))
 
 
-def _read_groups(view: BSRView, max_rows: int) -> tuple[list[list[int]], list[int], int]:
+def _read_groups(view: BSRView, max_rows: int) -> tuple[list[tuple[int, int, int]], list[int], int]:
+    """(qo_begin, qo_len, kv_len) of each row group, where its pages start, and what was wrong."""
+    if view.rows is not None:
+        max_rows = min(max_rows, view.rows.shape[0])
     table, errors = view.table, 0
     qo_indptr = view.qo_indptr.tolist()
     lens = None if table.kv_lens is None else table.kv_lens.tolist()
@@ -77,13 +99,12 @@ def _read_groups(view: BSRView, max_rows: int) -> tuple[list[list[int]], list[in
             table_begin.append(row * table.indices.stride(0))
             kv_len = _clamp(lens[i], 0, table.indices.shape[1] * (1 if rows is not None else table.page_size))
             errors |= KV_LENGTH * (kv_len != lens[i])
-        groups.append([qo_begin, qo_end - qo_begin, kv_len, 0])
+        groups.append((qo_begin, qo_end - qo_begin, kv_len))
     return groups, table_begin, errors
 
 
-def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, qo_len: int, kv_len: int) -> list[list[int]]:
+def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kind: int, qo_len: int, kv_len: int) -> list[list[int]]:
     packed_rows = qo_len * group_size
-    kind = next((kind for kind in range(config.max_kind) if 16 << kind >= packed_rows), config.max_kind)
     tiles = []
     for begin in range(0, packed_rows, 16 << kind):
         end = min(begin + (16 << kind), packed_rows)
@@ -120,12 +141,12 @@ def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> t
 
 def differences(schedule: Schedule, model: Model) -> list[str]:
     """Names of the fields in which they differ."""
-    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"]
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "links"]
     different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
     return different + (["errors"] if schedule.errors != model.errors else [])
 
 
-def same(a: Schedule, b: Schedule) -> bool:
-    """Whether two schedules are equal bit for bit."""
-    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"]
+def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
+    """Whether two schedules are equal bit for bit; without `links` but for those."""
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"] + ["links"] * links
     return a.errors == b.errors and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -10,6 +10,7 @@ import torch
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_values
+from ..metadata.composition import MAX_LEVELS
 from .cubins import arch_of, find_kernel
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -38,7 +39,9 @@ class Attention:
         dtype: of Q, K, V and the output: bfloat16 or float16, or float32 on a CPU.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
-        max_batch: most requests of a plan.
+        max_batch: most requests (row groups) of a level.
+        max_levels: most levels of a composition; at least 2 for views with a row list. More than one costs a state of head_dim + 1 floats for each
+            of max_levels * max_rows * num_qo_heads.
         num_ctas: parts that the work is split into; default: what the device holds at once.
 
     Raises:
@@ -56,6 +59,7 @@ class Attention:
         device: torch.device | str = "cuda",
         max_rows: int,
         max_batch: int,
+        max_levels: int = 1,
         num_ctas: int | None = None,
     ) -> None:
         device = torch.device(device)
@@ -68,6 +72,10 @@ class Attention:
             _refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
         if max_batch < 1 or (device.type == "cuda" and max_batch > _MAX_CUDA_BATCH):
             _refuse("max_batch", max_batch, f"at least 1 (and at most {_MAX_CUDA_BATCH} on CUDA)")
+        if not 1 <= max_levels <= MAX_LEVELS:
+            _refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
+        if device.type == "cuda" and max_batch * max_levels > _MAX_CUDA_BATCH:
+            _refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
         if num_ctas is not None and not 1 <= num_ctas <= 4096:
             _refuse("num_ctas", num_ctas, "in [1, 4096]")
 
@@ -78,12 +86,13 @@ class Attention:
         self.device = device
         self.max_rows = max_rows
         self.max_batch = max_batch
+        self.max_levels = max_levels
         self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
-        self._view: BSRView | None = None  # keeps the planned tensors alive while their pointers lie in the workspace
+        self._levels: tuple[BSRView, ...] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
-        self._plan_function = self._library.plan
+        self._plan_level = self._library.plan_level
         self._run_function = self._library.run
         on_cuda = device.type == "cuda"
         self._handle: int = self._library.attention_create(
@@ -93,10 +102,11 @@ class Attention:
             _DTYPE_CODES[dtype],
             max_rows,
             max_batch,
+            max_levels,
             num_ctas or 0,
             on_cuda,
             device.index or 0,
-            *_kernel_files(dtype, head_dim, device),
+            *_kernel_files(dtype, head_dim, max_levels, device),
         )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = self._library.workspace_size(self._handle)
@@ -120,25 +130,31 @@ class Attention:
             ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value. On CUDA wrong values are clamped, so that
                 nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
         """
-        view = composition if isinstance(composition, BSRView) else _only_level(composition)
-        table = view.table
-        errors = self._plan_function(
-            self._handle,
-            view.qo_indptr,
-            table.indices,
-            table.indptr,
-            table.last_page_len,
-            table.kv_lens,
-            table.rows,
-            table.page_size,
-            table.entry_step,
-            view.causal,
-            view.window_left,
-        )
+        levels = (composition,) if isinstance(composition, BSRView) else _levels(composition)
+        errors = 0
+        for i, view in enumerate(levels):
+            table = view.table
+            errors = self._plan_level(
+                self._handle,
+                i,
+                len(levels),
+                view.qo_indptr,
+                view.rows,
+                table.indices,
+                table.indptr,
+                table.last_page_len,
+                table.kv_lens,
+                table.rows,
+                table.page_size,
+                table.entry_step,
+                view.causal,
+                view.window_left,
+            )
         if errors:
-            check_values(view, self.max_rows)
+            for view in levels:
+                check_values(view, self.max_rows)
             raise ValueError(describe_errors(errors))
-        self._view = view
+        self._levels = levels
         if self._debug:
             self.raise_for_errors()
 
@@ -179,7 +195,7 @@ class Attention:
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
-        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
+        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)), self.max_rows)
 
     def raise_for_errors(self) -> None:
         """Reads the device's error word (synchronises; does nothing while a CUDA graph is being captured).
@@ -194,12 +210,10 @@ class Attention:
             raise ValueError(describe_errors(errors))
 
 
-def _only_level(composition: Any) -> BSRView:
+def _levels(composition: Any) -> tuple[BSRView, ...]:
     if not isinstance(composition, Composition):
         raise ValueError(f"composition is a {type(composition).__name__}, must be a Composition or a BSRView")
-    if len(composition.levels) != 1:
-        _refuse("len(composition.levels)", len(composition.levels), "1")
-    return composition.levels[0]
+    return composition.levels
 
 
 def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -221,9 +235,10 @@ def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
         _refuse("device", device, "a CUDA device or the CPU")
 
 
-def _kernel_files(dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, str, str]:
+def _kernel_files(dtype: torch.dtype, head_dim: int, max_levels: int, device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return "", "", ""
     arch = arch_of(torch.cuda.get_device_capability(device))
     name = _DTYPE_NAMES[dtype]
-    return str(find_kernel("plan", arch)), str(find_kernel(f"attention_{name}_d{head_dim}", arch)), str(find_kernel(f"merge_{name}", arch))
+    suffix = "_levels" if max_levels > 1 else ""     # kernels of one level are smaller and faster
+    return tuple(str(find_kernel(kernel, arch)) for kernel in ("plan", f"attention_{name}_d{head_dim}{suffix}", f"merge_{name}{suffix}"))

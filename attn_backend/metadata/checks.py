@@ -11,19 +11,21 @@ from .structure import refuse
 
 
 def check_values(view: BSRView, max_rows: int) -> None:
-    """Checks lengths, table rows, and the page ids that are used.
+    """Checks lengths, the row list, table rows, and the page ids that are used.
 
     Args:
         view: its tensors are on the CPU.
-        max_rows: the most rows that qo_indptr may end at.
+        max_rows: the most rows that qo_indptr may end at; the row list stays below it.
 
     Raises:
-        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a length that is negative or longer than its row of the table; a last
-            page length outside 1 .. page_size; a row outside the table; a negative page id.
+        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a row list that is too short or leads beyond max_rows; a length
+            that is negative or longer than its row of the table; a last page length outside 1 .. page_size; a row outside the table; a negative page id.
     """
     if view.batch_size == 0:
         return
-    _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
+    num_rows = _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
+    if view.rows is not None:
+        _check_rows(view.rows, num_rows, max_rows)
     table = view.table
     if table.form == "csr":
         _check_csr(table)
@@ -33,6 +35,17 @@ def check_values(view: BSRView, max_rows: int) -> None:
         _check_token_slots(table)
     else:
         _check_indptr("kv_indptr", _present(table.indptr))
+
+
+def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
+    """Of the row list, what qo_indptr uses: its first num_rows elements."""
+    if rows.shape[0] < num_rows:
+        refuse("rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
+    used = rows[:num_rows]
+    wrong = (used < 0) | (used >= max_rows)
+    if wrong.any():
+        i = _first(wrong)
+        refuse(f"rows[{i}]", used[i].item(), f"a row of Q, 0 .. max_rows - 1 = {max_rows - 1}")
 
 
 def _check_csr(table: PageTable) -> None:

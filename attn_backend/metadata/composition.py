@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .page_table import PageTable
-from .structure import INT32_OR_INT64, check_same_device, index_tensor, refuse
+from .structure import INT32, INT32_OR_INT64, check_same_device, index_tensor, refuse
+
+MAX_LEVELS = 8     # of one composition
 
 
 @dataclass(frozen=True, eq=False)
 class BSRView:
-    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] attend to the pages of request i.
+    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] of the view attend to the pages of request i.
 
     Row j of a request with n rows stands at position kv_len - n + j (below 0 for a query that is longer than its KV: such a row sees nothing if it is causal).
 
@@ -22,6 +26,8 @@ class BSRView:
         table: the pages of each request.
         causal: a row sees the tokens up to its position; else all.
         window_left: a row sees no token more than this many tokens before its position; -1: no limit.
+        rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
+            any request and need not be neighbours. No row may appear twice. None: row j itself.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -31,6 +37,7 @@ class BSRView:
     table: PageTable
     causal: bool = True
     window_left: int = -1
+    rows: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -50,20 +57,134 @@ class BSRView:
             refuse("causal", self.causal, "True or False")
         if not isinstance(self.window_left, int) or self.window_left < -1:
             refuse("window_left", self.window_left, "an int: tokens, or -1 for no limit")
+        if self.rows is not None:
+            check_same_device("rows", index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"), "the page table", self.table.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Composition:
     """Levels over the same rows of Q that partition the (row, token) pairs; the result is the ⊕ of the levels' attention states.
 
+    A row may be absent from some levels; a row of Q that is in no level is left alone: neither its output nor its lse is written. Nothing checks the partition:
+    a row that appears twice in one level, or a page that a row sees in two levels, is the caller's error.
+
+    Args:
+        levels: 1 .. MAX_LEVELS views, all with the same page size, on the same device.
+
     Raises:
-        ValueError: no level, something that is no BSRView, or levels on different devices.
+        ValueError: no level or too many, something that is no BSRView, or levels of different page sizes or on different devices.
     """
 
     levels: tuple[BSRView, ...]
 
+    @classmethod
+    def cascade(cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool = True, window_left: int = -1) -> Composition:
+        """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
+
+        The rows qo_indptrs[d][i]:qo_indptrs[d][i+1] see all tokens of request i of tables[d]. Only in the last level, the KV that each request has for itself,
+        `causal` and `window_left` count.
+
+        Args:
+            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all end at the same number of rows.
+            tables: for each level its pages.
+            causal: of the last level.
+            window_left: of the last level; -1 if there are several: a window would reach into the shared levels, whose positions are their own.
+
+        Raises:
+            ValueError: lists of different lengths, a window with several levels, or what BSRView and Composition refuse.
+        """
+        _check_sequence("qo_indptrs", qo_indptrs)
+        _check_sequence("tables", tables)
+        if len(tables) != len(qo_indptrs):
+            refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
+        if len(tables) > 1 and window_left != -1:
+            refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels")
+        shared = [BSRView(qo_indptr, table, causal=False) for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)]
+        own = [BSRView(qo_indptr, table, causal=causal, window_left=window_left) for qo_indptr, table in zip(qo_indptrs[-1:], tables[-1:], strict=True)]
+        return cls((*shared, *own))
+
+    @classmethod
+    def tree(cls, parents: Sequence[int], table: PageTable, node_of_row: Sequence[int]) -> Composition:
+        """Rows that see the tokens along a path of a tree, or of a forest: speculative trees, parallel samples, beams.
+
+        Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition holds the nodes of depth d (a root has depth 0); it
+        ends at the deepest node that a row sees. Every level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read
+        here, on the host; the levels' index tensors are made on the device of `table`.
+
+        Args:
+            parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes lie on a path.
+            table: the KV of node n is its request n.
+            node_of_row: one node for each row of Q; -1: the row sees nothing and is left alone.
+
+        Raises:
+            ValueError: a parent or a node that does not exist, too long a path, or a table of another number of requests.
+        """
+        if not isinstance(table, PageTable):
+            refuse("table", table, "a PageTable")
+        if _length("parents", parents) != table.batch_size:
+            refuse("len(parents)", len(parents), f"the requests of the table: {table.batch_size}")
+        _length("node_of_row", node_of_row)
+        paths: list[tuple[int, ...]] = []     # of each node, from its root
+        for node, value in enumerate(parents):
+            parent = _integer(f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root")
+            path = (*paths[parent], node) if parent >= 0 else (node,)
+            if len(path) > MAX_LEVELS:
+                refuse(f"parents[{node}]", parent, f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = {MAX_LEVELS} nodes")
+            paths.append(path)
+
+        rows_of_node: list[list[int]] = [[] for _ in paths]
+        depth = 1
+        for row, value in enumerate(node_of_row):
+            node = _integer(f"node_of_row[{row}]", value, -1, len(paths) - 1, f"one of the {len(paths)} nodes, or -1 for a row that sees nothing")
+            path = paths[node] if node >= 0 else ()
+            depth = max(depth, len(path))
+            for seen in path:
+                rows_of_node[seen].append(row)
+
+        levels = []
+        for level in range(depth):
+            rows: list[int] = []
+            qo_indptr = [0]
+            for path, own in zip(paths, rows_of_node, strict=True):
+                rows += own if len(path) == level + 1 else []
+                qo_indptr.append(len(rows))
+            levels.append(BSRView(_int32(qo_indptr, table), table, causal=False, rows=_int32(rows, table)))
+        return cls(tuple(levels))
+
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not all(isinstance(level, BSRView) for level in self.levels):
             refuse("levels", self.levels, "a tuple of at least one BSRView")
+        if len(self.levels) > MAX_LEVELS:
+            refuse("len(levels)", len(self.levels), f"at most {MAX_LEVELS}")
+        page_size = self.levels[0].table.page_size
         for i, level in enumerate(self.levels):
             check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
+            if level.table.page_size != page_size:
+                refuse(f"levels[{i}].table.page_size", level.table.page_size, f"{page_size}, that of levels[0]")
+
+
+def _int32(values: list[int], table: PageTable) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=table.device)
+
+
+def _check_sequence(name: str, values: object) -> None:
+    if not isinstance(values, (list, tuple)) or not values:
+        refuse(name, values, "a list or a tuple: one element for each level, at least one")
+
+
+def _length(name: str, values: Sequence[int]) -> int:
+    """Length of a sequence: a list, a tuple, an array or a vector on the CPU."""
+    try:
+        return len(values)
+    except TypeError:
+        refuse(name, values, "a sequence of int")
+
+
+def _integer(name: str, value: object, smallest: int, largest: int, must_be: str) -> int:
+    try:
+        integer = operator.index(value)     # type: ignore[arg-type]
+    except TypeError:
+        refuse(name, value, "an int")
+    if not smallest <= integer <= largest:
+        refuse(name, integer, must_be)
+    return integer

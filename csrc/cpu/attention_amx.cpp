@@ -5,7 +5,7 @@ namespace attn::cpu {
 
 Kernels amx_kernels() {
   using Kernel = AttentionKernel<AmxEngine, StandardVariant>;
-  return Kernels{Kernel::run, Kernel::merge};
+  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row};
 }
 
 }  // namespace attn::cpu

@@ -30,31 +30,40 @@ class AttentionKernel {
     kernel.compute(next);
   }
 
-  static void merge(const AttentionParams& params, int32_t head_dim, const SplitPair& pair, Scratch& scratch) {
+  static void merge_pair(const AttentionParams& params, int32_t head_dim, const SplitPair& pair, Scratch& scratch) {
     const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
     const int rows = count_rows(params, item);
     const int parts = pair.last_cta - pair.first_cta + 1;
     for (int r = 0; r < rows; ++r) {
-      const auto state_of = [&](int part) -> int64_t {
-        const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
-        return int64_t{slot} * params.max_tile_rows + r;
-      };
-      float largest = -INFINITY;
-      for (int part = 0; part < parts; ++part) largest = max_of(largest, params.partial_lse[state_of(part)]);
-      float sum = 0.0f;
+      const RowPlace place = find_row(params, item, r);
+      if (!place.exists) continue;
       for (int part = 0; part < parts; ++part) {
-        const int64_t state = state_of(part);
-        const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
-        sum += weight;
-        for (int i = 0; i < head_dim; i += Isa::kWidth) {
-          const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
-          Isa::store(scratch.o + i, Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
+        const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
+        scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
+      }
+      merge_states(params, head_dim, parts, row_out(params, place), scratch);
+    }
+  }
+
+  static void merge_row(const AttentionParams& params, int32_t head_dim, int32_t row, Scratch& scratch) {
+    const ScheduleHeader& header = *params.schedule.header;
+    const int32_t group_size = params.group_size.divisor;
+    for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
+      int parts = 0;
+      for (int32_t level = 0; level < header.num_levels; ++level) {
+        const RowLink link = params.schedule.links[int64_t{level} * params.max_rows + row];
+        if (link.group < 0) continue;
+        const RowGroup& group = params.schedule.groups[link.group];
+        const int32_t packed = link.index * group_size + head % group_size;
+        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+        if (tile >= header.num_tiles) continue;
+        scratch.states[parts++] = row_state_index(params, level, row, head);
+        const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], head / group_size, params.num_ctas);
+        for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
+          scratch.states[parts++] = int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
         }
       }
-      const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
-      const RowOut out = locate_row(params, item, r);
-      for (int i = 0; i < head_dim; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(Isa::load(scratch.o + i), scale), head_dim - i);
-      if (out.lse != nullptr) *out.lse = sum == 0.0f ? -INFINITY : largest + logf(sum);
+      if (parts > 0) merge_states(params, head_dim, parts, row_out(params, RowPlace{true, row, head}), scratch);
     }
   }
 
@@ -64,39 +73,87 @@ class AttentionKernel {
     float* lse;
   };
 
+  /// A row of a tile as a row and a head of Q and O.
+  struct RowPlace {
+    bool exists;
+    int64_t row;
+    int64_t head;
+  };
+
   AttentionKernel(const AttentionParams& params, int32_t head_dim, const WorkItem& item, Scratch& scratch)
       : params_(params),
         item_(item),
         s_(scratch),
         tile_(params.schedule.tiles[item.tile]),
         group_(params.schedule.groups[tile_.group]),
-        variant_{params.sm_scale, params.logits_soft_cap, params.schedule.header->causal, params.schedule.header->window_left},
+        variant_(variant_params(params, item)),
         head_dim_(head_dim),
         rows_(count_rows(params, item)),
         engine_(scratch, head_dim, rows_) {}
 
-  /// Rows of the tile that exist: packed rows are in order of query rows, and those of a query row beyond num_rows are ignored.
+  static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
+    return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
+  }
+
+  static VariantParams variant_params(const AttentionParams& params, const WorkItem& item) {
+    const Level& level = level_of(params, item);
+    return VariantParams{params.sm_scale, params.logits_soft_cap, level.causal, level.window_left};
+  }
+
+  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond num_rows are ignored.
   static int count_rows(const AttentionParams& params, const WorkItem& item) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
-    const int64_t query_rows = min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
+    const bool listed = level_of(params, item).rows != nullptr;
+    const int64_t query_rows = listed ? group.qo_len : min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
     const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
     return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
   }
 
-  static RowOut locate_row(const AttentionParams& params, const WorkItem& item, int row) {
+  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int row) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const int32_t packed = tile.packed_begin + row;
     const int32_t i = params.group_size.divide(packed);
-    const int64_t query_row = params.schedule.groups[tile.group].qo_begin + i;
+    const int32_t* list = level_of(params, item).rows;
+    int64_t query_row = params.schedule.groups[tile.group].qo_begin + i;
+    if (list != nullptr) query_row = list[query_row];
     const int64_t query_head = int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
-    Element* o = static_cast<Element*>(params.o) + query_row * params.o_row_stride + query_head * params.o_head_stride;
+    return RowPlace{query_row >= 0 && query_row < params.num_rows, query_row, query_head};
+  }
+
+  static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
+    Element* o = static_cast<Element*>(params.o) + place.row * params.o_row_stride + place.head * params.o_head_stride;
     const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
-    return RowOut{o, params.lse == nullptr ? nullptr : params.lse + query_row * num_qo_heads + query_head};
+    return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
+  }
+
+  /// Row of partial_o and partial_lse that keeps a row's state of one level.
+  static int64_t row_state_index(const AttentionParams& params, int32_t level, int64_t row, int64_t head) {
+    const int64_t slots = int64_t{params.num_ctas} * kSlotsPerCta * params.max_tile_rows;
+    return slots + row_state(level, params.max_rows, static_cast<int32_t>(row), params.num_kv_heads * params.group_size.divisor, static_cast<int32_t>(head));
+  }
+
+  /// Merges the first `count` of scratch.states.
+  static void merge_states(const AttentionParams& params, int32_t head_dim, int count, const RowOut& out, Scratch& scratch) {
+    float largest = -INFINITY;
+    for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
+    float sum = 0.0f;
+    for (int part = 0; part < count; ++part) {
+      const int64_t state = scratch.states[part];
+      const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
+      sum += weight;
+      for (int i = 0; i < head_dim; i += Isa::kWidth) {
+        const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
+        Isa::store(scratch.o + i, Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
+      }
+    }
+    const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+    for (int i = 0; i < head_dim; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(Isa::load(scratch.o + i), scale), head_dim - i);
+    if (out.lse != nullptr) *out.lse = sum == 0.0f ? -INFINITY : largest + logf(sum);
   }
 
   /// Tokens of an item that any of its rows sees; empty if it has no rows.
-  static TokenRange find_range(const AttentionParams& params, const VariantParams& variant, const WorkItem& item) {
+  static TokenRange find_range(const AttentionParams& params, const WorkItem& item) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
     const int rows = count_rows(params, item);
@@ -105,7 +162,7 @@ class AttentionKernel {
     const int64_t end = min_of<int64_t>(tile.kv_begin + int64_t{item.kv_tile_end} * params.kv_tile, tile.kv_end);
     const int32_t first = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin);
     const int32_t last = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin + rows - 1);
-    return Variant::any(variant, first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+    return Variant::any(variant_params(params, item), first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
   }
 
   /// Position of a row's query.
@@ -119,7 +176,7 @@ class AttentionKernel {
       s_.row_sum[r] = 0.0f;
     }
 
-    const TokenRange tokens = find_range(params_, variant_, item_);
+    const TokenRange tokens = find_range(params_, item_);
     TokenRange block = first_block(tokens);
     TokenRows* rows = &s_.tokens[0];
     TokenRows* next_rows = &s_.tokens[1];
@@ -129,7 +186,7 @@ class AttentionKernel {
       TokenRange next_block = first_block(TokenRange{block.end, tokens.end});
       const bool last = next_block.begin >= next_block.end;
       if (!last) find_tokens(item_, next_block, *next_rows);
-      else if (next_item != nullptr) find_tokens(*next_item, first_block(find_range(params_, variant_, *next_item)), *next_rows);
+      else if (next_item != nullptr) find_tokens(*next_item, first_block(find_range(params_, *next_item)), *next_rows);
       else next_rows->count = 0;
       process_block(block, *rows, *next_rows);
       block = next_block;
@@ -144,13 +201,10 @@ class AttentionKernel {
   static TokenRange first_block(TokenRange tokens) { return TokenRange{tokens.begin, min_of(tokens.end, tokens.begin + Engine::kBlockTokens)}; }
 
   void load_queries() {
-    const int32_t group_size = params_.group_size.divisor;
     for (int r = 0; r < rows_; ++r) {
-      const int32_t packed = tile_.packed_begin + r;
-      const int32_t i = params_.group_size.divide(packed);
-      const int64_t query_row = group_.qo_begin + i;
-      const int64_t query_head = int64_t{item_.head} * group_size + (packed - i * group_size);
-      engine_.load_query(r, static_cast<const Element*>(params_.q) + query_row * params_.q_row_stride + query_head * params_.q_head_stride);
+      RowPlace place = find_row(params_, item_, r);
+      if (!place.exists) place.row = 0;     // of a row list with a wrong row: computed for nothing
+      engine_.load_query(r, static_cast<const Element*>(params_.q) + place.row * params_.q_row_stride + place.head * params_.q_head_stride);
     }
   }
 
@@ -208,6 +262,7 @@ class AttentionKernel {
   /// Addresses of the keys and values of an item's tokens in `block`.
   void find_tokens(const WorkItem& item, TokenRange block, TokenRows& rows) const {
     const int64_t table_begin = params_.schedule.groups[params_.schedule.tiles[item.tile].group].table_begin;
+    const Level& level = level_of(params_, item);
     const int64_t key_step = params_.k.token_stride * static_cast<int64_t>(sizeof(Element));
     const int64_t value_step = params_.v.token_stride * static_cast<int64_t>(sizeof(Element));
     const int32_t page_size = params_.page_size.divisor;
@@ -216,7 +271,7 @@ class AttentionKernel {
       const int32_t page = params_.page_size.divide(token);
       const int32_t in_page = token - page * page_size;
       const int32_t run = min_of(block.end - token, page_size - in_page);
-      const int64_t id = find_page(table_begin, page);
+      const int64_t id = find_page(level, table_begin, page);
       if (id >= 0) {
         const char* key = locate_token(params_.k, id, in_page, item.head);
         const char* value = locate_token(params_.v, id, in_page, item.head);
@@ -239,12 +294,11 @@ class AttentionKernel {
   }
 
   /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
-  int64_t find_page(int64_t table_begin, int32_t page) const {
-    const ScheduleHeader& header = *params_.schedule.header;
+  int64_t find_page(const Level& level, int64_t table_begin, int32_t page) const {
     int64_t id = table_begin + page;
-    if (header.indices != nullptr) {
-      const int64_t entry = table_begin + int64_t{page} * header.entry_step;
-      id = header.num_entries > 0 ? header.indices[clamp<int64_t>(entry, 0, header.num_entries - 1)] / header.entry_step : -1;
+    if (level.indices != nullptr) {
+      const int64_t entry = table_begin + int64_t{page} * level.entry_step;
+      id = level.num_entries > 0 ? level.indices[clamp<int64_t>(entry, 0, level.num_entries - 1)] / level.entry_step : -1;
     }
     if (id >= 0 && id < params_.num_pages) return id;
     __atomic_fetch_or(&params_.schedule.header->errors, static_cast<uint32_t>(kPageIndexInvalid), __ATOMIC_RELAXED);
@@ -320,15 +374,18 @@ class AttentionKernel {
     const float sum = s_.row_sum[row];
     const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
     const float lse = sum == 0.0f ? -INFINITY : (s_.row_max[row] + log2f(sum)) * kLn2;
+    const RowPlace place = find_row(params_, item_, row);
+    if (!place.exists) return;
     if (item_.partial == kWhole) {
-      const RowOut out = locate_row(params_, item_, row);
+      const RowOut out = row_out(params_, place);
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
       if (out.lse != nullptr) *out.lse = lse;
     } else {
-      const int64_t slot_row = int64_t{item_.partial} * params_.max_tile_rows + row;
-      float* o = params_.partial_o + slot_row * head_dim_;
+      const int64_t state = item_.partial == kRowStates ? row_state_index(params_, group_.level, place.row, place.head)
+                                                        : int64_t{item_.partial} * params_.max_tile_rows + row;
+      float* o = params_.partial_o + state * head_dim_;
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
-      params_.partial_lse[slot_row] = lse;
+      params_.partial_lse[state] = lse;
     }
   }
 

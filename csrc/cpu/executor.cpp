@@ -47,8 +47,10 @@ class CtaInterval {
     item.head = position_.head;
     item.kv_tile_begin = position_.kv_tile;
     item.kv_tile_end = ends_inside ? end_.kv_tile : num_kv_tiles;
+    const bool keeps_row_states = params_.schedule.header->num_levels > 1;
     const bool is_whole = item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles;
-    item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
+    if (keeps_row_states && item.kv_tile_begin == 0) item.partial = kRowStates;
+    else item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
     position_.kv_tile = 0;
     if (++position_.head == params_.num_kv_heads) {
       position_.head = 0;
@@ -125,6 +127,11 @@ void run_attention(const AttentionParams& params, DataType dtype, int32_t head_d
   auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
   parallel_for(params.num_ctas, use_threads, run);
 
+  if (params.schedule.header->num_levels > 1) {
+    auto merge = [&](int32_t row) { kernels.merge_row(params, head_dim, row, thread_scratch()); };
+    parallel_for(min_of(params.num_rows, params.max_rows), use_threads, merge);
+    return;
+  }
   const std::vector<SplitPair> pairs = find_split_pairs(params);
   int64_t parts = 0;
   for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;

@@ -9,7 +9,7 @@ namespace attn::cpu {
 template <class Isa, class Element>
 constexpr Kernels float32_kernels_of() {
   using Kernel = AttentionKernel<Float32Engine<Isa, Element>, StandardVariant>;
-  return Kernels{Kernel::run, Kernel::merge};
+  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row};
 }
 
 template <class Isa>
@@ -19,7 +19,7 @@ Kernels float32_kernels(DataType dtype) {
     case DataType::kFloat16: return float32_kernels_of<Isa, Half>();
     case DataType::kBFloat16: return float32_kernels_of<Isa, BFloat16>();
   }
-  return Kernels{nullptr, nullptr};
+  return Kernels{};
 }
 
 }  // namespace attn::cpu

@@ -14,6 +14,7 @@ constexpr int32_t kMaxTileRows = 128;
 constexpr int32_t kMaxBlockTokens = 128;
 constexpr int32_t kMaxPanelRows = 16;
 constexpr int32_t kPanelBuffers = 2;
+constexpr int32_t kMaxCtas = 4096;
 constexpr int32_t kMaxBlockWords = 64 * kMaxHeadDim;   // 4-byte words of a block's keys, or values: 64 tokens of floats or 128 of bf16
 
 /// KV tiles [kv_tile_begin, kv_tile_end) of a (row tile, KV head).
@@ -22,10 +23,11 @@ struct WorkItem {
   int32_t head;
   int32_t kv_tile_begin;
   int32_t kv_tile_end;
-  int32_t partial;        // where its state goes: partial_slot(), or kWhole for o and lse themselves
+  int32_t partial;        // where its state goes: partial_slot(), kWhole for o and lse themselves, kRowStates for the states that its rows keep
 };
 
 constexpr int32_t kWhole = -1;
+constexpr int32_t kRowStates = -2;
 
 /// A (row tile, KV head) whose parts the consecutive CTAs [first_cta, last_cta] computed.
 struct SplitPair {
@@ -54,15 +56,18 @@ struct alignas(64) Scratch {
   float row_sum[kMaxTileRows];
   float no_token[kMaxHeadDim];               // zeros: stands in for a token after the last of a block
   TokenRows tokens[2];                       // the block in work and the next one
+  int64_t states[kMaxCtas + kMaxLevels];     // rows of partial_o that are being merged
 };
 
 /// Runs an item; `next`, if there is one, is what this thread will run after it.
 using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, const WorkItem* next, Scratch&);
 using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&, Scratch&);
+using MergeRow = void (*)(const AttentionParams&, int32_t head_dim, int32_t row, Scratch&);
 
 struct Kernels {
   RunWorkItem run_work_item;
-  MergePair merge_pair;
+  MergePair merge_pair;   // one level: a pair that several CTAs share
+  MergeRow merge_row;     // several levels: all heads of a row
 };
 
 // The kernels of each instruction set for a dtype.

@@ -22,8 +22,8 @@
 namespace attn {
 
 /// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
-template <int kHeadDim, int kRows>
-__device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows& rows, int32_t kv_head, char* shared_q) {
+template <int kHeadDim, int kRows, bool kManyLevels>
+__device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows, int32_t kv_head, char* shared_q) {
   constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
   constexpr int kRowsPerPass = kThreads / kChunks;
   constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
@@ -52,9 +52,9 @@ struct RingCursor {
 };
 
 /// The work item under the cursor: from there to the end of the pair or of the interval.
-template <class Element, int kHeadDim, class Variant, int kKind>
-__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& variant, const WorkCursor& cursor,
-                                              KvLoader<kHeadDim, Variant>& loader, RingCursor& ring, char* shared) {
+template <class Element, int kHeadDim, class Variant, bool kManyLevels, int kKind>
+__device__ __forceinline__ void run_work_item(const AttentionParams& params, const WorkCursor& cursor,
+                                              KvLoader<kHeadDim, Variant, kManyLevels>& loader, RingCursor& ring, char* shared) {
   using Layout = WarpLayout<kHeadDim, kKind>;
   using Tile = SharedTile<kHeadDim>;
   constexpr SharedLayout layout(kHeadDim);
@@ -63,6 +63,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
+  const VariantParams variant = variant_params<kManyLevels>(params, params.schedule.groups[row_tile.group]);
 
   WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
   const bool transforms_logits = Variant::transforms_logits(variant);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 
   TokenRange unmasked;   // tokens that every row of this warp sees: their KV tiles need no mask
   {
-    const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+    const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
     __syncthreads();     // the previous item's output has left the Q tile
     load_q<kHeadDim, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
     unmasked = Variant::all(variant, rows.position(warp.first_row, params.group_size), rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
@@ -93,7 +94,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 
     if (transforms_logits) transform_logits<Variant>(variant, s);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
-      const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+      const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
       mask_scores<Variant>(variant, s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
     }
     uint32_t p[Layout::kRowBlocks][Layout::kTokens / 8][2];
@@ -109,8 +110,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
   }
 
-  const RowTileRows rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-  const OutputTarget target(params, rows, cursor);
+  const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+  const OutputTarget<kManyLevels> target(params, rows, cursor);
   if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Element, kHeadDim>(state, target, warp.first_row, shared);
   } else {
@@ -118,25 +119,24 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   }
 }
 
-template <class Element, int kHeadDim, class Variant>
+template <class Element, int kHeadDim, class Variant, bool kManyLevels>
 __device__ __forceinline__ void attention(const AttentionParams& params) {
   extern __shared__ __align__(1024) char shared[];
   ptx::wait_for_previous_grid();
 
   WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  const VariantParams variant{params.sm_scale, params.logits_soft_cap, params.schedule.header->causal, params.schedule.header->window_left};
-  KvLoader<kHeadDim, Variant> loader(params, variant, cursor, shared);
+  KvLoader<kHeadDim, Variant, kManyLevels> loader(params, cursor, shared);
   loader.start();
   RingCursor ring;
 
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
-      case 0: run_work_item<Element, kHeadDim, Variant, 0>(params, variant, cursor, loader, ring, shared); break;
-      case 1: run_work_item<Element, kHeadDim, Variant, 1>(params, variant, cursor, loader, ring, shared); break;
-      case 2: run_work_item<Element, kHeadDim, Variant, 2>(params, variant, cursor, loader, ring, shared); break;
+      case 0: run_work_item<Element, kHeadDim, Variant, kManyLevels, 0>(params, cursor, loader, ring, shared); break;
+      case 1: run_work_item<Element, kHeadDim, Variant, kManyLevels, 1>(params, cursor, loader, ring, shared); break;
+      case 2: run_work_item<Element, kHeadDim, Variant, kManyLevels, 2>(params, cursor, loader, ring, shared); break;
       default:
-        if constexpr (max_kind(kHeadDim) >= 3) run_work_item<Element, kHeadDim, Variant, 3>(params, variant, cursor, loader, ring, shared);
+        if constexpr (max_kind(kHeadDim) >= 3) run_work_item<Element, kHeadDim, Variant, kManyLevels, 3>(params, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);
   }

@@ -16,14 +16,14 @@ namespace attn {
 /// The one KV tile of a row tile that sees nothing.
 __device__ const uint4 zero_row[256 * kElementBytes / 16] = {};
 
-/// What the lookups need of the schedule's header.
+/// What the lookups need of a level.
 struct PageTableView {
   const int32_t* indices;
   int64_t num_entries;
   int32_t entry_step;
 };
 
-template <int kHeadDim, class Variant>
+template <int kHeadDim, class Variant, bool kManyLevels>
 struct KvLoader {
   static constexpr int kTokens = kv_tile(kHeadDim);
   static constexpr int kPairs = kv_slots(kHeadDim) / 2;                       // KV tiles in the ring
@@ -32,9 +32,9 @@ struct KvLoader {
   static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
 
   const AttentionParams& params;
-  const VariantParams& variant;
   char* shared;
   WorkCursor cursor;        // KV tile that is looked up
+  int32_t level;
   int64_t table_begin;
   int32_t first_token;      // of the row tile
   int32_t visible_begin;    // tokens that some row of the row tile sees
@@ -44,17 +44,17 @@ struct KvLoader {
   bool more;                // the cursor is inside the interval
   bool published;           // so was it when addresses were published last: there is a KV tile to be copied
 
-  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& variant_, const WorkCursor& first, char* shared_)
-      : params(params_), variant(variant_), shared(shared_), cursor(first) {
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const WorkCursor& first, char* shared_)
+      : params(params_), shared(shared_), cursor(first), level(0) {
     load_row_tile();
     look_up(page_table());
   }
 
   /// Fills the ring but for its last slot. Every thread of the CTA takes part in this and in the other public steps.
   __device__ __forceinline__ void start() {
-    const PageTableView table = page_table();
+    PageTableView table = page_table();
     publish(table, 0);
-    advance();
+    if (advance() && kManyLevels) table = page_table();
     look_up(table);
     __syncthreads();
 #pragma unroll
@@ -72,10 +72,10 @@ struct KvLoader {
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
   __device__ __forceinline__ void load_v(int tile, int pair) {
-    const PageTableView table = page_table();   // read here, so that it has arrived when the copies have been issued
+    PageTableView table = page_table();   // read here, so that it has arrived when the copies have been issued
     copy(1, tile & 1, 2 * pair + 1);
     publish(table, (tile + 1) & 1);
-    advance();
+    if (advance() && kManyLevels) table = page_table();
     look_up(table);
   }
 
@@ -125,18 +125,20 @@ struct KvLoader {
     if (!more) return;
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
-    const RowTileRows rows(tile, group, params.group_size.divisor);
+    const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
+    const VariantParams variant = variant_params<kManyLevels>(params, group);
     const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
     visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
     visible_end = all.end;
     first_token = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     table_begin = group.table_begin;
+    if constexpr (kManyLevels) level = group.level;
   }
 
   __device__ __forceinline__ PageTableView page_table() const {
-    const ScheduleHeader& header = *params.schedule.header;
-    return PageTableView{header.indices, header.num_entries, header.entry_step};
+    const Level& of_level = params.schedule.header->levels[kManyLevels ? level : 0];
+    return PageTableView{of_level.indices, of_level.num_entries, of_level.entry_step};
   }
 
   /// Starts to read the page table for the KV tile under the cursor.
@@ -168,12 +170,14 @@ struct KvLoader {
     published = more;
   }
 
-  /// On to the next KV tile of the interval.
-  __device__ __forceinline__ void advance() {
-    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(num_kv_tiles)) return;
+  /// On to the next KV tile of the interval. Whether it is of another level, with another page table.
+  __device__ __forceinline__ bool advance() {
+    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;
+    const int32_t was = level;
     cursor.next_pair(params.num_kv_heads);
     if (cursor.done() || cursor.now.tile != tile) load_row_tile();
+    return level != was;
   }
 };
 

@@ -1,7 +1,10 @@
-// Merges the partial states of the (row tile, head) pairs that several CTAs share, in the order of the CTAs.
+// Merges the states of a row, one warp a row and head.
 //
-// Block (x, y) serves the pair in whose middle CTA x's interval ends, if that is where the pair's first part ends; one warp a row, and rows of the tile round
-// robin over the blocks of a column. Any grid with num_ctas columns works.
+// One level: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y) serves the pair in whose middle CTA x's interval ends, if
+// that is where the pair's first part ends; rows of the tile go round robin over the blocks of a column. Any grid with num_ctas columns works.
+//
+// Several levels: every row has a state in each level that it is in, and more parts where its row tile is shared by several CTAs. Rows go round robin over all
+// warps. The order of merging is fixed: level by level, and in a level in the order of the CTAs.
 #pragma once
 
 #include "attn/params.h"
@@ -41,20 +44,86 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 /// The parts of a pair: number 0 ends inside CTA `cta`'s interval, number i starts CTA cta + i's.
-struct PartialStates {
+struct PairStates {
   const AttentionParams& params;
   int32_t cta;
   int32_t count;
+  int32_t tile_row;
 
-  __device__ __forceinline__ int64_t row(int32_t part, int32_t tile_row) const {
+  /// Row of partial_o and partial_lse that holds part number `part`.
+  __device__ __forceinline__ int64_t row(int32_t part) const {
     const int32_t slot = part == 0 ? partial_slot(cta, kEndsInside) : partial_slot(cta + part, kStartsInside);
     return static_cast<int64_t>(slot) * params.max_tile_rows + tile_row;
   }
+
+  /// The same for a part that is the same in all lanes.
+  __device__ __forceinline__ int64_t uniform_row(int32_t part, int64_t) const { return row(part); }
+};
+
+/// The states of a row and head over all levels. Lane l of the warp looks after level l.
+struct RowStates {
+  const AttentionParams& params;
+  int32_t count;           // of all levels; 0: the row is in none
+  int32_t parts_before;    // of the levels before this lane's
+  int32_t level_parts;     // of this lane's level; 0: the row is not in it
+  int32_t first_cta;       // that starts inside the row's tile
+  int32_t tile_row;
+  int64_t first_state;
+
+  /// Takes part as a whole warp.
+  __device__ __forceinline__ RowStates(const AttentionParams& params_, int32_t row, int32_t qo_head) : params(params_) {
+    const ScheduleHeader& header = *params.schedule.header;
+    const int32_t level = threadIdx.x % 32;
+    level_parts = first_cta = tile_row = 0;
+    first_state = 0;
+    if (level < header.num_levels) {
+      const RowLink link = params.schedule.links[static_cast<int64_t>(level) * params.max_rows + row];
+      if (link.group >= 0) {
+        const RowGroup& group = params.schedule.groups[link.group];
+        const int32_t kv_head = params.group_size.divide(qo_head);
+        const int32_t packed = link.index * params.group_size.divisor + params.group_size.modulo(qo_head);
+        tile_row = packed % tile_rows(group.kind);
+        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+        if (tile < header.num_tiles) {
+          const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], kv_head, params.num_ctas);
+          level_parts = 1 + inside.end - inside.begin;
+          first_cta = inside.begin;
+          first_state = row_state_index(params, level, row, qo_head);
+        }
+      }
+    }
+    int32_t total = level_parts;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int32_t before = __shfl_up_sync(0xffffffffu, total, offset);
+      if (level >= offset) total += before;
+    }
+    parts_before = total - level_parts;
+    count = __shfl_sync(0xffffffffu, total, 31);
+  }
+
+  /// Row of partial_o and partial_lse that holds part number `part`, which may differ from lane to lane; all lanes take part.
+  __device__ __forceinline__ int64_t row(int32_t part) const {
+    int64_t result = 0;
+#pragma unroll
+    for (int level = 0; level < kMaxLevels; ++level) {
+      const int32_t number = part - __shfl_sync(0xffffffffu, parts_before, level);
+      const int32_t parts = __shfl_sync(0xffffffffu, level_parts, level);
+      const int64_t state = __shfl_sync(0xffffffffu, first_state, level);
+      const int64_t slot = partial_slot(__shfl_sync(0xffffffffu, first_cta, level) + number - 1, kStartsInside);
+      const int32_t slot_row = __shfl_sync(0xffffffffu, tile_row, level);
+      if (number >= 0 && number < parts) result = number == 0 ? state : slot * params.max_tile_rows + slot_row;
+    }
+    return result;
+  }
+
+  /// The same for a part that is the same in all lanes; `found`: what row() said of part number part % 32 there.
+  __device__ __forceinline__ int64_t uniform_row(int32_t part, int64_t found) const { return __shfl_sync(0xffffffffu, found, part % 32); }
 };
 
 /// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
-template <class Element, int kColumnGroups>
-__device__ __forceinline__ void merge_row(const PartialStates& parts, int32_t tile_row, const OutputRow& row) {
+template <class Element, int kColumnGroups, class States>
+__device__ __forceinline__ void merge_row(const States& parts, const OutputRow& row) {
   const AttentionParams& params = parts.params;
   constexpr int kBatch = 4;   // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
@@ -65,8 +134,9 @@ __device__ __forceinline__ void merge_row(const PartialStates& parts, int32_t ti
   float sum = 0.0f;                   // of exp2(lse - maximum)
 
   for (int32_t first = 0; first < parts.count; first += 32) {
-    // Lane i weighs part first + i.
-    const float lse = first + lane < parts.count ? params.partial_lse[parts.row(first + lane, tile_row)] * kLog2E : minus_infinity();
+    // Lane i finds and weighs part first + i.
+    const int64_t state = parts.row(min_of(first + lane, parts.count - 1));
+    const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
     const float new_maximum = fmaxf(maximum, warp_max(lse));
     const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
     const float weight = ptx::ex2(lse - base);
@@ -81,7 +151,7 @@ __device__ __forceinline__ void merge_row(const PartialStates& parts, int32_t ti
       float4 x[kBatch][kColumnGroups];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const float* part = params.partial_o + parts.row(first + i + j, tile_row) * params.head_dim;
+        const float* part = params.partial_o + parts.uniform_row(first + i + j, state) * params.head_dim;
 #pragma unroll
         for (int c = 0; c < kColumnGroups; ++c) {
           const int32_t column = c * 128 + lane * 4;
@@ -112,8 +182,18 @@ __device__ __forceinline__ void merge_row(const PartialStates& parts, int32_t ti
   if (lane == 0) row.write_lse(params, state_lse(maximum, sum));
 }
 
-template <class Element>
-__device__ __forceinline__ void merge(const AttentionParams& params) {
+template <class Element, class States>
+__device__ __forceinline__ void merge_row_of_any_width(const States& parts, const OutputRow& row) {
+  if (parts.params.head_dim <= 128) {
+    merge_row<Element, 1>(parts, row);
+  } else {
+    merge_row<Element, 2>(parts, row);
+  }
+}
+
+/// Merges the rows of the pair that block column x serves.
+template <class Element, bool kManyLevels>
+__device__ __forceinline__ void merge_pair(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started: it is read while that one still runs.
   const Schedule& schedule = params.schedule;
   const int32_t cta = blockIdx.x;
@@ -123,20 +203,45 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     ptx::wait_for_previous_grid();   // every block waits: what follows this grid may rely on the attention kernel's output
     return;
   }
-  const PartialStates parts{params, cta, 1 + count_parts_behind(params, cta, pair)};
-  const RowTileRows rows(schedule, pair.tile, params.group_size.divisor);
+  const int32_t count = 1 + count_parts_behind(params, cta, pair);
+  const RowTileRows<kManyLevels> rows(schedule, pair.tile, params.group_size.divisor);
   ptx::wait_for_previous_grid();
 
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   for (int32_t tile_row = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32; tile_row < rows.count; tile_row += gridDim.y * kWarpsPerBlock) {
     const OutputRow row(params, rows, pair.head, tile_row);
-    if (!row.exists) continue;
-    if (params.head_dim <= 128) {
-      merge_row<Element, 1>(parts, tile_row, row);
-    } else {
-      merge_row<Element, 2>(parts, tile_row, row);
+    if (row.exists) merge_row_of_any_width<Element>(PairStates{params, cta, count, tile_row}, row);
+  }
+}
+
+/// Merges rows over the levels.
+template <class Element>
+__device__ __forceinline__ void merge_levels(const AttentionParams& params) {
+  constexpr int kWarpsPerBlock = kMergeThreads / 32;
+  const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * gridDim.y * kWarpsPerBlock;
+  const int64_t warp = (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  const int32_t num_rows = min_of(params.num_rows, params.max_rows);
+  ptx::wait_for_previous_grid();
+  for (int64_t i = warp; i < static_cast<int64_t>(num_rows) * num_qo_heads; i += warps) {
+    OutputRow row;
+    row.exists = true;
+    row.row = static_cast<int32_t>(i / num_qo_heads);
+    row.qo_head = static_cast<int32_t>(i % num_qo_heads);
+    const RowStates parts(params, row.row, row.qo_head);
+    if (parts.count > 0) merge_row_of_any_width<Element>(parts, row);
+  }
+}
+
+template <class Element, bool kManyLevels>
+__device__ __forceinline__ void merge(const AttentionParams& params) {
+  if constexpr (kManyLevels) {
+    if (params.schedule.header->num_levels > 1) {
+      merge_levels<Element>(params);
+      return;
     }
   }
+  merge_pair<Element, kManyLevels>(params);
 }
 
 }  // namespace attn

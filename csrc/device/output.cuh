@@ -18,12 +18,19 @@ struct OutputRow {
   int32_t row;
   int32_t qo_head;
 
-  __device__ __forceinline__ OutputRow(const AttentionParams& params, const RowTileRows& rows, int32_t kv_head, int32_t tile_row) {
+  OutputRow() = default;
+
+  template <bool kManyLevels>
+  __device__ __forceinline__ OutputRow(const AttentionParams& params, const RowTileRows<kManyLevels>& rows, int32_t kv_head, int32_t tile_row) {
     const int32_t packed = rows.packed_begin + tile_row;
     const int32_t index = params.group_size.divide(packed);
+    exists = tile_row < rows.count;
     row = rows.qo_begin + index;
+    if constexpr (kManyLevels) {
+      if (exists && rows.list != nullptr) row = __ldg(rows.list + row);
+    }
     qo_head = kv_head * params.group_size.divisor + packed - index * params.group_size.divisor;
-    exists = tile_row < rows.count && row < params.num_rows;
+    exists = exists && row >= 0 && row < params.num_rows;
   }
 
   __device__ __forceinline__ char* o(const AttentionParams& params) const {
@@ -35,35 +42,50 @@ struct OutputRow {
   }
 };
 
+/// Row of partial_o and partial_lse that keeps a row's state of one level.
+__device__ __forceinline__ int64_t row_state_index(const AttentionParams& params, int32_t level, int32_t row, int32_t qo_head) {
+  const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
+  return slots + row_state(level, params.max_rows, row, params.num_kv_heads * params.group_size.divisor, qo_head);
+}
+
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row that has seen nothing.
 __device__ __forceinline__ float state_lse(float base, float sum) { return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity(); }
 
 /// Where a work item's rows go.
+template <bool kManyLevels>
 struct OutputTarget {
   const AttentionParams& params;
-  const RowTileRows& rows;
+  const RowTileRows<kManyLevels>& rows;
   int32_t kv_head;
-  bool complete;           // o and lse; otherwise the partial slot
+  bool complete;           // o and lse; otherwise a partial state
+  int32_t level;           // >= 0: the rows' own states of this level; -1: a partial slot
   int64_t partial_row;     // first row of the partial slot
 
-  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows& rows_, const WorkCursor& cursor)
+  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_, const WorkCursor& cursor)
       : params(params_), rows(rows_), kv_head(cursor.now.head) {
-    const int32_t num_kv_tiles = params.schedule.tiles[cursor.now.tile].num_kv_tiles;
-    complete = cursor.now.kv_tile == 0 && cursor.last_kv_tile(num_kv_tiles) == num_kv_tiles;
+    const RowTile& tile = params.schedule.tiles[cursor.now.tile];
+    const bool keeps_row_states = kManyLevels && params.schedule.header->num_levels > 1;
+    complete = !keeps_row_states && cursor.now.kv_tile == 0 && cursor.last_kv_tile(tile.num_kv_tiles) == tile.num_kv_tiles;
+    level = keeps_row_states && cursor.now.kv_tile == 0 ? params.schedule.groups[tile.group].level : -1;
     partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, cursor.now.kv_tile > 0 ? kStartsInside : kEndsInside)) * params.max_tile_rows;
+  }
+
+  /// Row of partial_o and partial_lse for an existing row of the tile.
+  __device__ __forceinline__ int64_t partial_index(const OutputRow& row, int32_t tile_row) const {
+    return kManyLevels && level >= 0 ? row_state_index(params, level, row.row, row.qo_head) : partial_row + tile_row;
   }
 
   __device__ __forceinline__ void write_lse(int32_t tile_row, float lse) const {
     const OutputRow row(params, rows, kv_head, tile_row);
     if (!row.exists) return;
-    if (complete) row.write_lse(params, lse); else params.partial_lse[partial_row + tile_row] = lse;
+    if (complete) row.write_lse(params, lse); else params.partial_lse[partial_index(row, tile_row)] = lse;
   }
 };
 
 /// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of the Q tile, to be stored in chunks of
 /// 16 bytes.
-template <class Element, int kHeadDim, int kRowBlocks>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget& target, int32_t first_row, char* shared) {
+template <class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* shared) {
   using Tile = SharedTile<kHeadDim>;
   constexpr SharedLayout layout(kHeadDim);
   const AttentionParams& params = target.params;
@@ -85,7 +107,13 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
               Element::pack(state.o[b][n][2 * half] * inverse, state.o[b][n][2 * half + 1] * inverse);
         }
       } else if (row < target.rows.count) {
-        float* partial = params.partial_o + (target.partial_row + row) * kHeadDim + (lane % 4) * 2;
+        int64_t partial_row = target.partial_row + row;
+        if constexpr (kManyLevels) {
+          const OutputRow output(params, target.rows, target.kv_head, row);
+          if (!output.exists) continue;
+          partial_row = target.partial_index(output, row);
+        }
+        float* partial = params.partial_o + partial_row * kHeadDim + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
           *reinterpret_cast<float2*>(partial + n * 8) = make_float2(state.o[b][n][2 * half] * inverse, state.o[b][n][2 * half + 1] * inverse);
@@ -105,8 +133,8 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 }
 
 /// Merges the states of the warps that share rows, and writes them. Their outputs meet in the Q tile's memory, kColumns columns at a time.
-template <class Element, int kHeadDim, class Layout>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget& target, const Layout& warp, char* shared) {
+template <class Element, int kHeadDim, class Layout, bool kManyLevels>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, char* shared) {
   constexpr SharedLayout layout(kHeadDim);
   constexpr int kRows = kWarps / Layout::kKvWarps * 16;
   constexpr int kColumns = min_of(kHeadDim, 128);
@@ -182,7 +210,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
             make_uint4(Element::pack(sum[0].x, sum[0].y), Element::pack(sum[0].z, sum[0].w), Element::pack(sum[1].x, sum[1].y),
                        Element::pack(sum[1].z, sum[1].w));
       } else {
-        float4* partial = reinterpret_cast<float4*>(params.partial_o + (target.partial_row + tile_row) * kHeadDim + first_column + column);
+        float4* partial = reinterpret_cast<float4*>(params.partial_o + target.partial_index(row, tile_row) * kHeadDim + first_column + column);
         partial[0] = sum[0];
         partial[1] = sum[1];
       }

@@ -180,8 +180,8 @@ __device__ __forceinline__ void transform_logits(const VariantParams& variant, f
 }
 
 /// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
-template <class Variant, int kRowBlocks, int kBlocks>
-__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const RowTileRows& rows,
+template <class Variant, int kRowBlocks, int kBlocks, class Rows>
+__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const Rows& rows,
                                             const FastDivisor& group_size, int32_t first_row, int32_t first_token, int32_t kv_end) {
   const int lane = ptx::lane_id();
   int32_t qo_pos[kRowBlocks][2];

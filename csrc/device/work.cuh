@@ -1,7 +1,10 @@
 // A walk over a CTA's interval of the schedule, one (row tile, head) pair after another.
+//
+// kManyLevels, here and in what includes this: whether the kernel serves compositions of several levels and row lists. One level costs less without
+// (docs/decisions.md).
 #pragma once
 
-#include "attn/schedule.h"
+#include "attn/params.h"
 
 namespace attn {
 
@@ -31,14 +34,24 @@ struct WorkCursor {
   }
 };
 
+/// The variant's values for a row group.
+template <bool kManyLevels>
+__device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, const RowGroup& group) {
+  const Level& level = params.schedule.header->levels[kManyLevels ? group.level : 0];
+  return VariantParams{params.sm_scale, params.logits_soft_cap, level.causal, level.window_left};
+}
+
 /// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept in registers over a work item.
+template <bool kManyLevels>
 struct RowTileRows {
   int32_t count;          // packed rows of this tile that exist
   int32_t packed_begin;
   int32_t qo_begin;
   int32_t offset;         // query position of row 0 of the group
+  const int32_t* list;    // row list of the level, or nullptr; only with many levels
 
-  __device__ __forceinline__ RowTileRows(const RowTile& tile, const RowGroup& group, int32_t group_size) {
+  __device__ __forceinline__ RowTileRows(const Schedule& schedule, const RowTile& tile, const RowGroup& group, int32_t group_size) {
+    if constexpr (kManyLevels) list = schedule.header->levels[group.level].rows;
     packed_begin = tile.packed_begin;
     qo_begin = group.qo_begin;
     offset = group.kv_len - group.qo_len;
@@ -47,7 +60,7 @@ struct RowTileRows {
   }
 
   __device__ __forceinline__ RowTileRows(const Schedule& schedule, int32_t tile, int32_t group_size)
-      : RowTileRows(schedule.tiles[tile], schedule.groups[schedule.tiles[tile].group], group_size) {}
+      : RowTileRows(schedule, schedule.tiles[tile], schedule.groups[schedule.tiles[tile].group], group_size) {}
 
   /// Query position of a row of the tile; of the last one for rows that do not exist.
   __device__ __forceinline__ int32_t position(int32_t row, const FastDivisor& group_size) const {

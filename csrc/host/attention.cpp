@@ -31,9 +31,10 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   schedule.kv_tile = kv_tile(config.head_dim);
   schedule.max_kind = config.on_cuda ? max_kind(config.head_dim) : kNumTileKinds - 1;
   schedule.num_ctas = config.num_ctas;
-  schedule.max_groups = config.max_groups;
+  schedule.max_groups = config.max_groups * config.max_levels;
   schedule.max_rows = config.max_rows;
-  schedule.max_tiles = max_row_tiles(config.max_groups, config.max_rows, schedule.group_size, schedule.max_kind);
+  schedule.max_levels = config.max_levels;
+  schedule.max_tiles = max_row_tiles(schedule.max_groups, config.max_rows, config.max_levels, schedule.group_size, schedule.max_kind);
   schedule.min_share = config.on_cuda ? kCudaMinShare : kCpuMinShare;
   const KindCosts& costs = config.on_cuda ? kCudaCosts : kCpuCosts;
   for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
@@ -48,7 +49,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
 Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : config_(config), schedule_config_(), layout_(schedule_config_) {
   if (config.on_cuda) {
     const int32_t device = config.device;
-    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, config.max_groups * static_cast<int32_t>(sizeof(int32_t)));
+    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, config.max_groups * config.max_levels * static_cast<int32_t>(sizeof(int32_t)));
     attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, shared_bytes(config.head_dim));
     merge_kernel_ = driver::load_kernel(files.merge, "merge_kernel", device, 0);
     if (config_.num_ctas == 0) config_.num_ctas = driver::multiprocessor_count(device) * driver::ctas_per_multiprocessor(attention_kernel_, kThreads);
@@ -60,7 +61,9 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
 }
 
 WorkspaceSize Attention::workspace_size() const {
-  const int64_t rows = int64_t{schedule_config_.num_ctas} * kSlotsPerCta * tile_rows(schedule_config_.max_kind);
+  const int64_t slot_rows = int64_t{schedule_config_.num_ctas} * kSlotsPerCta * tile_rows(schedule_config_.max_kind);
+  const int64_t states = config_.max_levels > 1 ? int64_t{config_.max_levels} * config_.max_rows * config_.num_qo_heads : 0;
+  const int64_t rows = slot_rows + states;
   return WorkspaceSize{layout_.bytes, rows * config_.head_dim * static_cast<int64_t>(sizeof(float)), rows * static_cast<int64_t>(sizeof(float))};
 }
 
@@ -70,7 +73,9 @@ void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse
   partial_lse_ = static_cast<float*>(partial_lse);
 }
 
-uint32_t Attention::plan(PlanParams params, driver::Stream stream) {
+uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
+  PlanParams& params = plan_params_;
+  params.num_levels = num_levels;
   params.config = schedule_config_;
   params.schedule = schedule_;
   planned_page_size_ = 0;
@@ -81,7 +86,7 @@ uint32_t Attention::plan(PlanParams params, driver::Stream stream) {
     plan_on_host(params);
     errors = schedule_.header->errors;
   }
-  if (errors == 0) planned_page_size_ = params.table.page_size;
+  if (errors == 0) planned_page_size_ = params.levels[0].table.page_size;
   return errors;
 }
 
@@ -93,6 +98,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.head_dim = config_.head_dim;
   params.kv_tile = schedule_config_.kv_tile;
   params.num_ctas = schedule_config_.num_ctas;
+  params.max_rows = config_.max_rows;
   params.max_tile_rows = tile_rows(schedule_config_.max_kind);
   params.group_size = FastDivisor(schedule_config_.group_size);
   params.page_size = FastDivisor(planned_page_size_);

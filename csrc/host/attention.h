@@ -16,7 +16,8 @@ struct AttentionConfig {
   int32_t head_dim;
   DataType dtype;
   int32_t max_rows;
-  int32_t max_groups;
+  int32_t max_groups;   // row groups of one level
+  int32_t max_levels;   // of a composition
   int32_t num_ctas;     // 0: as many as the device holds at once
   bool on_cuda;
   int32_t device;
@@ -46,8 +47,11 @@ class Attention {
   WorkspaceSize workspace_size() const;
   void set_workspace(void* schedule, void* partial_o, void* partial_lse);
 
-  /// Plans `params` (its config and schedule are filled in here) on `stream`, or on the host. Returns the ScheduleError bits on a CPU, 0 on CUDA.
-  uint32_t plan(PlanParams params, driver::Stream stream);
+  /// A level of the next plan, to be filled in by the caller.
+  PlanLevel& level(int32_t index) { return plan_params_.levels[index]; }
+
+  /// Plans the first `num_levels` levels on `stream`, or on the host. Returns the ScheduleError bits on a CPU, 0 on CUDA.
+  uint32_t plan(int32_t num_levels, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. Returns the ScheduleError bits on a CPU, 0 on CUDA.
   uint32_t run(AttentionParams params, driver::Stream stream);
@@ -61,6 +65,7 @@ class Attention {
   ScheduleLayout layout_;
   driver::Kernel plan_kernel_, attention_kernel_, merge_kernel_;
   Schedule schedule_;
+  PlanParams plan_params_{};
   float* partial_o_ = nullptr;
   float* partial_lse_ = nullptr;
   int32_t planned_page_size_ = 0;   // 0: never planned

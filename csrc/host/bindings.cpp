@@ -27,11 +27,12 @@ DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cu
 
 driver::Stream current_stream(DLDevice device) { return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr; }
 
-int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t num_ctas,
-                         bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
+int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t max_levels,
+                         int64_t num_ctas, bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
   const AttentionConfig config{static_cast<int32_t>(num_qo_heads), static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim),
                                static_cast<DataType>(dtype),       static_cast<int32_t>(max_rows),     static_cast<int32_t>(max_batch),
-                               static_cast<int32_t>(num_ctas),     on_cuda,                            static_cast<int32_t>(device)};
+                               static_cast<int32_t>(max_levels),   static_cast<int32_t>(num_ctas),     on_cuda,
+                               static_cast<int32_t>(device)};
   return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, merge_file}));
 }
 
@@ -48,7 +49,7 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
 }
 
 /// What a reader of the schedule needs: (num_ctas, kv_tile, max_kind, max_tiles, min_share, the costs of a KV tile and of a pair of each kind, offsets of groups,
-/// tiles and positions).
+/// tiles, positions and links).
 tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   const ScheduleConfig& config = object(handle).schedule_config();
   const ScheduleLayout& layout = object(handle).layout();
@@ -58,26 +59,41 @@ tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   values.push_back(layout.groups);
   values.push_back(layout.tiles);
   values.push_back(layout.positions);
+  values.push_back(layout.links);
   return values;
 }
 
-/// Plans the view; returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
-int64_t plan(int64_t handle, TensorView qo_indptr, Optional<TensorView> indices, Optional<TensorView> indptr, Optional<TensorView> last_page_len,
-             Optional<TensorView> kv_lens, Optional<TensorView> rows, int64_t page_size, int64_t entry_step, bool causal, int64_t window_left) {
+/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. Returns ScheduleError bits (always 0 on CUDA, where
+/// they stay on the device).
+int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView qo_indptr, Optional<TensorView> row_list, Optional<TensorView> indices,
+                   Optional<TensorView> indptr, Optional<TensorView> last_page_len, Optional<TensorView> kv_lens, Optional<TensorView> rows, int64_t page_size,
+                   int64_t entry_step, bool causal, int64_t window_left) {
   Attention& attention = object(handle);
   const DLDevice device = device_of(attention.config());
   const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
+  const int64_t max_levels = attention.config().max_levels;
+  if (num_levels < 1 || num_levels > max_levels) refuse("len(composition.levels)", num_levels, "1 to max_levels = " + std::to_string(max_levels));
+  if (index < 0 || index >= num_levels) refuse("level", index, "below len(composition.levels)");
   if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
   if (batch > attention.config().max_groups) refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(attention.config().max_groups));
   if (page_size < 1 || page_size > kMaxInt32) refuse("page_size", page_size, "at least 1");
   if (window_left < -1 || window_left > kMaxInt32) refuse("window_left", window_left, "-1 (no window) or at least 0");
 
-  PlanParams params{};
-  params.num_groups = static_cast<int32_t>(batch);
-  params.causal = causal;
-  params.window_left = static_cast<int32_t>(window_left);
-  params.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
-  PageTable& table = params.table;
+  PlanLevel level{};
+  level.num_groups = static_cast<int32_t>(batch);
+  level.causal = causal;
+  level.window_left = static_cast<int32_t>(window_left);
+  level.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
+  level.max_rows = attention.config().max_rows;
+  if (row_list.has_value()) {
+    if (max_levels == 1) refuse("rows", "a row list", "None for an Attention of max_levels = 1");
+    const TensorView& t = row_list.value();
+    const IndexArray list = index_array("rows", t, device, 0);
+    if (list.is_int64) refuse("rows.dtype", "int64", "int32");
+    level.rows = static_cast<const int32_t*>(list.data);
+    level.max_rows = static_cast<int32_t>(min_of<int64_t>(level.max_rows, t.size(0)));
+  }
+  PageTable& table = level.table;
   table.page_size = static_cast<int32_t>(page_size);
   table.entry_step = static_cast<int32_t>(entry_step);
   table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given
@@ -105,7 +121,8 @@ int64_t plan(int64_t handle, TensorView qo_indptr, Optional<TensorView> indices,
   if (last_page_len.has_value()) table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
   if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
-  return attention.plan(params, current_stream(device));
+  attention.level(static_cast<int32_t>(index)) = level;
+  return index + 1 == num_levels ? attention.plan(static_cast<int32_t>(num_levels), current_stream(device)) : 0;
 }
 
 /// K or V as [pages, page_size, heads, head_dim].
@@ -222,6 +239,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_destroy, attn::attention_destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, attn::workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_workspace, attn::set_workspace);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, attn::plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_level, attn::plan_level);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

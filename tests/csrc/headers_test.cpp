@@ -94,10 +94,11 @@ void test_max_row_tiles() {
     for (int32_t g = 0; g < groups; ++g) {
       attn::RowGroup group{};
       group.qo_len = static_cast<int32_t>(random() % 100);
+      group.kind = attn::choose_kind(config, int64_t{group.qo_len} * config.group_size);
       rows += group.qo_len;
       tiles += attn::count_row_tiles(config, group);
     }
-    expect(tiles <= attn::max_row_tiles(groups, rows, config.group_size, config.max_kind), "more row tiles than max_row_tiles()", tiles, rows);
+    expect(tiles <= attn::max_row_tiles(groups, rows, 1, config.group_size, config.max_kind), "more row tiles than max_row_tiles()", tiles, rows);
   }
 }
 

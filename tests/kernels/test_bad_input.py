@@ -73,7 +73,7 @@ def test_plan_refuses_structure(device: torch.device) -> None:
         attention.plan(BSRView(index(device, *range(5)), PageTable.ragged(index(device, *range(5)))))
     with pytest.raises(ValueError, match=r"^composition is "):
         attention.plan(view.table)
-    with pytest.raises(ValueError, match=r"levels.* is 2, must be 1"):
+    with pytest.raises(ValueError, match=r"levels.* is 2, must be 1 to max_levels = 1"):
         attention.plan(Composition((view, view)))
 
 

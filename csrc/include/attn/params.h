@@ -41,14 +41,22 @@ struct PageTable {
   int32_t entry_step = 1;
 };
 
+/// One level of a composition: a BSR view.
+struct PlanLevel {
+  IndexArray qo_indptr;           // [num_groups + 1]
+  PageTable table;
+  const int32_t* rows = nullptr;  // row list, see Level
+  int32_t max_rows = 0;           // no row group reaches beyond: elements of `rows`, or the rows of Q
+  int32_t num_groups = 0;
+  int32_t causal = 0;
+  int32_t window_left = -1;
+};
+
 struct PlanParams {
   ScheduleConfig config;
   Schedule schedule;
-  IndexArray qo_indptr;      // [num_groups + 1]
-  PageTable table;
-  int32_t num_groups;
-  int32_t causal;
-  int32_t window_left;
+  PlanLevel levels[kMaxLevels];
+  int32_t num_levels;
 };
 
 /// The runtime values of the built-in variants (variants.h).
@@ -78,9 +86,10 @@ struct AttentionParams {
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;                // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
-  float* partial_o;          // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised
-  float* partial_lse;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind)]
+  float* partial_o;          // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised; then row states [max_levels, max_rows, num_qo_heads, head_dim]
+  float* partial_lse;        // like partial_o, without head_dim
   int32_t num_rows;          // rows of q; rows of the schedule beyond it are ignored
+  int32_t max_rows;          // as planned
   int32_t num_pages;         // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
   int32_t num_kv_heads;
   int32_t head_dim;

@@ -10,20 +10,40 @@ namespace attn {
 /// Threads of the device planner's one CTA.
 constexpr int32_t kPlanThreads = 512;
 
-/// Reads request i. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
-ATTN_HD RowGroup read_row_group(const PlanParams& p, int32_t i, uint32_t& errors) {
-  const PageTable& table = p.table;
+/// The level that row group `group` belongs to, and its number in that level.
+struct GroupPlace {
+  int32_t level;
+  int32_t index;
+};
+
+ATTN_HD GroupPlace find_level(const PlanParams& p, int32_t group) {
+  GroupPlace place{0, group};
+  while (place.index >= p.levels[place.level].num_groups) place.index -= p.levels[place.level++].num_groups;
+  return place;
+}
+
+ATTN_HD int32_t count_groups(const PlanParams& p) {
+  int32_t count = 0;
+  for (int32_t level = 0; level < p.num_levels; ++level) count += p.levels[level].num_groups;
+  return count;
+}
+
+/// Reads row group i of a level. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
+  const PlanLevel& level = p.levels[place.level];
+  const PageTable& table = level.table;
+  const int32_t i = place.index;
   RowGroup group;
 
-  const int64_t qo_first = p.qo_indptr[i];
-  const int64_t qo_last = p.qo_indptr[i + 1];
-  const int64_t qo_begin = clamp<int64_t>(qo_first, 0, p.config.max_rows);
-  const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, p.config.max_rows);
+  const int64_t qo_first = level.qo_indptr[i];
+  const int64_t qo_last = level.qo_indptr[i + 1];
+  const int64_t qo_begin = clamp<int64_t>(qo_first, 0, level.max_rows);
+  const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, level.max_rows);
   if (qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
   group.qo_begin = static_cast<int32_t>(qo_begin);
   group.qo_len = static_cast<int32_t>(qo_end - qo_begin);
 
-  int64_t entries;                       // elements of `indices` that belong to this request
+  int64_t entries;                       // elements of `indices` that belong to this group
   if (table.indptr) {
     const int64_t first = table.indptr[i];
     const int64_t last = table.indptr[i + 1];
@@ -56,30 +76,32 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, int32_t i, uint32_t& errors
   }
   group.kv_len = static_cast<int32_t>(kv_len);
   group.tile_begin = 0;
+  group.level = place.level;
+  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size);
   return group;
 }
 
-/// Row tiles of a request.
+/// Row tiles of a row group.
 ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
   const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
-  return static_cast<int32_t>(ceil_div<int64_t>(packed_rows, tile_rows(choose_kind(config, packed_rows))));
+  return static_cast<int32_t>(ceil_div<int64_t>(packed_rows, tile_rows(group.kind)));
 }
 
-/// Row tile number `index` of a request; cost_begin is left to the caller.
+/// Row tile number `index` of a row group; cost_begin is left to the caller.
 ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
   const ScheduleConfig& config = p.config;
   const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
   RowTile tile;
   tile.cost_begin = 0;
   tile.group = group_index;
-  tile.kind = choose_kind(config, packed_rows);
+  tile.kind = group.kind;
   tile.packed_begin = index * tile_rows(tile.kind);
 
   const int64_t packed_end = min_of<int64_t>(tile.packed_begin + tile_rows(tile.kind), packed_rows);
   const int32_t offset = group.kv_len - group.qo_len;
   const int32_t first = offset + tile.packed_begin / config.group_size;
   const int32_t last = offset + static_cast<int32_t>((packed_end - 1) / config.group_size);
-  const VariantParams variant{1.0f, 0.0f, p.causal, p.window_left};
+  const VariantParams variant{1.0f, 0.0f, p.levels[group.level].causal, p.levels[group.level].window_left};
   const TokenRange range = StandardVariant::any(variant, first, last, TokenRange{0, group.kv_len});
   tile.kv_end = max_of(range.end, 0);
   tile.kv_begin = round_down(min_of(max_of(range.begin, 0), tile.kv_end), config.kv_tile);
@@ -123,8 +145,40 @@ ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tile
   return position;
 }
 
-ATTN_HD ScheduleHeader make_header(const PlanParams& p, int32_t num_tiles, uint32_t errors) {
-  return ScheduleHeader{p.num_groups, num_tiles, errors, p.causal, p.window_left, p.table.entry_step, p.table.indices, p.table.num_entries};
+/// Everything but the levels.
+ATTN_HD void write_header(const PlanParams& p, int32_t num_groups, int32_t num_tiles, int64_t share, uint32_t errors) {
+  ScheduleHeader& header = *p.schedule.header;
+  header.num_groups = num_groups;
+  header.num_tiles = num_tiles;
+  header.errors = errors;
+  header.num_levels = p.num_levels;
+  header.share = share;
+  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
+    header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
+    header.pair_cost[kind] = p.config.pair_cost[kind];
+  }
+}
+
+ATTN_HD void write_level(const PlanParams& p, int32_t index) {
+  const PlanLevel& level = p.levels[index];
+  int32_t group_begin = 0;
+  for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
+  p.schedule.header->levels[index] =
+      Level{level.table.indices, level.rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
+}
+
+/// Whether each row's states are kept, to be merged over the levels.
+ATTN_HD bool keeps_row_states(const PlanParams& p) { return p.num_levels > 1; }
+
+/// Links row number `index` of a group, and reports a row that does not exist.
+ATTN_HD void link_row(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index, uint32_t& errors) {
+  const int32_t* rows = p.levels[group.level].rows;
+  const int32_t row = rows != nullptr ? rows[group.qo_begin + index] : group.qo_begin + index;
+  if (row < 0 || row >= p.config.max_rows) {
+    errors |= kRowInvalid;
+  } else if (keeps_row_states(p)) {
+    p.schedule.links[static_cast<int64_t>(group.level) * p.config.max_rows + row] = RowLink{group_index, index};
+  }
 }
 
 }  // namespace attn

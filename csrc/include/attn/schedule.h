@@ -3,6 +3,9 @@
 // Work is laid out on one line: row tile by row tile; inside a row tile KV head by KV head; inside a head KV tile by KV tile. Every CTA gets one interval of
 // that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An interval therefore starts and ends inside at most two (row tile, head) pairs, and a
 // pair that several CTAs share belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
+//
+// A composition of several levels puts the row groups of all its levels on that line. Then every row's attention states, one a level, are kept, and `links` says
+// which row group of each level holds a row.
 #pragma once
 
 #include "attn/math.h"
@@ -11,6 +14,9 @@
 namespace attn {
 
 constexpr int32_t kNumTileKinds = 4;
+
+/// Most levels of a composition.
+constexpr int32_t kMaxLevels = 8;
 
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
 ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 16 << kind; }
@@ -23,15 +29,18 @@ enum ScheduleError : uint32_t {
   kLastPageLenInvalid = 1u << 3,    // below 1 or above page_size for a request that has pages
   kTableRowInvalid = 1u << 4,       // row of the table outside it
   kPageIndexInvalid = 1u << 5,      // page id outside the cache (seen by the attention kernel)
+  kRowInvalid = 1u << 6,            // row of a row list outside [0, max_rows): it is left out
 };
 
-/// A row group of the BSR view: the rows and the pages of one request.
+/// A row group of a level's BSR view: rows, and the pages that they attend to.
 struct RowGroup {
-  int64_t table_begin;   // element of `indices` (or first row of a ragged tensor) where this request's pages start
-  int32_t qo_begin;      // first row of Q and O
+  int64_t table_begin;   // element of the level's `indices` (or first row of a ragged tensor) where its pages start
+  int32_t qo_begin;      // first row of Q and O, or first element of the level's row list
   int32_t qo_len;        // rows
   int32_t kv_len;        // tokens
   int32_t tile_begin;    // index of its first RowTile
+  int32_t level;
+  int32_t kind;          // of its row tiles
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist) and the tokens [kv_begin, kv_end) that any
@@ -60,15 +69,32 @@ ATTN_HD bool operator<(const Position& a, const Position& b) {
   return a.kv_tile < b.kv_tile;
 }
 
+/// What the row groups of one level have in common.
+struct Level {
+  const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
+  const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
+  int64_t num_entries;     // elements of `indices`
+  int32_t entry_step;      // see PageTable
+  int32_t causal;
+  int32_t window_left;     // tokens to the left of the query that stay visible; -1: all
+  int32_t group_begin;     // its first RowGroup
+};
+
 struct ScheduleHeader {
   int32_t num_groups;
   int32_t num_tiles;
   uint32_t errors;         // ScheduleError bits
-  int32_t causal;
-  int32_t window_left;     // tokens to the left of the query that stay visible; -1: all
-  int32_t entry_step;      // see PageTable
-  const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
-  int64_t num_entries;     // elements of `indices`
+  int32_t num_levels;
+  int64_t share;           // cost that each CTA gets
+  int32_t kv_tile_cost[kNumTileKinds];   // as in ScheduleConfig
+  int32_t pair_cost[kNumTileKinds];
+  Level levels[kMaxLevels];
+};
+
+/// Where a row is found in a level: a row group, and the row's number in it. group < 0: it is not in this level.
+struct RowLink {
+  int32_t group;
+  int32_t index;
 };
 
 /// What the schedule depends on besides the batch: fixed when an Attention object is made.
@@ -78,8 +104,9 @@ struct ScheduleConfig {
   int32_t kv_tile;                      // tokens of one KV tile
   int32_t max_kind;                     // largest kind of row tile that the kernel has
   int32_t num_ctas;
-  int32_t max_groups;                   // requests
+  int32_t max_groups;                   // row groups of all levels
   int32_t max_rows;                     // rows of Q
+  int32_t max_levels;
   int32_t max_tiles;
   int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumTileKinds];  // cost of one KV tile for each kind of row tile
@@ -93,23 +120,28 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows) {
   return kind;
 }
 
-/// Upper bound of the number of row tiles: a request has one tile, and one more for every full largest tile.
-inline int32_t max_row_tiles(int32_t max_groups, int64_t max_rows, int32_t group_size, int32_t max_kind) {
-  return static_cast<int32_t>(max_groups + max_rows * group_size / tile_rows(max_kind));
+/// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile; a row is in at most one group of each level.
+inline int32_t max_row_tiles(int32_t max_groups, int64_t max_rows, int32_t max_levels, int32_t group_size, int32_t max_kind) {
+  return static_cast<int32_t>(max_groups + max_levels * (max_rows * group_size / tile_rows(max_kind)));
 }
+
+/// Row links of a schedule: none are needed where there is only one level.
+inline int64_t max_row_links(const ScheduleConfig& config) { return config.max_levels > 1 ? int64_t{config.max_levels} * config.max_rows : 0; }
 
 /// Byte offsets of the schedule's arrays in its workspace.
 struct ScheduleLayout {
   int64_t groups;
   int64_t tiles;
   int64_t positions;
+  int64_t links;
   int64_t bytes;
 
   explicit ScheduleLayout(const ScheduleConfig& config) {
     groups = align(static_cast<int64_t>(sizeof(ScheduleHeader)));
     tiles = align(groups + static_cast<int64_t>(sizeof(RowGroup)) * config.max_groups);
     positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
-    bytes = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
+    links = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
+    bytes = align(links + static_cast<int64_t>(sizeof(RowLink)) * max_row_links(config));
   }
 
  private:
@@ -122,6 +154,7 @@ struct Schedule {
   RowGroup* groups;        // [max_groups]
   RowTile* tiles;          // [max_tiles]
   Position* positions;     // [num_ctas + 1]
+  RowLink* links;          // [num_levels][max_rows]; only where there are several levels
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
@@ -130,6 +163,7 @@ struct Schedule {
     groups = reinterpret_cast<RowGroup*>(base + layout.groups);
     tiles = reinterpret_cast<RowTile*>(base + layout.tiles);
     positions = reinterpret_cast<Position*>(base + layout.positions);
+    links = reinterpret_cast<RowLink*>(base + layout.links);
   }
 };
 
@@ -138,5 +172,23 @@ struct Schedule {
 enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 2 };
 
 ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
+
+/// With several levels the part that begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
+ATTN_HD int64_t row_state(int32_t level, int32_t max_rows, int32_t row, int32_t num_qo_heads, int32_t qo_head) {
+  return (static_cast<int64_t>(level) * max_rows + row) * num_qo_heads + qo_head;
+}
+
+/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position (planning.h) does, turned round.
+struct CtaRange {
+  int32_t begin;
+  int32_t end;
+};
+
+ATTN_HD CtaRange ctas_inside(const ScheduleHeader& header, const RowTile& tile, int32_t head, int32_t num_ctas) {
+  const int64_t kv_tile_cost = header.kv_tile_cost[tile.kind];
+  const int64_t first = tile.cost_begin + head * (header.pair_cost[tile.kind] + tile.num_kv_tiles * kv_tile_cost) + header.pair_cost[tile.kind];
+  const int64_t last = first + (tile.num_kv_tiles - 1) * kv_tile_cost;   // an interval starts inside if it starts behind `first` and not behind `last`
+  return CtaRange{static_cast<int32_t>(min_of<int64_t>(first / header.share + 1, num_ctas)), static_cast<int32_t>(min_of<int64_t>(last / header.share + 1, num_ctas))};
+}
 
 }  // namespace attn
