@@ -53,7 +53,7 @@ struct RingCursor {
 
 /// The work item under the cursor: from there to the end of the pair or of the interval.
 template <class Element, int kHeadDim, class Variant, bool kManyLevels, int kKind>
-__device__ __forceinline__ void run_work_item(const AttentionParams& params, const WorkCursor& cursor,
+__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& first_variant, const WorkCursor& cursor,
                                               KvLoader<kHeadDim, Variant, kManyLevels>& loader, RingCursor& ring, char* shared) {
   using Layout = WarpLayout<kHeadDim, kKind>;
   using Tile = SharedTile<kHeadDim>;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
-  const VariantParams variant = variant_params<kManyLevels>(params, params.schedule.groups[row_tile.group]);
+  const VariantParams variant = kManyLevels ? variant_params(params, params.schedule.groups[row_tile.group].level) : first_variant;
 
   WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
   const bool transforms_logits = Variant::transforms_logits(variant);
@@ -126,17 +126,18 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
 
   WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  KvLoader<kHeadDim, Variant, kManyLevels> loader(params, cursor, shared);
+  const VariantParams first_variant = variant_params(params, 0);
+  KvLoader<kHeadDim, Variant, kManyLevels> loader(params, first_variant, cursor, shared);
   loader.start();
   RingCursor ring;
 
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
-      case 0: run_work_item<Element, kHeadDim, Variant, kManyLevels, 0>(params, cursor, loader, ring, shared); break;
-      case 1: run_work_item<Element, kHeadDim, Variant, kManyLevels, 1>(params, cursor, loader, ring, shared); break;
-      case 2: run_work_item<Element, kHeadDim, Variant, kManyLevels, 2>(params, cursor, loader, ring, shared); break;
+      case 0: run_work_item<Element, kHeadDim, Variant, kManyLevels, 0>(params, first_variant, cursor, loader, ring, shared); break;
+      case 1: run_work_item<Element, kHeadDim, Variant, kManyLevels, 1>(params, first_variant, cursor, loader, ring, shared); break;
+      case 2: run_work_item<Element, kHeadDim, Variant, kManyLevels, 2>(params, first_variant, cursor, loader, ring, shared); break;
       default:
-        if constexpr (max_kind(kHeadDim) >= 3) run_work_item<Element, kHeadDim, Variant, kManyLevels, 3>(params, cursor, loader, ring, shared);
+        if constexpr (max_kind(kHeadDim) >= 3) run_work_item<Element, kHeadDim, Variant, kManyLevels, 3>(params, first_variant, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);
   }

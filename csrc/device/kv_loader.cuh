@@ -32,6 +32,7 @@ struct KvLoader {
   static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
 
   const AttentionParams& params;
+  const VariantParams& first_variant;   // of level 0
   char* shared;
   WorkCursor cursor;        // KV tile that is looked up
   int32_t level;
@@ -44,8 +45,8 @@ struct KvLoader {
   bool more;                // the cursor is inside the interval
   bool published;           // so was it when addresses were published last: there is a KV tile to be copied
 
-  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const WorkCursor& first, char* shared_)
-      : params(params_), shared(shared_), cursor(first), level(0) {
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& first_variant_, const WorkCursor& first, char* shared_)
+      : params(params_), first_variant(first_variant_), shared(shared_), cursor(first), level(0) {
     load_row_tile();
     look_up(page_table());
   }
@@ -126,7 +127,7 @@ struct KvLoader {
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
-    const VariantParams variant = variant_params<kManyLevels>(params, group);
+    const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
     const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
     visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
     visible_end = all.end;

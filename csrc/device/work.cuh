@@ -34,10 +34,9 @@ struct WorkCursor {
   }
 };
 
-/// The variant's values for a row group.
-template <bool kManyLevels>
-__device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, const RowGroup& group) {
-  const Level& level = params.schedule.header->levels[kManyLevels ? group.level : 0];
+/// The variant's values for a level.
+__device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, int32_t index) {
+  const Level& level = params.schedule.header->levels[index];
   return VariantParams{params.sm_scale, params.logits_soft_cap, level.causal, level.window_left};
 }
 

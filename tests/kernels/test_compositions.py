@@ -661,7 +661,7 @@ def test_row_list_that_is_too_short(device: torch.device) -> None:
     memory = make_memory(numpy.random.default_rng(0), Shape(2, 4, 64, torch.bfloat16, 4, None), device, [30])
     table = memory.table(numpy.random.default_rng(0), [0])
     view = BSRView(torch.tensor([0, 6], dtype=torch.int32, device=device), table, rows=torch.arange(4, dtype=torch.int32, device=device))
-    attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8)
+    attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"\brows\b"):
             attention.plan(view)
