@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,8 @@ _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
+_CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
+_MAX_CUDA_INVARIANT_BATCH = 1024     # each may become 32 row groups
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 
 
@@ -40,9 +42,14 @@ class Attention:
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
-        max_levels: most levels of a composition; at least 2 for views with a row list. More than one costs a state of head_dim + 1 floats for each
-            of max_levels * max_rows * num_qo_heads.
+        max_levels: most levels of a composition. More than one costs a state of head_dim + 1 floats for each of max_levels * max_rows * num_qo_heads.
         num_ctas: parts that the work is split into; default: what the device holds at once.
+        cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
+            views of 2 to 1024 requests with a page table and no row list, and leaves requests alone whose rows fill the largest row tile. "always": takes
+            whatever there is room for, for tests.
+        batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
+            length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
+        costs: "cuda" on a CPU: plan with the row tiles and the costs of the CUDA kernels, to look at their schedules.
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -61,6 +68,9 @@ class Attention:
         max_batch: int,
         max_levels: int = 1,
         num_ctas: int | None = None,
+        cascade: bool | Literal["always"] = True,
+        batch_invariant: bool = False,
+        costs: Literal["cpu", "cuda"] | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -76,6 +86,14 @@ class Attention:
             _refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
         if device.type == "cuda" and max_batch * max_levels > _MAX_CUDA_BATCH:
             _refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+        if cascade not in _CASCADE_MODES:
+            _refuse("cascade", repr(cascade), "True, False or 'always'")
+        if batch_invariant and max_levels != 1:
+            _refuse("max_levels", max_levels, "1 with batch_invariant=True")
+        if batch_invariant and device.type == "cuda" and max_batch > _MAX_CUDA_INVARIANT_BATCH:
+            _refuse("max_batch", max_batch, f"at most {_MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
+        if costs not in (None, device.type) and (costs, device.type) != ("cuda", "cpu"):
+            _refuse("costs", repr(costs), f"None or {device.type!r} (on a CPU also 'cuda')")
         if num_ctas is not None and not 1 <= num_ctas <= 4096:
             _refuse("num_ctas", num_ctas, "in [1, 4096]")
 
@@ -87,6 +105,7 @@ class Attention:
         self.max_rows = max_rows
         self.max_batch = max_batch
         self.max_levels = max_levels
+        self.batch_invariant = batch_invariant
         self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
         self._levels: tuple[BSRView, ...] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
@@ -104,9 +123,12 @@ class Attention:
             max_batch,
             max_levels,
             num_ctas or 0,
+            _CASCADE_MODES[cascade],
+            batch_invariant,
+            (costs or device.type) == "cuda",
             on_cuda,
             device.index or 0,
-            *_kernel_files(dtype, head_dim, max_levels, device),
+            *_kernel_files(dtype, head_dim, device),
         )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = self._library.workspace_size(self._handle)
@@ -195,7 +217,7 @@ class Attention:
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
-        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)), self.max_rows)
+        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
 
     def raise_for_errors(self) -> None:
         """Reads the device's error word (synchronises; does nothing while a CUDA graph is being captured).
@@ -235,10 +257,9 @@ def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
         _refuse("device", device, "a CUDA device or the CPU")
 
 
-def _kernel_files(dtype: torch.dtype, head_dim: int, max_levels: int, device: torch.device) -> tuple[str, ...]:
+def _kernel_files(dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return "", "", ""
     arch = arch_of(torch.cuda.get_device_capability(device))
     name = _DTYPE_NAMES[dtype]
-    suffix = "_levels" if max_levels > 1 else ""     # kernels of one level are smaller and faster
-    return tuple(str(find_kernel(kernel, arch)) for kernel in ("plan", f"attention_{name}_d{head_dim}{suffix}", f"merge_{name}{suffix}"))
+    return tuple(str(find_kernel(kernel, arch)) for kernel in ("plan", f"attention_{name}_d{head_dim}", f"merge_{name}"))

@@ -45,25 +45,29 @@ class AttentionKernel {
     }
   }
 
-  static void merge_row(const AttentionParams& params, int32_t head_dim, int32_t row, Scratch& scratch) {
+  /// All heads of row number `merge_row` among those that are in several row groups.
+  static void merge_row(const AttentionParams& params, int32_t head_dim, int32_t merge_row, Scratch& scratch) {
     const ScheduleHeader& header = *params.schedule.header;
     const int32_t group_size = params.group_size.divisor;
     for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
       int parts = 0;
-      for (int32_t level = 0; level < header.num_levels; ++level) {
-        const RowLink link = params.schedule.links[int64_t{level} * params.max_rows + row];
+      int64_t row = -1;
+      for (int32_t i = 0; i < header.num_links; ++i) {
+        const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
         if (link.group < 0) continue;
         const RowGroup& group = params.schedule.groups[link.group];
         const int32_t packed = link.index * group_size + head % group_size;
         const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
         if (tile >= header.num_tiles) continue;
-        scratch.states[parts++] = row_state_index(params, level, row, head);
+        if (row < 0) row = query_row(params, group, link.index);
+        scratch.states[parts++] = row_state_index(params, group, link.index, head);
         const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], head / group_size, params.num_ctas);
         for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
           scratch.states[parts++] = int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
         }
       }
-      if (parts > 0) merge_states(params, head_dim, parts, row_out(params, RowPlace{true, row, head}), scratch);
+      if (row < 0 || row >= params.num_rows) return;
+      merge_states(params, head_dim, parts, row_out(params, RowPlace{true, row, head}), scratch);
     }
   }
 
@@ -110,15 +114,19 @@ class AttentionKernel {
     return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
   }
 
-  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int row) {
+  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int tile_row) {
     const RowTile& tile = params.schedule.tiles[item.tile];
-    const int32_t packed = tile.packed_begin + row;
+    const int32_t packed = tile.packed_begin + tile_row;
     const int32_t i = params.group_size.divide(packed);
-    const int32_t* list = level_of(params, item).rows;
-    int64_t query_row = params.schedule.groups[tile.group].qo_begin + i;
-    if (list != nullptr) query_row = list[query_row];
+    const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
     const int64_t query_head = int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
-    return RowPlace{query_row >= 0 && query_row < params.num_rows, query_row, query_head};
+    return RowPlace{row >= 0 && row < params.num_rows, row, query_head};
+  }
+
+  /// Row of Q and O that is row number `index` of a group.
+  static int64_t query_row(const AttentionParams& params, const RowGroup& group, int32_t index) {
+    const int32_t* list = params.schedule.header->levels[group.level].rows;
+    return list != nullptr ? list[group.qo_begin + index] : group.qo_begin + index;
   }
 
   static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
@@ -127,10 +135,10 @@ class AttentionKernel {
     return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
   }
 
-  /// Row of partial_o and partial_lse that keeps a row's state of one level.
-  static int64_t row_state_index(const AttentionParams& params, int32_t level, int64_t row, int64_t head) {
+  /// Row of partial_o and partial_lse that keeps the state of a group's row number `index`.
+  static int64_t row_state_index(const AttentionParams& params, const RowGroup& group, int32_t index, int64_t head) {
     const int64_t slots = int64_t{params.num_ctas} * kSlotsPerCta * params.max_tile_rows;
-    return slots + row_state(level, params.max_rows, static_cast<int32_t>(row), params.num_kv_heads * params.group_size.divisor, static_cast<int32_t>(head));
+    return slots + row_state(group.state_begin + index, params.num_kv_heads * params.group_size.divisor, static_cast<int32_t>(head));
   }
 
   /// Merges the first `count` of scratch.states.
@@ -381,7 +389,7 @@ class AttentionKernel {
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
       if (out.lse != nullptr) *out.lse = lse;
     } else {
-      const int64_t state = item_.partial == kRowStates ? row_state_index(params_, group_.level, place.row, place.head)
+      const int64_t state = item_.partial == kRowStates ? row_state_index(params_, group_, params_.group_size.divide(tile_.packed_begin + row), place.head)
                                                         : int64_t{item_.partial} * params_.max_tile_rows + row;
       float* o = params_.partial_o + state * head_dim_;
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);

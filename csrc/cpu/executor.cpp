@@ -47,7 +47,7 @@ class CtaInterval {
     item.head = position_.head;
     item.kv_tile_begin = position_.kv_tile;
     item.kv_tile_end = ends_inside ? end_.kv_tile : num_kv_tiles;
-    const bool keeps_row_states = params_.schedule.header->num_levels > 1;
+    const bool keeps_row_states = params_.schedule.groups[params_.schedule.tiles[position_.tile].group].state_begin >= 0;
     const bool is_whole = item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles;
     if (keeps_row_states && item.kv_tile_begin == 0) item.partial = kRowStates;
     else item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
@@ -75,13 +75,14 @@ void run_cta(const AttentionParams& params, const Kernels& kernels, int32_t head
   }
 }
 
-/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's.
+/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's, but for those whose rows keep states.
 std::vector<SplitPair> find_split_pairs(const AttentionParams& params) {
   const Position* positions = params.schedule.positions;
   std::vector<SplitPair> pairs;
   for (int32_t cta = 0; cta + 1 < params.num_ctas; ++cta) {
     const Position end = positions[cta + 1];
-    if (end.kv_tile == 0 || Position{end.tile, end.head, 0} < positions[cta]) continue;
+    if (end.kv_tile == 0 || Position{end.tile, end.head, 0, 0} < positions[cta]) continue;
+    if (params.schedule.groups[params.schedule.tiles[end.tile].group].state_begin >= 0) continue;
     int32_t last = cta + 1;
     while (last + 1 < params.num_ctas && positions[last + 1].tile == end.tile && positions[last + 1].head == end.head) ++last;
     pairs.push_back(SplitPair{end.tile, end.head, cta, last});
@@ -127,16 +128,13 @@ void run_attention(const AttentionParams& params, DataType dtype, int32_t head_d
   auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
   parallel_for(params.num_ctas, use_threads, run);
 
-  if (params.schedule.header->num_levels > 1) {
-    auto merge = [&](int32_t row) { kernels.merge_row(params, head_dim, row, thread_scratch()); };
-    parallel_for(min_of(params.num_rows, params.max_rows), use_threads, merge);
-    return;
-  }
+  auto merge_row = [&](int32_t row) { kernels.merge_row(params, head_dim, row, thread_scratch()); };
+  parallel_for(params.schedule.header->num_merge_rows, use_threads, merge_row);
   const std::vector<SplitPair> pairs = find_split_pairs(params);
   int64_t parts = 0;
   for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;
-  auto merge = [&](int32_t i) { kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)], thread_scratch()); };
-  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4, merge);
+  auto merge_pair = [&](int32_t i) { kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)], thread_scratch()); };
+  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4, merge_pair);
 }
 
 void append(const AppendParams& params) {

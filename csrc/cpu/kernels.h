@@ -56,7 +56,7 @@ struct alignas(64) Scratch {
   float row_sum[kMaxTileRows];
   float no_token[kMaxHeadDim];               // zeros: stands in for a token after the last of a block
   TokenRows tokens[2];                       // the block in work and the next one
-  int64_t states[kMaxCtas + kMaxLevels];     // rows of partial_o that are being merged
+  int64_t states[kMaxCtas + kMaxLinks];     // rows of partial_o that are being merged
 };
 
 /// Runs an item; `next`, if there is one, is what this thread will run after it.
@@ -66,8 +66,8 @@ using MergeRow = void (*)(const AttentionParams&, int32_t head_dim, int32_t row,
 
 struct Kernels {
   RunWorkItem run_work_item;
-  MergePair merge_pair;   // one level: a pair that several CTAs share
-  MergeRow merge_row;     // several levels: all heads of a row
+  MergePair merge_pair;   // a pair that several CTAs share
+  MergeRow merge_row;     // all heads of a row that is in several row groups
 };
 
 // The kernels of each instruction set for a dtype.

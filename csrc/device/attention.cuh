@@ -63,18 +63,19 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
-  const VariantParams variant = kManyLevels ? variant_params(params, params.schedule.groups[row_tile.group].level) : first_variant;
+  // Read again where it is needed: it would occupy registers over the whole item.
+  const auto variant_of_level = [&] { return kManyLevels ? variant_params(params, params.schedule.groups[row_tile.group].level) : first_variant; };
 
   WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
-  const bool transforms_logits = Variant::transforms_logits(variant);
-  state.scale = transforms_logits ? kLog2E : variant.sm_scale * kLog2E;
+  const bool transforms_logits = Variant::transforms_logits(first_variant);
+  state.scale = transforms_logits ? kLog2E : params.sm_scale * kLog2E;
 
   TokenRange unmasked;   // tokens that every row of this warp sees: their KV tiles need no mask
   {
     const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
     __syncthreads();     // the previous item's output has left the Q tile
     load_q<kHeadDim, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
-    unmasked = Variant::all(variant, rows.position(warp.first_row, params.group_size), rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
+    unmasked = Variant::all(variant_of_level(), rows.position(warp.first_row, params.group_size), rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
                             TokenRange{0, row_tile.kv_end});
   }
 
@@ -92,10 +93,10 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     state.template scores<Layout::kTokens>(s, q, k_slot + Tile::columns_first(lane));
 
-    if (transforms_logits) transform_logits<Variant>(variant, s);
+    if (transforms_logits) transform_logits<Variant>(first_variant, s);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
       const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-      mask_scores<Variant>(variant, s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
+      mask_scores<Variant>(variant_of_level(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
     }
     uint32_t p[Layout::kRowBlocks][Layout::kTokens / 8][2];
     state.update(s, p);
@@ -120,12 +121,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 }
 
 template <class Element, int kHeadDim, class Variant, bool kManyLevels>
-__device__ __forceinline__ void attention(const AttentionParams& params) {
+__device__ __forceinline__ void run_interval(const AttentionParams& params, WorkCursor cursor) {
   extern __shared__ __align__(1024) char shared[];
-  ptx::wait_for_previous_grid();
-
-  WorkCursor cursor(params.schedule, blockIdx.x);
-  if (cursor.done()) return;
   const VariantParams first_variant = variant_params(params, 0);
   KvLoader<kHeadDim, Variant, kManyLevels> loader(params, first_variant, cursor, shared);
   loader.start();
@@ -143,6 +140,18 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   }
   ptx::allow_next_grid();
   ptx::cp_async_wait<0>();
+}
+
+template <class Element, int kHeadDim, class Variant>
+__device__ __forceinline__ void attention(const AttentionParams& params) {
+  ptx::wait_for_previous_grid();
+  const WorkCursor cursor(params.schedule, blockIdx.x);
+  if (cursor.done()) return;
+  if (__builtin_expect(cursor.now.is_plain, 1)) {
+    run_interval<Element, kHeadDim, Variant, false>(params, cursor);
+  } else {
+    run_interval<Element, kHeadDim, Variant, true>(params, cursor);
+  }
 }
 
 }  // namespace attn

@@ -23,6 +23,51 @@ struct PageTableView {
   int32_t entry_step;
 };
 
+/// What the lookups need of a row tile.
+struct LoadedTile {
+  int64_t table_begin;
+  int32_t first_token;
+  int32_t visible_begin;    // tokens that some row of the row tile sees
+  int32_t visible_end;
+  int32_t num_kv_tiles;
+};
+
+/// Where that is kept: in registers; or, where the schedule is not plain, with its page table in the warp's part of shared memory.
+template <bool kManyLevels>
+struct LoadedTileStore {
+  LoadedTile tile;
+
+  __device__ __forceinline__ explicit LoadedTileStore(char*) {}
+  __device__ __forceinline__ const LoadedTile& get() const { return tile; }
+  __device__ __forceinline__ void set(const LoadedTile& loaded, const AttentionParams&, int32_t) { tile = loaded; }
+
+  /// Level 0's; read again at every KV tile, well before it is needed.
+  __device__ __forceinline__ PageTableView page_table(const AttentionParams& params) const {
+    const Level& level = params.schedule.header->levels[0];
+    return PageTableView{level.indices, level.num_entries, level.entry_step};
+  }
+};
+
+template <>
+struct LoadedTileStore<true> {
+  struct Entry {
+    LoadedTile tile;
+    PageTableView table;
+  };
+  static_assert(sizeof(Entry) <= kLoadedTileBytes);
+  Entry& entry;
+
+  __device__ __forceinline__ explicit LoadedTileStore(char* memory) : entry(reinterpret_cast<Entry*>(memory)[threadIdx.x / 32]) {}
+  __device__ __forceinline__ const LoadedTile& get() const { return entry.tile; }
+  __device__ __forceinline__ void set(const LoadedTile& loaded, const AttentionParams& params, int32_t level_number) {
+    __syncwarp();
+    const Level& level = params.schedule.header->levels[level_number];
+    if (threadIdx.x % 32 == 0) entry = Entry{loaded, PageTableView{level.indices, level.num_entries, level.entry_step}};
+    __syncwarp();
+  }
+  __device__ __forceinline__ PageTableView page_table(const AttentionParams&) const { return entry.table; }
+};
+
 template <int kHeadDim, class Variant, bool kManyLevels>
 struct KvLoader {
   static constexpr int kTokens = kv_tile(kHeadDim);
@@ -35,18 +80,13 @@ struct KvLoader {
   const VariantParams& first_variant;   // of level 0
   char* shared;
   WorkCursor cursor;        // KV tile that is looked up
-  int32_t level;
-  int64_t table_begin;
-  int32_t first_token;      // of the row tile
-  int32_t visible_begin;    // tokens that some row of the row tile sees
-  int32_t visible_end;
-  int32_t num_kv_tiles;
+  LoadedTileStore<kManyLevels> store;
   int32_t entry;            // of the page table, for this thread's token
   bool more;                // the cursor is inside the interval
   bool published;           // so was it when addresses were published last: there is a KV tile to be copied
 
   __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& first_variant_, const WorkCursor& first, char* shared_)
-      : params(params_), first_variant(first_variant_), shared(shared_), cursor(first), level(0) {
+      : params(params_), first_variant(first_variant_), shared(shared_), cursor(first), store(shared_ + SharedLayout(kHeadDim).loading) {
     load_row_tile();
     look_up(page_table());
   }
@@ -113,44 +153,45 @@ struct KvLoader {
   /// This thread's token. One that no row of the row tile sees is replaced by the nearest that some row does: what the cache holds there (NaN, or the page of
   /// another request) must not reach the output, and what is copied instead is masked.
   __device__ __forceinline__ int32_t token() const {
-    const int32_t t = first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
-    return clamp(t, visible_begin, visible_end - 1);
+    const LoadedTile& tile = store.get();
+    const int32_t t = tile.first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
+    return clamp(t, tile.visible_begin, tile.visible_end - 1);
   }
 
-  __device__ __forceinline__ bool sees_nothing() const { return visible_begin >= visible_end; }
+  __device__ __forceinline__ bool sees_nothing() const { return store.get().visible_begin >= store.get().visible_end; }
 
   /// Reads what the lookups need of the row tile under the cursor. Behind the end of the interval: a row tile that sees nothing.
   __device__ __forceinline__ void load_row_tile() {
     more = !cursor.done();
-    visible_begin = visible_end = 0;
-    if (!more) return;
+    LoadedTile loaded{};
+    if (!more) {
+      store.set(loaded, params, 0);
+      return;
+    }
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
     const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
-    visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
-    visible_end = all.end;
-    first_token = tile.kv_begin;
-    num_kv_tiles = tile.num_kv_tiles;
-    table_begin = group.table_begin;
-    if constexpr (kManyLevels) level = group.level;
+    loaded.visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
+    loaded.visible_end = all.end;
+    loaded.first_token = tile.kv_begin;
+    loaded.num_kv_tiles = tile.num_kv_tiles;
+    loaded.table_begin = group.table_begin;
+    store.set(loaded, params, group.level);
   }
 
-  __device__ __forceinline__ PageTableView page_table() const {
-    const Level& of_level = params.schedule.header->levels[kManyLevels ? level : 0];
-    return PageTableView{of_level.indices, of_level.num_entries, of_level.entry_step};
-  }
+  __device__ __forceinline__ PageTableView page_table() const { return store.page_table(params); }
 
   /// Starts to read the page table for the KV tile under the cursor.
   __device__ __forceinline__ void look_up(const PageTableView& table) {
     if (sees_nothing()) return;
     const int32_t page = params.page_size.divide(token());
     if (table.indices != nullptr) {
-      const int64_t index = clamp<int64_t>(table_begin + static_cast<int64_t>(page) * table.entry_step, 0, table.num_entries - 1);
+      const int64_t index = clamp<int64_t>(store.get().table_begin + static_cast<int64_t>(page) * table.entry_step, 0, table.num_entries - 1);
       entry = __ldg(table.indices + index);
     } else {
-      entry = static_cast<int32_t>(min_of<int64_t>(table_begin + page, 0x7fffffff));
+      entry = static_cast<int32_t>(min_of<int64_t>(store.get().table_begin + page, 0x7fffffff));
     }
   }
 
@@ -171,14 +212,14 @@ struct KvLoader {
     published = more;
   }
 
-  /// On to the next KV tile of the interval. Whether it is of another level, with another page table.
+  /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
   __device__ __forceinline__ bool advance() {
-    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(num_kv_tiles)) return false;
+    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;
-    const int32_t was = level;
     cursor.next_pair(params.num_kv_heads);
-    if (cursor.done() || cursor.now.tile != tile) load_row_tile();
-    return level != was;
+    if (!cursor.done() && cursor.now.tile == tile) return false;
+    load_row_tile();
+    return true;
   }
 };
 

@@ -1,10 +1,10 @@
 // Merges the states of a row, one warp a row and head.
 //
-// One level: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y) serves the pair in whose middle CTA x's interval ends, if
-// that is where the pair's first part ends; rows of the tile go round robin over the blocks of a column. Any grid with num_ctas columns works.
+// Rows of one row group: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y) serves the pair in whose middle CTA x's interval
+// ends, if that is where the pair's first part ends; rows of the tile go round robin over the blocks of a column. Any grid with num_ctas columns works.
 //
-// Several levels: every row has a state in each level that it is in, and more parts where its row tile is shared by several CTAs. Rows go round robin over all
-// warps. The order of merging is fixed: level by level, and in a level in the order of the CTAs.
+// Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several CTAs. They go round robin over all warps. The
+// order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
 #include "attn/params.h"
@@ -31,6 +31,9 @@ __device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& par
   }
 }
 
+/// Columns that a warp merges at a time.
+constexpr int kMergeColumns = 128;
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -43,152 +46,92 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// The parts of a pair: number 0 ends inside CTA `cta`'s interval, number i starts CTA cta + i's.
-struct PairStates {
-  const AttentionParams& params;
-  int32_t cta;
-  int32_t count;
+/// The parts of a row's result for one head. Lane l of the warp looks after link l: the parts of one row group, the first in `first_state`, the others where the CTAs
+/// from `first_cta` on started. Rows of one row group have one link.
+struct Parts {
+  int32_t count;           // of all links
+  int32_t end;             // of this lane's link and of those before it
+  int32_t of_link;         // of this lane's link; 0: there is none
+  int32_t first_cta;
   int32_t tile_row;
-
-  /// Row of partial_o and partial_lse that holds part number `part`.
-  __device__ __forceinline__ int64_t row(int32_t part) const {
-    const int32_t slot = part == 0 ? partial_slot(cta, kEndsInside) : partial_slot(cta + part, kStartsInside);
-    return static_cast<int64_t>(slot) * params.max_tile_rows + tile_row;
-  }
-
-  /// The same for a part that is the same in all lanes.
-  __device__ __forceinline__ int64_t uniform_row(int32_t part, int64_t) const { return row(part); }
-};
-
-/// The states of a row and head over all levels. Lane l of the warp looks after level l.
-struct RowStates {
-  const AttentionParams& params;
-  int32_t count;           // of all levels; 0: the row is in none
-  int32_t parts_before;    // of the levels before this lane's
-  int32_t level_parts;     // of this lane's level; 0: the row is not in it
-  int32_t first_cta;       // that starts inside the row's tile
-  int32_t tile_row;
-  int64_t first_state;
-
-  /// Takes part as a whole warp.
-  __device__ __forceinline__ RowStates(const AttentionParams& params_, int32_t row, int32_t qo_head) : params(params_) {
-    const ScheduleHeader& header = *params.schedule.header;
-    const int32_t level = threadIdx.x % 32;
-    level_parts = first_cta = tile_row = 0;
-    first_state = 0;
-    if (level < header.num_levels) {
-      const RowLink link = params.schedule.links[static_cast<int64_t>(level) * params.max_rows + row];
-      if (link.group >= 0) {
-        const RowGroup& group = params.schedule.groups[link.group];
-        const int32_t kv_head = params.group_size.divide(qo_head);
-        const int32_t packed = link.index * params.group_size.divisor + params.group_size.modulo(qo_head);
-        tile_row = packed % tile_rows(group.kind);
-        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
-        if (tile < header.num_tiles) {
-          const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], kv_head, params.num_ctas);
-          level_parts = 1 + inside.end - inside.begin;
-          first_cta = inside.begin;
-          first_state = row_state_index(params, level, row, qo_head);
-        }
-      }
-    }
-    int32_t total = level_parts;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int32_t before = __shfl_up_sync(0xffffffffu, total, offset);
-      if (level >= offset) total += before;
-    }
-    parts_before = total - level_parts;
-    count = __shfl_sync(0xffffffffu, total, 31);
-  }
+  int64_t first_state;     // row of partial_o and partial_lse
 
   /// Row of partial_o and partial_lse that holds part number `part`, which may differ from lane to lane; all lanes take part.
-  __device__ __forceinline__ int64_t row(int32_t part) const {
-    int64_t result = 0;
+  __device__ __forceinline__ int64_t state(int32_t part, int32_t max_tile_rows) const {
+    int32_t link = 0;      // the first whose parts end behind `part`
 #pragma unroll
-    for (int level = 0; level < kMaxLevels; ++level) {
-      const int32_t number = part - __shfl_sync(0xffffffffu, parts_before, level);
-      const int32_t parts = __shfl_sync(0xffffffffu, level_parts, level);
-      const int64_t state = __shfl_sync(0xffffffffu, first_state, level);
-      const int64_t slot = partial_slot(__shfl_sync(0xffffffffu, first_cta, level) + number - 1, kStartsInside);
-      const int32_t slot_row = __shfl_sync(0xffffffffu, tile_row, level);
-      if (number >= 0 && number < parts) result = number == 0 ? state : slot * params.max_tile_rows + slot_row;
+    for (int step = 16; step > 0; step /= 2) {
+      if (__shfl_sync(0xffffffffu, end, link + step - 1) <= part) link += step;
     }
-    return result;
+    const int32_t number = part - __shfl_sync(0xffffffffu, end - of_link, link);
+    const int64_t first = __shfl_sync(0xffffffffu, first_state, link);
+    const int32_t cta = __shfl_sync(0xffffffffu, first_cta, link) + number - 1;
+    const int64_t slot_row = static_cast<int64_t>(partial_slot(cta, kStartsInside)) * max_tile_rows + __shfl_sync(0xffffffffu, tile_row, link);
+    return number == 0 ? first : slot_row;
   }
-
-  /// The same for a part that is the same in all lanes; `found`: what row() said of part number part % 32 there.
-  __device__ __forceinline__ int64_t uniform_row(int32_t part, int64_t found) const { return __shfl_sync(0xffffffffu, found, part % 32); }
 };
 
-/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
-template <class Element, int kColumnGroups, class States>
-__device__ __forceinline__ void merge_row(const States& parts, const OutputRow& row) {
-  const AttentionParams& params = parts.params;
+/// Where partial states are, and where a row's result goes.
+struct MergeTarget {
+  const float* partial_o;
+  const float* partial_lse;
+  void* o;
+  float* lse;              // nullptr: not wanted
+  int32_t head_dim;
+  int32_t max_tile_rows;
+};
+
+/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. Not inlined: what a launch of the merge kernel costs grows with its
+/// code (docs/decisions.md).
+template <class Element>
+__device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
   constexpr int kBatch = 4;   // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
-  float4 o[kColumnGroups];
-#pragma unroll
-  for (int c = 0; c < kColumnGroups; ++c) o[c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float maximum = minus_infinity();   // of the parts' lse, to base 2
-  float sum = 0.0f;                   // of exp2(lse - maximum)
+  for (int32_t column = lane * 4; column - lane * 4 < target.head_dim; column += kMergeColumns) {
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float maximum = minus_infinity();   // of the parts' lse, to base 2
+    float sum = 0.0f;                   // of exp2(lse - maximum)
+    for (int32_t first = 0; first < parts.count; first += 32) {
+      // Lane i finds and weighs part first + i.
+      const int64_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
+      const float lse = first + lane < parts.count ? target.partial_lse[state] * kLog2E : minus_infinity();
+      const float new_maximum = fmaxf(maximum, warp_max(lse));
+      const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
+      const float weight = ptx::ex2(lse - base);
+      const float correction = ptx::ex2(maximum - base);
+      sum = sum * correction + warp_sum(weight);
+      maximum = new_maximum;
+      o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
 
-  for (int32_t first = 0; first < parts.count; first += 32) {
-    // Lane i finds and weighs part first + i.
-    const int64_t state = parts.row(min_of(first + lane, parts.count - 1));
-    const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
-    const float new_maximum = fmaxf(maximum, warp_max(lse));
-    const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
-    const float weight = ptx::ex2(lse - base);
-    const float correction = ptx::ex2(maximum - base);
-    sum = sum * correction + warp_sum(weight);
-    maximum = new_maximum;
+      const int32_t count = min_of(parts.count - first, 32);
+      for (int32_t i = 0; i < count; i += kBatch) {
+        float4 x[kBatch];
 #pragma unroll
-    for (int c = 0; c < kColumnGroups; ++c) o[c] = make_float4(o[c].x * correction, o[c].y * correction, o[c].z * correction, o[c].w * correction);
-
-    const int32_t count = min_of(parts.count - first, 32);
-    for (int32_t i = 0; i < count; i += kBatch) {
-      float4 x[kBatch][kColumnGroups];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const float* part = params.partial_o + parts.uniform_row(first + i + j, state) * params.head_dim;
-#pragma unroll
-        for (int c = 0; c < kColumnGroups; ++c) {
-          const int32_t column = c * 128 + lane * 4;
-          x[j][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j < count && column < params.head_dim) x[j][c] = *reinterpret_cast<const float4*>(part + column);
+        for (int j = 0; j < kBatch; ++j) {
+          const float* part = target.partial_o + __shfl_sync(0xffffffffu, state, i + j) * target.head_dim;
+          x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (i + j < count && column < target.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
         }
-      }
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, i + j);   // 0 behind the last part
-#pragma unroll
-        for (int c = 0; c < kColumnGroups; ++c) {
-          o[c] = make_float4(o[c].x + w * x[j][c].x, o[c].y + w * x[j][c].y, o[c].z + w * x[j][c].z, o[c].w + w * x[j][c].w);
+        for (int j = 0; j < kBatch; ++j) {
+          const float w = __shfl_sync(0xffffffffu, weight, i + j);   // 0 behind the last part
+          o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
         }
       }
     }
-  }
 
-  const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-#pragma unroll
-  for (int c = 0; c < kColumnGroups; ++c) {
-    const int32_t column = c * 128 + lane * 4;
-    if (column < params.head_dim) {
-      *reinterpret_cast<uint2*>(row.o(params) + column * kElementBytes) =
-          make_uint2(Element::pack(o[c].x * inverse, o[c].y * inverse), Element::pack(o[c].z * inverse, o[c].w * inverse));
+    const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    if (column < target.head_dim) {
+      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * kElementBytes) =
+          make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
     }
+    if (column == 0 && target.lse != nullptr) *target.lse = state_lse(maximum, sum);
   }
-  if (lane == 0) row.write_lse(params, state_lse(maximum, sum));
 }
 
-template <class Element, class States>
-__device__ __forceinline__ void merge_row_of_any_width(const States& parts, const OutputRow& row) {
-  if (parts.params.head_dim <= 128) {
-    merge_row<Element, 1>(parts, row);
-  } else {
-    merge_row<Element, 2>(parts, row);
-  }
+template <class Element>
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, const Parts& parts) {
+  merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params), params.head_dim, params.max_tile_rows}, parts);
 }
 
 /// Merges the rows of the pair that block column x serves.
@@ -206,42 +149,80 @@ __device__ __forceinline__ void merge_pair(const AttentionParams& params) {
   const int32_t count = 1 + count_parts_behind(params, cta, pair);
   const RowTileRows<kManyLevels> rows(schedule, pair.tile, params.group_size.divisor);
   ptx::wait_for_previous_grid();
+  if constexpr (kManyLevels) {
+    if (rows.state_begin >= 0) return;
+  }
 
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   for (int32_t tile_row = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32; tile_row < rows.count; tile_row += gridDim.y * kWarpsPerBlock) {
     const OutputRow row(params, rows, pair.head, tile_row);
-    if (row.exists) merge_row_of_any_width<Element>(PairStates{params, cta, count, tile_row}, row);
+    const int64_t first_state = static_cast<int64_t>(partial_slot(cta, kEndsInside)) * params.max_tile_rows + tile_row;
+    if (row.exists) merge_row<Element>(params, row, Parts{count, count, threadIdx.x % 32 == 0 ? count : 0, cta + 1, tile_row, first_state});
   }
 }
 
-/// Merges rows over the levels.
-template <class Element>
-__device__ __forceinline__ void merge_levels(const AttentionParams& params) {
-  constexpr int kWarpsPerBlock = kMergeThreads / 32;
-  const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * gridDim.y * kWarpsPerBlock;
-  const int64_t warp = (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
-  const int32_t num_rows = min_of(params.num_rows, params.max_rows);
-  ptx::wait_for_previous_grid();
-  for (int64_t i = warp; i < static_cast<int64_t>(num_rows) * num_qo_heads; i += warps) {
-    OutputRow row;
-    row.exists = true;
-    row.row = static_cast<int32_t>(i / num_qo_heads);
-    row.qo_head = static_cast<int32_t>(i % num_qo_heads);
-    const RowStates parts(params, row.row, row.qo_head);
-    if (parts.count > 0) merge_row_of_any_width<Element>(parts, row);
-  }
-}
-
-template <class Element, bool kManyLevels>
-__device__ __forceinline__ void merge(const AttentionParams& params) {
-  if constexpr (kManyLevels) {
-    if (params.schedule.header->num_levels > 1) {
-      merge_levels<Element>(params);
-      return;
+/// The parts of a row of several row groups. Takes part as a whole warp; fills `row` too.
+__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
+  const ScheduleHeader& header = *params.schedule.header;
+  const int32_t lane = threadIdx.x % 32;
+  Parts parts{};
+  row.row = -1;
+  if (lane < header.num_links) {
+    const RowLink link = params.schedule.links[static_cast<int64_t>(lane) * params.max_merge_rows + merge_row];
+    if (link.group >= 0) {
+      const RowGroup& group = params.schedule.groups[link.group];
+      const int32_t packed = link.index * params.group_size.divisor + params.group_size.modulo(row.qo_head);
+      const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+      parts.tile_row = packed % tile_rows(group.kind);
+      if (tile < header.num_tiles) {
+        const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], params.group_size.divide(row.qo_head), params.num_ctas);
+        parts.of_link = 1 + inside.end - inside.begin;
+        parts.first_cta = inside.begin;
+        parts.first_state = row_state_index(params, group.state_begin + link.index, row.qo_head);
+        const int32_t* list = header.levels[group.level].rows;
+        row.row = group.qo_begin + link.index;
+        if (list != nullptr) row.row = __ldg(list + row.row);
+      }
     }
   }
-  merge_pair<Element, kManyLevels>(params);
+  const uint32_t linked = __ballot_sync(0xffffffffu, parts.of_link > 0);
+  row.row = __shfl_sync(0xffffffffu, row.row, linked == 0 ? 0 : __ffs(linked) - 1);
+  row.exists = row.row >= 0 && row.row < params.num_rows;
+  parts.end = parts.of_link;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int32_t before = __shfl_up_sync(0xffffffffu, parts.end, offset);
+    if (lane >= offset) parts.end += before;
+  }
+  parts.count = __shfl_sync(0xffffffffu, parts.end, 31);
+  return parts;
+}
+
+/// Merges the rows of several row groups.
+template <class Element>
+__device__ __forceinline__ void merge_rows(const AttentionParams& params) {
+  constexpr int kWarpsPerBlock = kMergeThreads / 32;
+  const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
+  const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
+  const int32_t warp = (blockIdx.y * gridDim.x + blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  const int32_t count = params.schedule.header->num_merge_rows * num_qo_heads;
+  for (int32_t i = warp; i < count; i += warps) {
+    OutputRow row;
+    row.qo_head = i % num_qo_heads;
+    const Parts parts = find_parts(params, i / num_qo_heads, row);
+    if (i == warp) ptx::wait_for_previous_grid();   // what is read until here is the schedule's
+    if (row.exists) merge_row<Element>(params, row, parts);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void merge(const AttentionParams& params) {
+  if (params.schedule.positions[blockIdx.x + 1].is_plain) {
+    merge_pair<Element, false>(params);
+  } else {
+    merge_rows<Element>(params);
+    merge_pair<Element, true>(params);
+  }
 }
 
 }  // namespace attn

@@ -15,6 +15,7 @@ namespace attn {
 /// A packed row of a row tile as a row and a head of Q and O.
 struct OutputRow {
   bool exists;
+  int32_t index;      // of the row in its group
   int32_t row;
   int32_t qo_head;
 
@@ -23,7 +24,7 @@ struct OutputRow {
   template <bool kManyLevels>
   __device__ __forceinline__ OutputRow(const AttentionParams& params, const RowTileRows<kManyLevels>& rows, int32_t kv_head, int32_t tile_row) {
     const int32_t packed = rows.packed_begin + tile_row;
-    const int32_t index = params.group_size.divide(packed);
+    index = params.group_size.divide(packed);
     exists = tile_row < rows.count;
     row = rows.qo_begin + index;
     if constexpr (kManyLevels) {
@@ -37,15 +38,20 @@ struct OutputRow {
     return static_cast<char*>(params.o) + (row * params.o_row_stride + qo_head * params.o_head_stride) * kElementBytes;
   }
 
-  __device__ __forceinline__ void write_lse(const AttentionParams& params, float lse) const {
-    if (params.lse != nullptr) params.lse[static_cast<int64_t>(row) * params.num_kv_heads * params.group_size.divisor + qo_head] = lse;
+  /// nullptr: not wanted.
+  __device__ __forceinline__ float* lse(const AttentionParams& params) const {
+    return params.lse == nullptr ? nullptr : params.lse + static_cast<int64_t>(row) * params.num_kv_heads * params.group_size.divisor + qo_head;
+  }
+
+  __device__ __forceinline__ void write_lse(const AttentionParams& params, float value) const {
+    if (float* const to = lse(params); to != nullptr) *to = value;
   }
 };
 
-/// Row of partial_o and partial_lse that keeps a row's state of one level.
-__device__ __forceinline__ int64_t row_state_index(const AttentionParams& params, int32_t level, int32_t row, int32_t qo_head) {
+/// Row of partial_o and partial_lse that keeps row state number `state`.
+__device__ __forceinline__ int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
   const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
-  return slots + row_state(level, params.max_rows, row, params.num_kv_heads * params.group_size.divisor, qo_head);
+  return slots + row_state(state, params.num_kv_heads * params.group_size.divisor, qo_head);
 }
 
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row that has seen nothing.
@@ -58,21 +64,25 @@ struct OutputTarget {
   const RowTileRows<kManyLevels>& rows;
   int32_t kv_head;
   bool complete;           // o and lse; otherwise a partial state
-  int32_t level;           // >= 0: the rows' own states of this level; -1: a partial slot
+  bool to_states;          // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;     // first row of the partial slot
 
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_, const WorkCursor& cursor)
       : params(params_), rows(rows_), kv_head(cursor.now.head) {
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
-    const bool keeps_row_states = kManyLevels && params.schedule.header->num_levels > 1;
-    complete = !keeps_row_states && cursor.now.kv_tile == 0 && cursor.last_kv_tile(tile.num_kv_tiles) == tile.num_kv_tiles;
-    level = keeps_row_states && cursor.now.kv_tile == 0 ? params.schedule.groups[tile.group].level : -1;
+    bool keeps_states = false;
+    if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
+    complete = !keeps_states && cursor.now.kv_tile == 0 && cursor.last_kv_tile(tile.num_kv_tiles) == tile.num_kv_tiles;
+    to_states = keeps_states && cursor.now.kv_tile == 0;
     partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, cursor.now.kv_tile > 0 ? kStartsInside : kEndsInside)) * params.max_tile_rows;
   }
 
   /// Row of partial_o and partial_lse for an existing row of the tile.
   __device__ __forceinline__ int64_t partial_index(const OutputRow& row, int32_t tile_row) const {
-    return kManyLevels && level >= 0 ? row_state_index(params, level, row.row, row.qo_head) : partial_row + tile_row;
+    if constexpr (kManyLevels) {
+      if (to_states) return row_state_index(params, rows.state_begin + row.index, row.qo_head);
+    }
+    return partial_row + tile_row;
   }
 
   __device__ __forceinline__ void write_lse(int32_t tile_row, float lse) const {

@@ -105,7 +105,8 @@ struct WarpState {
         float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float m = fmaxf(maximum[b][half], highest[half]);
+          // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
+          const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
           correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
           maximum[b][half] = m;
           sum[b][half] *= correction[half];

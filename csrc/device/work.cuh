@@ -1,7 +1,7 @@
 // A walk over a CTA's interval of the schedule, one (row tile, head) pair after another.
 //
-// kManyLevels, here and in what includes this: whether the kernel serves compositions of several levels and row lists. One level costs less without
-// (docs/decisions.md).
+// kManyLevels, here and in what includes this: whether the schedule may have row lists and rows in several row groups. The others, plain schedules, cost less
+// without (docs/decisions.md).
 #pragma once
 
 #include "attn/params.h"
@@ -48,9 +48,13 @@ struct RowTileRows {
   int32_t qo_begin;
   int32_t offset;         // query position of row 0 of the group
   const int32_t* list;    // row list of the level, or nullptr; only with many levels
+  int32_t state_begin;    // of the group; only with many levels
 
   __device__ __forceinline__ RowTileRows(const Schedule& schedule, const RowTile& tile, const RowGroup& group, int32_t group_size) {
-    if constexpr (kManyLevels) list = schedule.header->levels[group.level].rows;
+    if constexpr (kManyLevels) {
+      list = schedule.header->levels[group.level].rows;
+      state_begin = group.state_begin;
+    }
     packed_begin = tile.packed_begin;
     qo_begin = group.qo_begin;
     offset = group.kv_len - group.qo_len;

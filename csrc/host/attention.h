@@ -19,6 +19,9 @@ struct AttentionConfig {
   int32_t max_groups;   // row groups of one level
   int32_t max_levels;   // of a composition
   int32_t num_ctas;     // 0: as many as the device holds at once
+  int32_t cascade;      // CascadeMode
+  bool batch_invariant;
+  bool cuda_costs;      // row tiles and costs of the CUDA kernels, also where none runs
   bool on_cuda;
   int32_t device;
 };

@@ -28,11 +28,11 @@ DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cu
 driver::Stream current_stream(DLDevice device) { return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr; }
 
 int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t max_levels,
-                         int64_t num_ctas, bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
+                         int64_t num_ctas, int64_t cascade, bool batch_invariant, bool cuda_costs, bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
   const AttentionConfig config{static_cast<int32_t>(num_qo_heads), static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim),
                                static_cast<DataType>(dtype),       static_cast<int32_t>(max_rows),     static_cast<int32_t>(max_batch),
-                               static_cast<int32_t>(max_levels),   static_cast<int32_t>(num_ctas),     on_cuda,
-                               static_cast<int32_t>(device)};
+                               static_cast<int32_t>(max_levels),   static_cast<int32_t>(num_ctas),     static_cast<int32_t>(cascade),
+                               batch_invariant,                    cuda_costs,                         on_cuda,                            static_cast<int32_t>(device)};
   return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, merge_file}));
 }
 
@@ -48,18 +48,15 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
   object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
 }
 
-/// What a reader of the schedule needs: (num_ctas, kv_tile, max_kind, max_tiles, min_share, the costs of a KV tile and of a pair of each kind, offsets of groups,
-/// tiles, positions and links).
+/// What a reader of the schedule needs: all of ScheduleConfig, in its order, then the offsets of groups, tiles, positions, links, rows and nodes.
 tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   const ScheduleConfig& config = object(handle).schedule_config();
   const ScheduleLayout& layout = object(handle).layout();
-  tvm::ffi::Array<int64_t> values{config.num_ctas, config.kv_tile, config.max_kind, config.max_tiles, config.min_share};
-  for (int32_t cost : config.kv_tile_cost) values.push_back(cost);
-  for (int32_t cost : config.pair_cost) values.push_back(cost);
-  values.push_back(layout.groups);
-  values.push_back(layout.tiles);
-  values.push_back(layout.positions);
-  values.push_back(layout.links);
+  static_assert(sizeof(config) % sizeof(int32_t) == 0 && alignof(ScheduleConfig) == alignof(int32_t), "nothing but int32");
+  const int32_t* fields = reinterpret_cast<const int32_t*>(&config);
+  tvm::ffi::Array<int64_t> values;
+  for (size_t i = 0; i < sizeof(config) / sizeof(int32_t); ++i) values.push_back(fields[i]);
+  for (const int64_t offset : {layout.groups, layout.tiles, layout.positions, layout.links, layout.rows, layout.nodes}) values.push_back(offset);
   return values;
 }
 
@@ -86,7 +83,6 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
   level.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
   level.max_rows = attention.config().max_rows;
   if (row_list.has_value()) {
-    if (max_levels == 1) refuse("rows", "a row list", "None for an Attention of max_levels = 1");
     const TensorView& t = row_list.value();
     const IndexArray list = index_array("rows", t, device, 0);
     if (list.is_int64) refuse("rows.dtype", "int64", "int32");

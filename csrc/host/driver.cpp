@@ -155,7 +155,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   config.grid_z = 1;
   config.block_x = shape.threads;
   config.block_y = config.block_z = 1;
-  config.shared_bytes = static_cast<unsigned>(kernel.shared_bytes);
+  config.shared_bytes = static_cast<unsigned>(shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes);
   config.stream = stream;
   config.attributes = &overlap;
   config.num_attributes = shape.overlaps_previous ? 1 : 0;

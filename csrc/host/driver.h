@@ -23,6 +23,7 @@ struct Launch {
   uint32_t grid_x;
   uint32_t grid_y;
   uint32_t threads;
+  int32_t shared_bytes = -1;        // dynamic shared memory, if less than the kernel's
   bool overlaps_previous = false;   // programmatic dependent launch: the kernel waits for the previous one itself
 };
 

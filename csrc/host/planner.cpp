@@ -1,47 +1,81 @@
 #include "host/planner.h"
 
+#include <vector>
+
 #include "attn/planning.h"
+#include "host/forest.h"
 
 namespace attn {
+namespace {
+
+/// Writes the row groups, without tile_begin, and links their rows.
+Planned make_groups(const PlanParams& p) {
+  Planned planned{};
+  const int32_t num_requests = count_groups(p);
+  if (p.num_levels > 1) {
+    for (int64_t i = 0; i < int64_t{p.num_levels} * p.config.max_merge_rows; ++i) p.schedule.links[i] = RowLink{-1, 0};
+  }
+  for (int32_t i = 0; i < num_requests; ++i) {
+    const RowGroup group = read_row_group(p, find_level(p, i), planned.errors);
+    const int32_t num_chunks = count_chunks(p, group);
+    for (int32_t chunk = 0; chunk < num_chunks; ++chunk, ++planned.num_groups) {
+      p.schedule.groups[planned.num_groups] = make_chunk(p, group, i, chunk, num_chunks, planned.num_groups);
+    }
+    if (p.config.batch_invariant) {
+      for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; chunk < p.config.max_links; ++chunk) p.schedule.links[int64_t{chunk} * p.config.max_merge_rows + i] = RowLink{-1, 0};
+    }
+    for (int32_t row = 0; links_rows(p) && row < group.qo_len; ++row) {
+      const int32_t end = link_row(p, group, i, row, planned.errors);
+      if (p.num_levels > 1) planned.num_merge_rows = max_of(planned.num_merge_rows, end);
+    }
+  }
+  planned.num_links = p.num_levels;
+  if (p.config.batch_invariant && planned.num_groups > num_requests) {
+    planned.num_merge_rows = num_requests;
+    planned.num_links = p.config.max_links;
+  }
+  if (p.seeks_forest) {
+    planned.num_requests = num_requests;
+    for (int32_t i = 0; i < num_requests; ++i) p.schedule.nodes[i].leader = -1;
+    if (planned.errors == 0) add_forest_on_host(p, planned);
+  }
+  return planned;
+}
+
+}  // namespace
 
 void plan_on_host(const PlanParams& p) {
   const ScheduleConfig& config = p.config;
-  uint32_t errors = 0;
+  Planned planned = make_groups(p);
   int64_t counted = 0;
-  const int32_t num_groups = count_groups(p);
-  const bool links_rows = keeps_row_states(p) || (p.num_levels == 1 && p.levels[0].rows != nullptr);
-  if (keeps_row_states(p)) {
-    for (int64_t i = 0; i < int64_t{p.num_levels} * config.max_rows; ++i) p.schedule.links[i] = RowLink{-1, 0};
-  }
-  for (int32_t i = 0; i < num_groups; ++i) {
-    RowGroup group = read_row_group(p, find_level(p, i), errors);
-    for (int32_t row = 0; links_rows && row < group.qo_len; ++row) link_row(p, group, i, row, errors);
+  for (int32_t i = 0; i < planned.num_groups; ++i) {
+    RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
-    p.schedule.groups[i] = group;
     counted += count_row_tiles(config, group);
   }
-  if (counted > config.max_tiles) errors |= kQoIndptrInvalid;
-  const int32_t num_tiles = static_cast<int32_t>(min_of<int64_t>(counted, config.max_tiles));
+  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
+  planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(counted, config.max_tiles));
 
   int64_t total_cost = 0;
   int32_t i = 0;
-  for (int32_t g = 0; g < num_groups; ++g) {
+  for (int32_t g = 0; g < planned.num_groups; ++g) {
     const RowGroup& group = p.schedule.groups[g];
-    const int32_t end = min_of(group.tile_begin + count_row_tiles(config, group), num_tiles);
+    const int32_t end = min_of(group.tile_begin + count_row_tiles(config, group), planned.num_tiles);
     for (; i < end; ++i) {
       RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
       tile.cost_begin = total_cost;
-      total_cost += row_tile_cost(config, tile) * config.num_kv_heads;
+      total_cost += pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
       p.schedule.tiles[i] = tile;
     }
   }
 
-  const int64_t share = cta_share(config, total_cost);
+  planned.share = cta_share(config, total_cost);
+  const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    p.schedule.positions[cta] = find_position(config, p.schedule.tiles, num_tiles, total_cost, cta * share);
+    p.schedule.positions[cta] = find_position(config, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
   }
-  write_header(p, num_groups, num_tiles, share, errors);
-  for (int32_t level = 0; level < p.num_levels; ++level) write_level(p, level);
+  write_header(p, planned);
+  for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);
 }
 
 }  // namespace attn

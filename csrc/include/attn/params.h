@@ -16,7 +16,15 @@ struct IndexArray {
 
   ATTN_HD explicit operator bool() const { return data != nullptr; }
   ATTN_HD int64_t operator[](int64_t i) const {
+#if defined(__CUDA_ARCH__)
+    // Without a branch, so that loads from several arrays are under way together.
+    const int32_t* words = static_cast<const int32_t*>(data);
+    const int32_t low = __ldg(words + (i << is_int64));
+    const int32_t high = is_int64 ? __ldg(words + 2 * i + 1) : low >> 31;
+    return static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low);
+#else
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+#endif
   }
 };
 
@@ -55,8 +63,9 @@ struct PlanLevel {
 struct PlanParams {
   ScheduleConfig config;
   Schedule schedule;
-  PlanLevel levels[kMaxLevels];
+  PlanLevel levels[kMaxLevels];   // one behind the last: of the prefix forest's row groups
   int32_t num_levels;
+  int32_t seeks_forest;
 };
 
 /// The runtime values of the built-in variants (variants.h).
@@ -86,10 +95,10 @@ struct AttentionParams {
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;                // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
-  float* partial_o;          // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised; then row states [max_levels, max_rows, num_qo_heads, head_dim]
+  float* partial_o;          // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised; then row states [max_states, num_qo_heads, head_dim]
   float* partial_lse;        // like partial_o, without head_dim
   int32_t num_rows;          // rows of q; rows of the schedule beyond it are ignored
-  int32_t max_rows;          // as planned
+  int32_t max_merge_rows;    // as planned
   int32_t num_pages;         // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
   int32_t num_kv_heads;
   int32_t head_dim;

@@ -7,8 +7,12 @@
 
 namespace attn {
 
-/// Threads of the device planner's one CTA.
+/// Threads of a CTA of the device planner, and the most CTAs that search for shared prefixes: more would wait for each other on every GPU.
 constexpr int32_t kPlanThreads = 512;
+constexpr int32_t kMaxPlanCtas = 256;
+
+/// Row tiles whose place on the line it keeps in shared memory.
+constexpr int32_t kCachedTiles = 1024;
 
 /// The level that row group `group` belongs to, and its number in that level.
 struct GroupPlace {
@@ -27,6 +31,23 @@ ATTN_HD int32_t count_groups(const PlanParams& p) {
   for (int32_t level = 0; level < p.num_levels; ++level) count += p.levels[level].num_groups;
   return count;
 }
+
+/// Decides whether a forest is sought in what is to be planned. If so, describes the level of its row groups: the pages of the view, seen as a whole by the rows of
+/// a list that the planner writes.
+inline void prepare_forest(PlanParams& p) {
+  const PlanLevel& view = p.levels[0];
+  p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
+  if (!p.seeks_forest) return;
+  PlanLevel& forest = p.levels[1];
+  forest = view;
+  forest.num_groups = 0;
+  forest.rows = p.schedule.rows;
+  forest.causal = 0;
+  forest.window_left = -1;
+}
+
+/// Levels of the schedule: those of the composition, and one of the forest's row groups.
+ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
 
 /// Reads row group i of a level. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
 ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
@@ -77,14 +98,48 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   group.kv_len = static_cast<int32_t>(kv_len);
   group.tile_begin = 0;
   group.level = place.level;
-  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size);
+  const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
+  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size, keeps_bits ? min_of(kFirstWholeRowKind, p.config.max_kind) : 0);
+  group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
+  group.unused = 0;
+  return group;
+}
+
+/// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
+constexpr int32_t kMinChunkTokens = 256;
+
+/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is cut,
+/// unless a window bounds what it sees; the row tiles of longer queries are many enough.
+ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
+  const PlanLevel& level = p.levels[group.level];
+  if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
+  const int64_t least = max_of<int64_t>(kMinChunkTokens, ceil_div<int64_t>(group.kv_len, kMaxLinks));
+  const int64_t page_size = level.table.page_size;
+  const int64_t kv_tile = p.config.kv_tile;
+  return static_cast<int32_t>(min_of(ceil_div(ceil_div(least, kv_tile) * kv_tile, page_size) * page_size, kMaxInt32));
+}
+
+/// Chunks of a request's row group; at least 1.
+ATTN_HD int32_t count_chunks(const PlanParams& p, const RowGroup& group) { return max_of(static_cast<int32_t>(ceil_div<int64_t>(group.kv_len, chunk_tokens(p, group))), 1); }
+
+/// Chunk number `chunk` of request `request`, which becomes row group `group_index`; linked to the request's row.
+ATTN_HD RowGroup make_chunk(const PlanParams& p, const RowGroup& whole, int32_t request, int32_t chunk, int32_t num_chunks, int32_t group_index) {
+  if (num_chunks == 1) return whole;
+  const PageTable& table = p.levels[whole.level].table;
+  const int32_t tokens = chunk_tokens(p, whole);
+  const int32_t begin = chunk * tokens;
+  RowGroup group = whole;
+  group.table_begin += static_cast<int64_t>(begin / table.page_size) * table.entry_step;
+  group.kv_len = min_of(tokens, whole.kv_len - begin);
+  group.state_begin = group_index;
+  p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + request] = RowLink{group_index, 0};
   return group;
 }
 
 /// Row tiles of a row group.
 ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
   const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
-  return static_cast<int32_t>(ceil_div<int64_t>(packed_rows, tile_rows(group.kind)));
+  return row_tiles_of(packed_rows, group.kind);
 }
 
 /// Row tile number `index` of a row group; cost_begin is left to the caller.
@@ -109,33 +164,42 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   return tile;
 }
 
-/// Cost of a row tile for one KV head.
-ATTN_HD int64_t row_tile_cost(const ScheduleConfig& config, const RowTile& tile) {
-  return config.pair_cost[tile.kind] + static_cast<int64_t>(tile.num_kv_tiles) * config.kv_tile_cost[tile.kind];
+/// Cost of a (row tile, KV head) pair.
+ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t num_kv_tiles) {
+  return config.pair_cost[kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[kind];
 }
 
 /// Cost that each CTA gets.
 ATTN_HD int64_t cta_share(const ScheduleConfig& config, int64_t total_cost) {
-  return max_of<int64_t>(ceil_div<int64_t>(total_cost, config.num_ctas), config.min_share);
+  return max_of<int64_t>(divide(total_cost + config.num_ctas - 1, config.num_ctas), config.min_share);
 }
 
-/// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles` has num_tiles entries with cost_begin set.
-ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tiles, int32_t num_tiles, int64_t total_cost, int64_t cost) {
-  if (cost >= total_cost) return Position{num_tiles, 0, 0};
-  int32_t low = 0, high = num_tiles;     // tiles[low].cost_begin <= cost < tiles[high].cost_begin
+/// What the place of a CTA's interval on the line depends on.
+struct PlacedTile {
+  int64_t cost_begin;
+  int32_t kind;
+  int32_t num_kv_tiles;
+};
+
+/// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+template <class Tiles>
+ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
+  if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
+  int32_t low = 0, high = num_tiles;     // row tile `low` starts at or before `cost`, `high` behind it
   while (high - low > 1) {
     const int32_t middle = low + (high - low) / 2;
-    if (tiles[middle].cost_begin <= cost) low = middle; else high = middle;
+    if (tiles(middle).cost_begin <= cost) low = middle; else high = middle;
   }
-  const RowTile& tile = tiles[low];
-  const int64_t head_cost = row_tile_cost(config, tile);
+  const PlacedTile tile = tiles(low);
+  const int64_t head_cost = pair_cost(config, tile.kind, tile.num_kv_tiles);
   const int64_t inside = cost - tile.cost_begin;
   Position position;
   position.tile = low;
-  position.head = static_cast<int32_t>(inside / head_cost);
-  const int64_t inside_kv_tiles = max_of<int64_t>(inside % head_cost - config.pair_cost[tile.kind], 0);
-  position.kv_tile = static_cast<int32_t>(ceil_div<int64_t>(inside_kv_tiles, config.kv_tile_cost[tile.kind]));
-  if (position.kv_tile == tile.num_kv_tiles) {
+  position.is_plain = is_plain;
+  position.head = static_cast<int32_t>(divide(inside, head_cost));
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - config.pair_cost[tile.kind], 0);
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, config.kv_tile_cost[tile.kind]));
+  if (position.kv_tile == tile.num_kv_tiles || (config.batch_invariant && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
       position.head = 0;
@@ -145,14 +209,32 @@ ATTN_HD Position find_position(const ScheduleConfig& config, const RowTile* tile
   return position;
 }
 
-/// Everything but the levels.
-ATTN_HD void write_header(const PlanParams& p, int32_t num_groups, int32_t num_tiles, int64_t share, uint32_t errors) {
+/// What write_header() is told.
+struct Planned {
+  int32_t num_groups;
+  int32_t num_tiles;
+  int32_t num_merge_rows;
+  int32_t num_links;
+  int32_t num_requests;    // that the forest was sought in
+  int64_t share;
+  uint32_t errors;
+};
+
+ATTN_HD bool is_plain(const PlanParams& p, const Planned& planned) { return planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr; }
+
+/// Everything but the levels and `arrived`.
+ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   ScheduleHeader& header = *p.schedule.header;
-  header.num_groups = num_groups;
-  header.num_tiles = num_tiles;
-  header.errors = errors;
-  header.num_levels = p.num_levels;
-  header.share = share;
+  header.num_groups = planned.num_groups;
+  header.num_tiles = planned.num_tiles;
+  header.errors = planned.errors;
+  header.num_levels = count_levels(p);
+  header.num_merge_rows = planned.num_merge_rows;
+  header.num_links = planned.num_links;
+  header.is_plain = is_plain(p, planned);
+  header.whole_pairs = p.config.batch_invariant;
+  header.num_requests = planned.num_requests;
+  header.share = planned.share;
   for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
     header.pair_cost[kind] = p.config.pair_cost[kind];
@@ -167,18 +249,19 @@ ATTN_HD void write_level(const PlanParams& p, int32_t index) {
       Level{level.table.indices, level.rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
 }
 
-/// Whether each row's states are kept, to be merged over the levels.
-ATTN_HD bool keeps_row_states(const PlanParams& p) { return p.num_levels > 1; }
-
-/// Links row number `index` of a group, and reports a row that does not exist.
-ATTN_HD void link_row(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index, uint32_t& errors) {
+/// Links row number `index` of a group of a composition, and reports a row that does not exist. Returns the row's number plus 1, 0 if it does not exist.
+ATTN_HD int32_t link_row(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index, uint32_t& errors) {
   const int32_t* rows = p.levels[group.level].rows;
   const int32_t row = rows != nullptr ? rows[group.qo_begin + index] : group.qo_begin + index;
   if (row < 0 || row >= p.config.max_rows) {
     errors |= kRowInvalid;
-  } else if (keeps_row_states(p)) {
-    p.schedule.links[static_cast<int64_t>(group.level) * p.config.max_rows + row] = RowLink{group_index, index};
+    return 0;
   }
+  if (p.num_levels > 1) p.schedule.links[static_cast<int64_t>(group.level) * p.config.max_merge_rows + row] = RowLink{group_index, index};
+  return row + 1;
 }
+
+/// Whether rows must be linked to their groups, or at least checked.
+ATTN_HD bool links_rows(const PlanParams& p) { return p.num_levels > 1 || p.levels[0].rows != nullptr; }
 
 }  // namespace attn

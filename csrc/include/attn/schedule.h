@@ -4,8 +4,8 @@
 // that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An interval therefore starts and ends inside at most two (row tile, head) pairs, and a
 // pair that several CTAs share belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
 //
-// A composition of several levels puts the row groups of all its levels on that line. Then every row's attention states, one a level, are kept, and `links` says
-// which row group of each level holds a row.
+// A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds (forest.h), or of the KV chunks that a batch
+// invariant plan cuts a request into. Then it leaves a state in each of them, and `links` says which row groups those are.
 #pragma once
 
 #include "attn/math.h"
@@ -18,8 +18,11 @@ constexpr int32_t kNumTileKinds = 4;
 /// Most levels of a composition.
 constexpr int32_t kMaxLevels = 8;
 
+/// Most row groups that a row is in: a warp looks after them, a lane each.
+constexpr int32_t kMaxLinks = 32;
+
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
-ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 16 << kind; }
+ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
 
 /// Bits of ScheduleHeader::errors: metadata that only the device can see and that was clamped.
 enum ScheduleError : uint32_t {
@@ -41,6 +44,8 @@ struct RowGroup {
   int32_t tile_begin;    // index of its first RowTile
   int32_t level;
   int32_t kind;          // of its row tiles
+  int32_t state_begin;   // its row number r leaves its state at row_state(state_begin + r, head), to be merged; -1: its rows are in no other group
+  int32_t unused;
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist) and the tokens [kv_begin, kv_end) that any
@@ -56,10 +61,11 @@ struct RowTile {
 };
 
 /// A point on the line of work; ordered lexicographically.
-struct Position {
+struct alignas(16) Position {
   int32_t tile;
   int32_t head;          // KV head
   int32_t kv_tile;       // counted from RowTile::kv_begin
+  int32_t is_plain;      // ScheduleHeader::is_plain: here it arrives with the first load of a CTA
 };
 
 ATTN_HD bool operator==(const Position& a, const Position& b) { return a.tile == b.tile && a.head == b.head && a.kv_tile == b.kv_tile; }
@@ -85,17 +91,49 @@ struct ScheduleHeader {
   int32_t num_tiles;
   uint32_t errors;         // ScheduleError bits
   int32_t num_levels;
+  int32_t num_merge_rows;  // rows of `links` in use; 0: no row is in several groups
+  int32_t num_links;       // links of each of them
+  int32_t is_plain;        // no row is in several groups, and there is no row list
+  int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
+  int32_t num_requests;    // that the forest was sought in; 0: it was not
+  uint32_t arrived;        // CTAs of the device planner that have finished their part; 0 between plans
   int64_t share;           // cost that each CTA gets
   int32_t kv_tile_cost[kNumTileKinds];   // as in ScheduleConfig
   int32_t pair_cost[kNumTileKinds];
   Level levels[kMaxLevels];
 };
 
-/// Where a row is found in a level: a row group, and the row's number in it. group < 0: it is not in this level.
+/// Where a row is found: a row group, and the row's number in it. group < 0: nowhere.
 struct RowLink {
   int32_t group;
   int32_t index;
 };
+
+/// Why a node of the prefix forest is a row group, or is none.
+enum NodeReason : int32_t { kNodeTaken = 0, kNodeSavesTooLittle = 1, kNodeHasNoRoom = 2, kNodeTooDeep = 3, kForestSavesTooLittle = 4 };
+
+/// A node of the prefix forest (forest.h), for those who look at a plan. Node n, if there is one, is named after the smallest request that joins the others at it.
+struct PrefixNode {
+  int32_t leader;        // smallest request of all that share its pages; -1: there is no node of this number
+  int32_t parent;        // node; -1: none
+  int32_t begin_page;    // pages that it would read as a row group: what no ancestor reads for it ...
+  int32_t end_page;      // ... up to here
+  int32_t num_requests;
+  int32_t num_rows;
+  int32_t group;         // its row group; -1: none
+  int32_t reason;        // NodeReason
+  int64_t saved;         // cost for each KV head
+  int64_t added;
+};
+
+/// Where a request joins those before it (forest.h): the request with which it shares most leading pages, and how many.
+struct Attachment {
+  int32_t leader;        // -1: it shares nothing with any before it
+  int32_t pages;
+};
+
+/// How a plan looks for shared prefixes.
+enum CascadeMode : int32_t { kCascadeOff = 0, kCascadeByCost = 1, kCascadeAlways = 2 };
 
 /// What the schedule depends on besides the batch: fixed when an Attention object is made.
 struct ScheduleConfig {
@@ -104,29 +142,39 @@ struct ScheduleConfig {
   int32_t kv_tile;                      // tokens of one KV tile
   int32_t max_kind;                     // largest kind of row tile that the kernel has
   int32_t num_ctas;
-  int32_t max_groups;                   // row groups of all levels
+  int32_t max_groups;                   // row groups
   int32_t max_rows;                     // rows of Q
-  int32_t max_levels;
   int32_t max_tiles;
+  int32_t max_states;                   // row states
+  int32_t max_merge_rows;               // rows that are in several row groups
+  int32_t max_links;                    // row groups of one row
+  int32_t max_nodes;                    // requests that a prefix forest is sought in; 0: never
+  int32_t cascade;                      // CascadeMode
+  int32_t batch_invariant;              // parts and their order depend on the request alone
   int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumTileKinds];  // cost of one KV tile for each kind of row tile
   int32_t pair_cost[kNumTileKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
+  int32_t state_cost;                   // cost of a row state of one KV head, in 64ths
+  int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };
 
+/// Kinds below this one spread the KV tokens of a row over warps; from it on a row's arithmetic is the same in every kind.
+constexpr int32_t kFirstWholeRowKind = 2;
+
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
-ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows) {
-  int32_t kind = 0;
+ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows, int32_t smallest = 0) {
+  int32_t kind = smallest;
   while (kind < config.max_kind && tile_rows(kind) < packed_rows) ++kind;
   return kind;
 }
 
-/// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile; a row is in at most one group of each level.
-inline int32_t max_row_tiles(int32_t max_groups, int64_t max_rows, int32_t max_levels, int32_t group_size, int32_t max_kind) {
-  return static_cast<int32_t>(max_groups + max_levels * (max_rows * group_size / tile_rows(max_kind)));
-}
+/// Row tiles of a kind that hold so many packed rows.
+ATTN_HD int32_t row_tiles_of(int64_t packed_rows, int32_t kind) { return static_cast<int32_t>((packed_rows + tile_rows(kind) - 1) >> (4 + kind)); }
 
-/// Row links of a schedule: none are needed where there is only one level.
-inline int64_t max_row_links(const ScheduleConfig& config) { return config.max_levels > 1 ? int64_t{config.max_levels} * config.max_rows : 0; }
+/// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile. `group_rows`: rows of all groups together.
+inline int32_t max_row_tiles(int32_t max_groups, int64_t group_rows, int32_t group_size, int32_t max_kind) {
+  return static_cast<int32_t>(max_groups + group_rows * group_size / tile_rows(max_kind));
+}
 
 /// Byte offsets of the schedule's arrays in its workspace.
 struct ScheduleLayout {
@@ -134,6 +182,9 @@ struct ScheduleLayout {
   int64_t tiles;
   int64_t positions;
   int64_t links;
+  int64_t rows;
+  int64_t nodes;
+  int64_t attachments;
   int64_t bytes;
 
   explicit ScheduleLayout(const ScheduleConfig& config) {
@@ -141,7 +192,10 @@ struct ScheduleLayout {
     tiles = align(groups + static_cast<int64_t>(sizeof(RowGroup)) * config.max_groups);
     positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
     links = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
-    bytes = align(links + static_cast<int64_t>(sizeof(RowLink)) * max_row_links(config));
+    rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
+    nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
+    attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
+    bytes = align(attachments + static_cast<int64_t>(sizeof(Attachment)) * config.max_nodes);
   }
 
  private:
@@ -151,10 +205,13 @@ struct ScheduleLayout {
 /// The schedule in its workspace.
 struct Schedule {
   ScheduleHeader* header;
-  RowGroup* groups;        // [max_groups]
-  RowTile* tiles;          // [max_tiles]
-  Position* positions;     // [num_ctas + 1]
-  RowLink* links;          // [num_levels][max_rows]; only where there are several levels
+  RowGroup* groups;          // [max_groups]
+  RowTile* tiles;            // [max_tiles]
+  Position* positions;       // [num_ctas + 1]
+  RowLink* links;            // [num_links][max_merge_rows]
+  int32_t* rows;             // [max_states]: row list of the forest's row groups
+  PrefixNode* nodes;         // [max_nodes]
+  Attachment* attachments;   // [max_nodes]: what the device planner's CTAs tell each other
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
@@ -164,6 +221,9 @@ struct Schedule {
     tiles = reinterpret_cast<RowTile*>(base + layout.tiles);
     positions = reinterpret_cast<Position*>(base + layout.positions);
     links = reinterpret_cast<RowLink*>(base + layout.links);
+    rows = reinterpret_cast<int32_t*>(base + layout.rows);
+    nodes = reinterpret_cast<PrefixNode*>(base + layout.nodes);
+    attachments = reinterpret_cast<Attachment*>(base + layout.attachments);
   }
 };
 
@@ -173,10 +233,8 @@ enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 
 
 ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
 
-/// With several levels the part that begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
-ATTN_HD int64_t row_state(int32_t level, int32_t max_rows, int32_t row, int32_t num_qo_heads, int32_t qo_head) {
-  return (static_cast<int64_t>(level) * max_rows + row) * num_qo_heads + qo_head;
-}
+/// In a row group with states the part that begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
+ATTN_HD int64_t row_state(int32_t state, int32_t num_qo_heads, int32_t qo_head) { return static_cast<int64_t>(state) * num_qo_heads + qo_head; }
 
 /// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position (planning.h) does, turned round.
 struct CtaRange {
@@ -185,6 +243,7 @@ struct CtaRange {
 };
 
 ATTN_HD CtaRange ctas_inside(const ScheduleHeader& header, const RowTile& tile, int32_t head, int32_t num_ctas) {
+  if (header.whole_pairs) return CtaRange{0, 0};
   const int64_t kv_tile_cost = header.kv_tile_cost[tile.kind];
   const int64_t first = tile.cost_begin + head * (header.pair_cost[tile.kind] + tile.num_kv_tiles * kv_tile_cost) + header.pair_cost[tile.kind];
   const int64_t last = first + (tile.num_kv_tiles - 1) * kv_tile_cost;   // an interval starts inside if it starts behind `first` and not behind `last`

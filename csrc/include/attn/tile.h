@@ -5,6 +5,7 @@
 //     KV slots          kv_slots x kv_tile x head_dim elements, a ring: K and V of one KV tile in neighbouring slots
 //     row addresses     two KV tiles' worth: K and V address of each token
 //     row states        maximum and sum of each warp's 16 rows
+//     loading           what each warp's KV loader knows of its row tile, where registers are scarce
 #pragma once
 
 #include "attn/math.h"
@@ -33,6 +34,9 @@ ATTN_HD constexpr int32_t kv_slots(int32_t head_dim) { return head_dim <= 64 ? 6
 /// Blocks that share an SM (where its shared memory is large enough); bounds the registers.
 ATTN_HD constexpr int32_t ctas_per_sm(int32_t /*head_dim*/) { return 2; }
 
+/// Bytes of LoadedTile (device/kv_loader.cuh).
+constexpr int32_t kLoadedTileBytes = 48;
+
 /// Byte offsets of the parts of a CTA's dynamic shared memory, for elements of 2 bytes.
 struct SharedLayout {
   int32_t q;
@@ -40,6 +44,7 @@ struct SharedLayout {
   int32_t kv_slot_bytes;
   int32_t row_addresses;   // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;      // float [2 (maximum, sum)][kWarps][16]
+  int32_t loading;         // LoadedTile [kWarps]
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(int32_t head_dim)
@@ -48,7 +53,8 @@ struct SharedLayout {
         kv_slot_bytes(kv_tile(head_dim) * head_dim * 2),
         row_addresses(kv + kv_slots(head_dim) * kv_slot_bytes),
         row_states(row_addresses + 2 * 2 * kv_tile(head_dim) * 8),
-        bytes(row_states + 2 * kWarps * 16 * 4) {}
+        loading(row_states + 2 * kWarps * 16 * 4),
+        bytes(loading + kWarps * kLoadedTileBytes) {}
 };
 
 /// Dynamic shared memory of a CTA, in bytes.

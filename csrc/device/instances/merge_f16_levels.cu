@@ -1,5 +1,0 @@
-#include "device/merge.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 2) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::merge<attn::Float16, true>(params);
-}

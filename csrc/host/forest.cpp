@@ -1,0 +1,167 @@
+#include "host/forest.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "attn/forest.h"
+
+namespace attn {
+namespace {
+
+/// The page tables of a batch's requests.
+struct Tables {
+  const int32_t* indices;
+  int32_t entry_step;
+  std::vector<int64_t> begin;
+  std::vector<int32_t> pages;    // that the request can share
+
+  int32_t entry(int32_t request, int32_t page) const { return indices[begin[static_cast<size_t>(request)] + int64_t{page} * entry_step]; }
+
+  /// Leading pages that two requests share.
+  int32_t common(int32_t a, int32_t b) const {
+    const int32_t limit = min_of(pages[static_cast<size_t>(a)], pages[static_cast<size_t>(b)]);
+    const int32_t* x = indices + begin[static_cast<size_t>(a)];
+    const int32_t* y = indices + begin[static_cast<size_t>(b)];
+    if (entry_step == 1) return static_cast<int32_t>(std::mismatch(x, x + limit, y).first - x);
+    int32_t page = 0;
+    while (page < limit && x[int64_t{page} * entry_step] == y[int64_t{page} * entry_step]) ++page;
+    return page;
+  }
+};
+
+/// `same`: the requests before this one with the same first page, in order.
+Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
+  const int32_t own = tables.pages[static_cast<size_t>(request)];
+  Attachment best{-1, 0};
+  size_t next = 0;
+  for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
+    const int32_t common = tables.common(request, same[next++]);
+    if (common > best.pages) best = Attachment{same[next - 1], common};
+    if (best.pages == own) break;
+    const auto differs = [&](int32_t other) { return tables.pages[static_cast<size_t>(other)] <= best.pages || tables.entry(other, best.pages) != tables.entry(request, best.pages); };
+    while (next < same.size() && differs(same[next])) ++next;
+  }
+  return best;
+}
+
+/// Fills leader and pages. Returns whether anything is shared.
+bool find_attachments(const Tables& tables, const Forest& f) {
+  std::unordered_map<int32_t, std::vector<int32_t>> by_first_page;
+  bool shares = false;
+  for (int32_t i = 0; i < f.size; ++i) {
+    f.leader[i] = -1;
+    f.pages[i] = 0;
+    if (tables.pages[static_cast<size_t>(i)] == 0) continue;
+    std::vector<int32_t>& same = by_first_page[tables.entry(i, 0)];
+    const Attachment attachment = attach(tables, same, i);
+    f.leader[i] = attachment.leader;
+    f.pages[i] = attachment.pages;
+    shares |= attachment.leader >= 0;
+    same.push_back(i);
+  }
+  return shares;
+}
+
+/// Fills what follows from attachments. Returns the nodes in order.
+std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
+  std::vector<int32_t> nodes;
+  for (int32_t i = 0; i < f.size; ++i) {
+    f.node[i] = f.deepest[i] = f.merge_begin[i] = -1;
+    if (f.leader[i] < 0) continue;
+    const auto same = std::find_if(nodes.begin(), nodes.end(), [&](int32_t n) { return f.leader[n] == f.leader[i] && f.pages[n] == f.pages[i]; });
+    f.node[i] = same == nodes.end() ? i : *same;
+    if (f.is_node(i)) nodes.push_back(i);
+  }
+  for (const int32_t n : nodes) {
+    f.parent[n] = -1;
+    f.rows[n] = f.requests[n] = f.weight[n] = 0;
+    for (const int32_t other : nodes) f.parent[n] = closer_parent(f, n, other, f.parent[n]);
+    if (f.parent[n] < 0) f.parent[n] = f.node[f.leader[n]];
+    f.deepest[f.leader[n]] = max_of(f.deepest[f.leader[n]], f.deepest_key(n));
+  }
+  for (const int32_t n : nodes) {
+    f.depth[n] = 0;
+    for (int32_t at = n; at >= 0; at = f.parent[at]) ++f.depth[n];
+  }
+  for (int32_t i = 0; i < f.size; ++i) {
+    const int32_t innermost = f.innermost(i);
+    for (int32_t at = innermost; at >= 0; at = f.parent[at]) {
+      f.rows[at] += f.qo_len[i];
+      ++f.requests[at];
+    }
+    if (innermost >= 0) f.weight[innermost] += kv_tile_cost_of_rows(p.config, f.qo_len[i]);
+  }
+  for (const int32_t n : nodes) {
+    if (f.parent[n] >= 0) f.weight[f.parent[n]] += kv_tile_cost_of_rows(p.config, f.rows[n]);
+  }
+  return nodes;
+}
+
+/// Decides which nodes are taken. Returns whether any is.
+bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& nodes) {
+  int32_t deepest = 0;
+  for (const int32_t n : nodes) deepest = max_of(deepest, f.depth[n]);
+  int64_t saved = 0;
+  int32_t free_states = forest_states(p.config);
+  for (int32_t depth = 1; depth <= deepest; ++depth) {
+    for (const int32_t n : nodes) {
+      if (f.depth[n] != depth) continue;
+      saved += decide_node(p, f, n, free_states);
+      if (f.taken[n] == n) free_states -= node_states(f, n);
+    }
+  }
+  if (!forest_pays(p.config, saved)) {
+    for (const int32_t n : nodes) drop_node(p, f, n);
+  }
+  return std::any_of(nodes.begin(), nodes.end(), [&](int32_t n) { return f.taken[n] == n; });
+}
+
+}  // namespace
+
+void add_forest_on_host(const PlanParams& p, Planned& planned) {
+  const int32_t size = p.levels[0].num_groups;
+  const auto count = static_cast<size_t>(size);
+  std::vector<int32_t> memory(Forest::kArrays * count);
+  const Forest f(memory.data(), size);
+  Tables tables{p.levels[0].table.indices, p.levels[0].table.entry_step, std::vector<int64_t>(count), std::vector<int32_t>(count)};
+  for (int32_t i = 0; i < size; ++i) {
+    const RowGroup& group = p.schedule.groups[i];
+    f.qo_begin[i] = group.qo_begin;
+    f.qo_len[i] = group.qo_len;
+    tables.begin[static_cast<size_t>(i)] = group.table_begin;
+    tables.pages[static_cast<size_t>(i)] = shareable_pages(p.config, p.levels[0], group);
+  }
+  if (!find_attachments(tables, f)) return;
+  const std::vector<int32_t> nodes = find_nodes(p, f);
+  if (!decide(p, f, nodes)) return;
+
+  int32_t own_states = 0;
+  for (int32_t i = 0; i < size; ++i) {
+    const int32_t innermost = f.innermost(i);
+    if (innermost < 0 || f.taken[innermost] < 0) continue;
+    f.merge_begin[i] = own_states;
+    own_states += f.qo_len[i];
+    planned.num_links = max_of(planned.num_links, f.taken_depth[f.taken[innermost]] + 1);
+  }
+  planned.num_merge_rows = own_states;
+  int32_t states = own_states;
+  for (const int32_t n : nodes) {
+    if (f.taken[n] != n) continue;
+    f.state_begin[n] = states;
+    states += f.rows[n];
+    f.group[n] = planned.num_groups;
+    p.schedule.groups[planned.num_groups++] = node_group(p, f, n, tables.begin[static_cast<size_t>(n)], own_states);
+    int32_t rank = 0;
+    for (int32_t i = 0; i < size; ++i) {
+      if (f.taken_at(i, f.taken_depth[n]) != n) continue;
+      for (int32_t row = 0; row < f.qo_len[i]; ++row) link_node_row(p, f, n, i, row, rank++, own_states);
+    }
+  }
+  for (int32_t i = 0; i < size; ++i) {
+    cut_group(p.levels[0].table, f, i, p.schedule.groups[i]);
+    for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
+  }
+}
+
+}  // namespace attn
