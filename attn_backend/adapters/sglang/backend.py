@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend.adapters.options import use_cascade
 
 from . import compat
 from .support import LayerKind, attention_layers, check_runner, layer_kind, refuse
@@ -234,7 +235,17 @@ class SGLangAttentionBackend(AttentionBackend):
         return plan.large
 
     def _make_attention(self, kind: LayerKind, max_rows: int, max_batch: int) -> Attention:
-        return Attention(kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, dtype=self.dtype, device=self.device, max_rows=max_rows, max_batch=max_batch)
+        return Attention(
+            kind.num_qo_heads,
+            kind.num_kv_heads,
+            kind.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            cascade=use_cascade(),
+            batch_invariant=compat.deterministic(),
+        )
 
     def _allocate_buffers(self) -> None:
         self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)

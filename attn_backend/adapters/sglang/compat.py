@@ -18,12 +18,15 @@ def release() -> str:
 def register_backend(name: str, create: Callable[[Any], Any]) -> None:
     """Adds a backend to SGLang's registry and to the choices of `--attention-backend`. Registering the same name again only replaces the factory.
 
-    The engine's other lists of names (deterministic inference, chunked prefix cache of MLA models, draft models) promise what this backend does not do.
+    It also joins the backends that --enable-deterministic-inference allows. Not those of them that keep the radix cache on: a prompt of which all but one
+    token is cached is computed like a decode, whose bits are not a prefill's. The engine's other lists of names (chunked prefix cache of MLA models, draft
+    models) promise what this backend does not do.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.
     """
     try:
+        from sglang.srt import server_args
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     except ImportError as error:
@@ -31,6 +34,13 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
     register_attention_backend(name)(create)
     if name not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([name])
+    if name not in getattr(server_args, "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", [name]):
+        server_args.add_deterministic_attention_backend_choices([name])
+
+
+def deterministic() -> bool:
+    """Whether the server runs with --enable-deterministic-inference."""
+    return bool(setting("exec.deterministic.enable_deterministic_inference", False))
 
 
 def starts_triton_on_cpu(name: str) -> bool:

@@ -101,7 +101,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_dcp(cls) -> bool:

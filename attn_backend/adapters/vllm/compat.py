@@ -40,6 +40,13 @@ def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]
     return STRIDE_ORDERS[get_kv_cache_layout(), include_num_layers_dimension]
 
 
+def batch_invariant() -> bool:
+    """Whether the engine runs in its batch invariant mode (VLLM_BATCH_INVARIANT=1)."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
 def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator[Any]:
     """The attention implementations behind the named layers; nothing for names that the engine does not know (its own attention tests)."""
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names).values():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.composition import BSRView
@@ -71,7 +72,15 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         max_rows, max_batch = workspace_maxima(vllm_config, kv_cache_spec)
         self.plans = {
             key: Attention(
-                key.num_qo_heads, key.num_kv_heads, key.head_dim, dtype=kv_cache_spec.dtype, device=device, max_rows=max_rows, max_batch=max_batch
+                key.num_qo_heads,
+                key.num_kv_heads,
+                key.head_dim,
+                dtype=kv_cache_spec.dtype,
+                device=device,
+                max_rows=max_rows,
+                max_batch=max_batch,
+                cascade=use_cascade(),
+                batch_invariant=compat.batch_invariant(),
             )
             for key in plan_keys(vllm_config, kv_cache_spec, layer_names)
         }
