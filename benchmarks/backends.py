@@ -1,19 +1,24 @@
-"""What is timed: ours and the peers that import, each as a function that launches attention of a prepared batch."""
+"""What is timed: batches of random tensors, this package over them, and the same in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
-from benchmarks.cases import Case
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
+from benchmarks.cases import Case, SharedCase
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Random tensors of a case, pages shuffled. cache: [pages, 2, page_size, num_kv_heads, head_dim] bf16."""
+    """Random tensors of a case, pages shuffled.
+
+    q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim]; qo_indptr: int32 [batch + 1];
+    kv_lens: int32 [batch], tokens; block_table: int32 [batch, pages of the longest request].
+    """
 
     case: Case
     q: torch.Tensor
@@ -32,69 +37,101 @@ class Batch:
         for row, count in enumerate(pages):
             table[row, :count] = order[start : start + count]
             start += count
-        qo_indptr = torch.zeros(len(pages) + 1, dtype=torch.int32)
+        return cls._of_table(case, make_cache(case, sum(pages), generator), table, generator)
+
+    @classmethod
+    def _of_table(cls, case: Case, cache: torch.Tensor, table: torch.Tensor, generator: torch.Generator) -> Batch:
+        qo_indptr = torch.zeros(len(case.qo_lens) + 1, dtype=torch.int32)
         qo_indptr[1:] = torch.tensor(case.qo_lens).cumsum(0)
-        return cls(
-            case,
-            torch.randn(sum(case.qo_lens), case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator),
-            torch.randn(sum(pages), 2, case.page_size, case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator),
-            qo_indptr.cuda(),
-            torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda"),
-            table,
-        )
+        q = torch.randn(sum(case.qo_lens), case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
+        return cls(case, q, cache, qo_indptr.cuda(), torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda"), table)
+
+    @property
+    def view(self) -> BSRView:
+        """All requests, each with all of its pages."""
+        return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size))
 
 
-def ours(batch: Batch) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
-    """(run, plan) of this package."""
-    case = batch.case
-    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, max_rows=len(batch.q), max_batch=len(case.kv_lens))
-    view = BSRView(batch.qo_indptr, PageTable.block_table(batch.block_table, batch.kv_lens, case.page_size))
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """Random tensors of a case with shared prefixes; both orders of the requests read one cache, where the pages of all nodes lie shuffled.
+
+    grouped: requests that share a prefix follow one another, as hand-made levels and FlashInfer's cascade need it.
+    interleaved: request i is request order[i] of `grouped`: a random order, as it comes in an engine's batch.
+    qo_indptrs: for each level int32 [nodes + 1], its row groups in `grouped`.
+    page_tables: for each level int32 [nodes, pages of a node].
+    """
+
+    shared: SharedCase
+    grouped: Batch
+    interleaved: Batch
+    order: torch.Tensor
+    qo_indptrs: list[torch.Tensor]
+    page_tables: list[torch.Tensor]
+
+    @classmethod
+    def make(cls, shared: SharedCase, cache: torch.Tensor | None = None, seed: int = 0) -> SharedBatch:
+        """`cache`: as in Batch, with pages enough; made when None."""
+        case, batch = shared.case, shared.batch
+        generator = torch.Generator("cuda").manual_seed(seed)
+        pages = [-(-tokens // case.page_size) for _, tokens in shared.levels]
+        counts = [nodes * of_node for (nodes, _), of_node in zip(shared.levels, pages, strict=True)]
+        if cache is None:
+            cache = make_cache(case, sum(counts), generator)
+        ids = torch.randperm(len(cache), device="cuda", generator=generator)[: sum(counts)].int().split(counts)
+        tables = [of_level.view(nodes, -1) for of_level, (nodes, _) in zip(ids, shared.levels, strict=True)]
+        grouped = Batch._of_table(case, cache, torch.cat([table.repeat_interleave(batch // len(table), 0) for table in tables], 1), generator)
+        order = torch.randperm(batch, device="cuda", generator=generator)
+        interleaved = replace(grouped, q=grouped.q[order], block_table=grouped.block_table[order])     # all lengths are equal
+        indptrs = [torch.arange(0, batch + 1, batch // nodes, dtype=torch.int32, device="cuda") for nodes, _ in shared.levels]
+        return cls(shared, grouped, interleaved, order, indptrs, tables)
+
+    @property
+    def levels(self) -> Composition:
+        """Hand-made levels over `grouped`."""
+        tables = []
+        for table, (nodes, tokens) in zip(self.page_tables, self.shared.levels, strict=True):
+            kv_lens = torch.full((nodes,), tokens, dtype=torch.int32, device="cuda")
+            tables.append(PageTable.block_table(table, kv_lens, self.grouped.case.page_size))
+        return Composition.cascade(self.qo_indptrs, tables)
+
+
+def make_cache(case: Case, pages: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Random bf16 [pages, 2, page_size, num_kv_heads, head_dim]."""
+    return torch.randn(pages, 2, case.page_size, case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+
+@dataclass(frozen=True, eq=False)
+class Ours:
+    """This package over a batch: `plan` plans it again, `run` runs the plan and returns the output."""
+
+    attention: Attention
+    plan: Callable[[], None]
+    run: Callable[[], torch.Tensor]
+
+
+def prepare(attention: Attention, batch: Batch, composition: BSRView | Composition) -> Ours:
+    """Plans the composition; what is returned lasts until `attention` plans another."""
     kv = KVCache.from_tensor(batch.cache)
     out = torch.empty_like(batch.q)
-    attention.plan(view)
-    return lambda: attention.run(batch.q, kv, out=out), lambda: attention.plan(view)
+    attention.plan(composition)
+    return Ours(attention, lambda: attention.plan(composition), lambda: attention.run(batch.q, kv, out=out))
 
 
-def flash_attention_3(batch: Batch) -> Callable[[], torch.Tensor]:
-    """FlashAttention-3 as vLLM builds it, scheduler metadata computed beforehand. Raises ImportError without vLLM."""
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
-
+def ours(batch: Batch, **changes: Any) -> Ours:
+    """One view of all requests. `changes`: arguments of Attention."""
     case = batch.case
-    k, v = batch.cache[:, 0], batch.cache[:, 1]
-    out = torch.empty_like(batch.q)
-    longest_q, longest_kv = max(case.qo_lens), max(case.kv_lens)
-    metadata = get_scheduler_metadata(
-        batch_size=len(case.kv_lens),
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_kv,
-        num_heads_q=case.num_qo_heads,
-        num_heads_kv=case.num_kv_heads,
-        headdim=case.head_dim,
-        cache_seqlens=batch.kv_lens,
-        cu_seqlens_q=batch.qo_indptr,
-        page_size=case.page_size,
-        causal=True,
-    )
+    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    return prepare(Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | changes)), batch, batch.view)
 
-    def run() -> torch.Tensor:
-        flash_attn_varlen_func(
-            q=batch.q,
-            k=k,
-            v=v,
-            out=out,
-            cu_seqlens_q=batch.qo_indptr,
-            max_seqlen_q=longest_q,
-            seqused_k=batch.kv_lens,
-            max_seqlen_k=longest_kv,
-            softmax_scale=case.head_dim**-0.5,
-            causal=True,
-            block_table=batch.block_table,
-            scheduler_metadata=metadata,
-            fa_version=3,
-        )
-        return out
 
-    return run
+def hand_made(batch: SharedBatch) -> Ours:
+    """Levels made by hand of the shared prefixes."""
+    case = batch.grouped.case
+    room = batch.shared.batch
+    levels = len(batch.shared.levels)
+    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, max_rows=room, max_batch=room, max_levels=levels, cascade=False)
+    return prepare(attention, batch.grouped, batch.levels)
 
 
 def reference(batch: Batch, request: int) -> torch.Tensor:
@@ -113,3 +150,8 @@ def reference(batch: Batch, request: int) -> torch.Tensor:
         logits = q[:, head] @ k[:, head // group].T * case.head_dim**-0.5
         out[:, head] = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, head // group]
     return out
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖out − expected‖ / ‖expected‖."""
+    return float((out.double() - expected).norm() / expected.norm())

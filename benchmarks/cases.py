@@ -33,6 +33,40 @@ class Case:
         return 4 * pairs * self.num_qo_heads * self.head_dim
 
 
+@dataclass(frozen=True)
+class SharedCase:
+    """One line of decode (one query token a request), bf16, whose requests share prefixes.
+
+    levels: (nodes, tokens of each), the most shared level first, the requests' own tokens last. The nodes of a level lie in equal numbers under those of the
+    level before; what is shared fills whole pages.
+    """
+
+    name: str
+    levels: tuple[tuple[int, int], ...]
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return self.levels[-1][0]
+
+    @property
+    def case(self) -> Case:
+        """The same lengths, nothing shared."""
+        tokens = sum(tokens for _, tokens in self.levels)
+        return Case(self.name, (1,) * self.batch, (tokens,) * self.batch, self.num_qo_heads, self.num_kv_heads, self.head_dim, self.page_size)
+
+    @property
+    def bytes(self) -> int:
+        """Every node's K and V once, Q and O once."""
+        kv = sum(nodes * tokens for nodes, tokens in self.levels) * self.num_kv_heads * self.head_dim * 2
+        qo = self.batch * self.num_qo_heads * self.head_dim * 2
+        return 2 * (kv + qo)
+
+
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[int, ...]:
     """`batch` lengths of mean about `mean`: const, uniform over [1, 2 mean) scaled as in U(0.5 mean, mean), or zipf (a few very long ones), seeded."""
     generator = np.random.default_rng(seed)
@@ -78,3 +112,17 @@ def all_cases() -> list[Case]:
     cases.append(Case("mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16", (2048,) + (1,) * 63, (6144,) + (4096,) * 63, 32, 8))
     cases.append(Case("append bs16 q128 kv4096 h32/8 d128 p16", (128,) * 16, (4096,) * 16, 32, 8))
     return cases
+
+
+def shared_cases() -> list[SharedCase]:
+    """The lines with shared prefixes."""
+    cases = [
+        SharedCase(f"{batch} x ({prefix} + {suffix})", ((1, prefix), (batch, suffix)))
+        for batch, prefix, suffix in ((16, 8192, 128), (64, 2048, 256), (128, 8192, 256), (256, 2048, 128), (16, 1024, 128))
+    ]
+    return [*cases, SharedCase("8 x 16 x (1024 + 4096 + 256)", ((1, 1024), (8, 4096), (128, 256)))]
+
+
+def unshared_cases() -> list[Case]:
+    """Lines on which looking for shared prefixes finds none."""
+    return [_decode(16, "const", 1024, 32, 8), _decode(64, "const", 4096, 32, 8), _decode(256, "const", 1024, 32, 8), _decode(1, "const", 8192, 32, 8)]

@@ -1,61 +1,121 @@
-"""What a plan costs: µs on the host (the call) and on the device (a captured plan replayed), for decode batches of growing size.
+"""What a plan costs: µs on the host (the call) and on the device, for decode batches with cascade off and on.
 
-    python -m benchmarks.plan
+Device times are those of replayed CUDA graphs, launch included: one that holds 20 plans, divided by 20, and one that holds a single plan, with a warm and
+with a cold L2. Only plan runs: the pages need no cache.
+
+python -m benchmarks.plan [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attn_backend import Attention, BSRView, PageTable
+from benchmarks.report import number, options, save, table, wanted
+from benchmarks.schedules import taken_prefixes
+from benchmarks.timing import Launch, Timer, capture, replay_time
 
-BATCHES = (1, 16, 64, 256, 512)
-KV_LEN = 4096
 PAGE_SIZE = 16
-REPEATS = 200
+MAX_ROWS = 8192
+MAX_BATCH = 512
+NUM_GROUPS = 8          # of a two-level tree
+PLANS_IN_GRAPH = 20
+COLUMNS = ["case", "host", f"{PLANS_IN_GRAPH} plans / {PLANS_IN_GRAPH}", "one plan", "one plan, cold L2", "prefixes taken"]
 
 
-def device_time(attention: Attention, view: BSRView) -> float:
-    """Median µs of a replayed plan."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attention.plan(view)
-    times = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+@dataclass(frozen=True)
+class Line:
+    """A decode batch of `batch` requests of kv_len tokens: `common` tokens are shared by all, the `of_group` behind them by each of NUM_GROUPS groups."""
+
+    sharing: str
+    cascade: bool
+    batch: int
+    kv_len: int = 4096
+    common: int = 0
+    of_group: int = 0
+    table_tokens: int = 4096     # that a row of the block table has room for
+
+    @property
+    def name(self) -> str:
+        wide = f", table of {self.table_tokens} tokens" if self.table_tokens > 4096 else ""
+        return f"{self.batch} x {self.kv_len}{wide}: {self.sharing}"
+
+    def block_table(self) -> torch.Tensor:
+        """int32 [batch, table_tokens / page]: page ids in random order, request i in group i % NUM_GROUPS; zeros behind the last page."""
+        pages = self.kv_len // PAGE_SIZE
+        request = torch.arange(self.batch, device="cuda")[:, None]
+        page = torch.arange(pages, device="cuda")
+        # What shares a page shares an owner: a request, its group, or all.
+        owner = torch.where(page < (self.common + self.of_group) // PAGE_SIZE, self.batch + request % NUM_GROUPS, request)
+        owner = torch.where(page < self.common // PAGE_SIZE, self.batch + NUM_GROUPS, owner)
+        ids = torch.randperm((self.batch + NUM_GROUPS + 1) * pages, device="cuda", dtype=torch.int32)
+        result = torch.zeros(self.batch, self.table_tokens // PAGE_SIZE, dtype=torch.int32, device="cuda")
+        result[:, :pages] = ids[owner * pages + page]
+        return result
 
 
-def host_time(attention: Attention, view: BSRView) -> float:
+def lines() -> list[Line]:
+    """Every line, in the order of the table."""
+    short = (("cascade off", False, 0, 0), ("nothing shared", True, 0, 0), ("one shared prefix", True, 3072, 0), ("two-level tree", True, 1024, 2048))
+    result = [Line(sharing, cascade, batch, 4096, common, of_group) for batch in (1, 16, 64, 256, 512) for sharing, cascade, common, of_group in short]
+    result += [Line(sharing, cascade, 512, 4096, common, of_group, 131072) for sharing, cascade, common, of_group in short]
+    long = (("cascade off", False, 0), ("nothing shared", True, 0), ("102400 tokens shared by all", True, 102400))
+    return result + [Line(sharing, cascade, 512, 131072, common, 0, 131072) for sharing, cascade, common in long]
+
+
+def host_time(plan: Launch, repeats: int) -> float:
     """Median µs until plan() returns; the device keeps up."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        attention.plan(view)
+        plan()
         times.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(times)
 
 
-def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"Decode at {KV_LEN} tokens, 32/8 heads, head_dim 128, page {PAGE_SIZE}; median of {REPEATS}\n")
-    print("| batch | host µs | device µs |\n|---:|---:|---:|")
-    for batch in BATCHES:
-        attention = Attention(32, 8, 128, max_rows=8192, max_batch=512)
-        table = torch.arange(batch * KV_LEN // PAGE_SIZE, dtype=torch.int32, device="cuda").view(batch, -1)
-        kv_lens = torch.randint(1, KV_LEN + 1, (batch,), dtype=torch.int32, device="cuda")
-        view = BSRView(torch.arange(batch + 1, dtype=torch.int32, device="cuda"), PageTable.block_table(table, kv_lens, PAGE_SIZE))
+def device_time(plan: Launch, plans: int, repeats: int) -> float:
+    """Median µs of one plan of a replayed graph that holds `plans` of them; the L2 is warm."""
+    graph = capture(lambda: [plan() for _ in range(plans)])
+    return statistics.median(replay_time(graph) for _ in range(repeats)) / plans
+
+
+def measure(line: Line, timer: Timer) -> dict[str, Any]:
+    """Times in µs."""
+    attention = Attention(32, 8, 128, max_rows=MAX_ROWS, max_batch=MAX_BATCH, cascade=line.cascade)
+    kv_lens = torch.full((line.batch,), line.kv_len, dtype=torch.int32, device="cuda")
+    view = BSRView(torch.arange(line.batch + 1, dtype=torch.int32, device="cuda"), PageTable.block_table(line.block_table(), kv_lens, PAGE_SIZE))
+
+    def plan() -> None:
         attention.plan(view)
-        print(f"| {batch} | {host_time(attention, view):.1f} | {device_time(attention, view):.1f} |", flush=True)
+
+    plan()
+    times = (host_time(plan, timer.repeats), device_time(plan, PLANS_IN_GRAPH, timer.repeats), device_time(plan, 1, timer.repeats), timer(plan))
+    return {"case": line.name, **dict(zip(COLUMNS[1:-1], times, strict=True)), "prefixes taken": taken_prefixes(attention.schedule())}
+
+
+def main() -> None:
+    arguments = options(__doc__, repeats=200).parse_args()
+    torch.manual_seed(0)
+    timer = Timer(arguments.repeats)
+    header = (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of a plan, decode, 32/8 heads, head_dim 128, page {PAGE_SIZE}, "
+        f"max_rows {MAX_ROWS}, max_batch {MAX_BATCH}; median of {arguments.repeats}."
+    )
+    print(header, table(COLUMNS, []), sep="\n\n", flush=True)
+    measured: list[dict[str, Any]] = []
+    rows: list[list[str]] = []
+    for line in lines():
+        if wanted(line.name, arguments):
+            measured.append(measure(line, timer))
+            rows.append([line.name, *(number(measured[-1][name]) for name in COLUMNS[1:-1]), str(measured[-1]["prefixes taken"])])
+            print(f"| {' | '.join(rows[-1])} |", flush=True)
+            save(arguments, f"{header}\n\n{table(COLUMNS, rows)}\n", {"header": header, "lines": measured})
 
 
 if __name__ == "__main__":

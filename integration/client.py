@@ -41,5 +41,5 @@ def run_client(engine: Engine, client: Client, device: str, log: Path, timeout_s
     metrics = engine.read_result(client)
     if metrics.requests == 0:
         print_tail(log)
-        raise ClientError(f"{engine.name}: none of {client.workload.num_prompts} requests was answered, log {log}")
+        raise ClientError(f"{engine.name}: none of {client.workload.num_requests} requests was answered, log {log}")
     return metrics

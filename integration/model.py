@@ -16,6 +16,7 @@ from integration.smollm2 import CACHE_NAME as SMOLLM2_CACHE_NAME
 from integration.tokenizer import write_word_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,5 @@ def _add_tokenizer(folder: Path) -> Path:
         eos = config.get("eos_token_id")
         write_word_tokenizer(target, config["vocab_size"], config.get("bos_token_id"), eos[0] if isinstance(eos, list) else eos)
 
-    return cached_folder(f"models/{folder.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", fill)
+    recipe = text + TOKENIZER_SOURCE.read_text()  # one that an older version wrote is not used
+    return cached_folder(f"models/{folder.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}", fill)

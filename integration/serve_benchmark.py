@@ -4,11 +4,16 @@
     python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN --model llama-3.1-8b --request-rate 16 --num-prompts 256
     python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b \\
         --dataset sharegpt prefix:4096+256 --num-prompts 300 128 --output-len recorded 128 --request-rate 16 40
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-no-cascade FLASH_ATTN TRITON_ATTN --model llama-3.1-8b \\
+        --dataset prefix:4096+256 sharegpt sharegpt --num-prompts 128 96 24 --output-len 128 recorded recorded --request-rate 40 8 2 --samples 1 4 16
 
-Several data sets are sent to the same server one after another.
+Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
+sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
 
-Ours is called `attn_backend` in both engines, `stock` is what the engine picks by itself, any other name is given to the engine as it is. All inputs may
-be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
+Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
+`stock` is what the engine picks by itself; any other name is given to the engine as it is. Prefix caching is on in both engines, as it is by default. Answers
+are greedy. All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
+`python -m integration.merge_reports` puts several runs into one report.
 """
 
 from __future__ import annotations
@@ -25,10 +30,10 @@ from typing import Any
 from integration.client import ClientError, run_client
 from integration.device import device_name, find_device, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics
-from integration.engines.base import STOCK
-from integration.model import REPOSITORY, Model, resolve_model
+from integration.engines.base import OURS_NO_CASCADE, STOCK
+from integration.model import REPOSITORY, resolve_model
 from integration.packages import DownloadError
-from integration.report import Row, format_table, write_report
+from integration.report import Row, format_table, write_report, write_tables
 from integration.server import ServerError, free_port, running_server, stop_on_signals
 from integration.workload import Workload, make_workload
 
@@ -39,12 +44,13 @@ KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoun
 
 @dataclass(frozen=True)
 class Load:
-    """What a client sends, and how fast (requests per second)."""
+    """What a client sends, how fast (prompts per second), and how many answers each prompt gets."""
 
     dataset: str = "sharegpt"
     num_prompts: int = 32
     output_len: str | None = None
     request_rate: float = float("inf")
+    samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,17 @@ class Settings:
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
+    """What reports call a backend."""
+    if backend == OURS_NO_CASCADE:
+        return "attn_backend, cascade off"
     return engine.stock_backend(device) if backend == STOCK else backend
+
+
+def describe(workload: Workload, request_rate: float) -> str:
+    """What reports call a load."""
+    speed = "at once" if request_rate == float("inf") else f"at {request_rate:g}/s"
+    answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
+    return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}"
 
 
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
@@ -79,8 +95,15 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
     engine = ENGINES[settings.engine]
     settings.results.mkdir(parents=True, exist_ok=True)
     model = resolve_model(settings.model, settings.python)
-    workloads = [make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed) for load in settings.loads]
-    rows = []
+    workloads = [
+        make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
+        for load in settings.loads
+    ]
+    machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
+    loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
+    described = {**asdict(settings), "results": str(settings.results), "loads": loads, **machine}
+    title = f"{engine.name}, {model.name}, {machine['device_name']}"
+    rows: list[Row] = []
     for backend in settings.backends:
         launch = Launch(
             settings.python,
@@ -98,31 +121,27 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
             if when_ready:
                 when_ready(backend, url)
             for index, (load, workload) in enumerate(zip(settings.loads, workloads, strict=True)):
-                name = f"{backend}-{index}"
-                repeats = [measure(settings, engine, launch, model, load, workload, f"{name}-{repeat}", repeat) for repeat in range(settings.repeats)]
-                rows.append(Row(label(engine, backend, settings.device), workload.description, repeats))
-    machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
-    loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]     # JSON has no infinity
-    described = {**asdict(settings), "results": str(settings.results), "loads": loads, **machine}
-    title = f"{engine.name}, {model.name}, {machine['device_name']}"
+                repeats = [measure(settings, engine, launch, load, workload, index, repeat) for repeat in range(settings.repeats)]
+                rows.append(Row(label(engine, backend, settings.device), describe(workload, load.request_rate), repeats))
+                write_tables(settings.results, title, described, rows)  # a run that is cut short leaves what it has measured
     for path in write_report(settings.results, title, described, rows):
         print(f"written: {path}", flush=True)
     return rows
 
 
-def measure(settings: Settings, engine: Engine, launch: Launch, model: Model, load: Load, workload: Workload, name: str, repeat: int) -> Metrics:
-    """One run of the engine's client against a running server; its files are called after `name`."""
-    print(f"{engine.name} with {launch.backend}: {workload.num_prompts} requests ({workload.description}), run {repeat + 1} of {settings.repeats}", flush=True)
+def measure(settings: Settings, engine: Engine, launch: Launch, load: Load, workload: Workload, index: int, repeat: int) -> Metrics:
+    """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
+    name = f"{launch.backend}-{index}-{repeat}"
+    print(f"{engine.name} with {launch.backend}: {describe(workload, load.request_rate)}, run {repeat + 1} of {settings.repeats}", flush=True)
     client = Client(
         settings.python,
-        model,
+        launch.model,
         launch.port,
         workload,
         load.request_rate,
         settings.max_concurrency,
-        settings.seed + repeat,  # other prompts in each run, or the prefix cache would answer them
+        settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
         settings.results / f"client-{name}.json",
-        settings.max_model_len,
         settings.client_arguments,
     )
     begin = time.monotonic()
@@ -131,25 +150,27 @@ def measure(settings: Settings, engine: Engine, launch: Launch, model: Model, lo
     return metrics
 
 
-def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float]) -> list[Load]:
+def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float], samples: list[int]) -> list[Load]:
     """One load for each data set; an option that is given once holds for all of them. Raises ValueError when the numbers do not match."""
-    options: dict[str, list[Any]] = {"num-prompts": num_prompts, "output-len": output_lens, "request-rate": request_rates}
+    options: dict[str, list[Any]] = {"num-prompts": num_prompts, "output-len": output_lens, "request-rate": request_rates, "samples": samples}
     for name, values in options.items():
         if len(values) not in (1, len(datasets)):
             raise ValueError(f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets")
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
-    return [Load(dataset, number, None if length == RECORDED else length, rate) for dataset, number, length, rate in zip(datasets, *columns, strict=True)]
+    lines = zip(datasets, *columns, strict=True)
+    return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
-    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), stock, or the engine's names")
+    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), attn_backend-no-cascade, stock, or the engine's names")
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
     parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
     parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate: N, LOW-HIGH, or {RECORDED}: what the data set says")
-    parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="requests per second, Poisson; default: all at once")
+    parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="prompts per second, Poisson; default: all at once")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1], help="answers to each prompt, one number or one for each data set")
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
     parser.add_argument("--seed", type=int, default=0)
@@ -170,7 +191,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         backends=given.backends,
         model=given.model,
         results=(given.results or REPOSITORY / "results" / f"{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
-        loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate),
+        loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples),
         max_concurrency=given.max_concurrency,
         repeats=given.repeats,
         seed=given.seed,

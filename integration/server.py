@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from integration.engines import Engine, Launch
-from integration.engines.base import OURS
+from integration.engines.base import is_ours
 from integration.http import is_ready
 from integration.plugin import library_is_loaded
 
@@ -84,7 +84,7 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
     url = f"http://127.0.0.1:{launch.port}"
     try:
         _wait_until_ready(process, url, label, log, begin, timeout_s)
-        if launch.backend == OURS and not library_is_loaded(process.pid):
+        if is_ours(launch.backend) and not library_is_loaded(process.pid):
             raise ServerError(f"{label}: the server runs, but without attn_backend: `attn-backend doctor` of {launch.python} says why, log {log}")
         print(f"{label}: server ready after {time.monotonic() - begin:.0f} s", flush=True)
         yield url

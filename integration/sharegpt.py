@@ -58,3 +58,9 @@ def first_turns(path: Path) -> list[str]:
     """The first turn of every conversation in a ShareGPT file, in file order."""
     conversations = parse_conversations(path.read_text(encoding="utf-8"))
     return [conversation["conversations"][0]["value"] for conversation in conversations if conversation.get("conversations")]
+
+
+def first_exchanges(path: Path) -> list[tuple[str, str]]:
+    """The first turn and the answer to it of every conversation that has both, in file order."""
+    conversations = [c["conversations"] for c in parse_conversations(path.read_text(encoding="utf-8")) if len(c.get("conversations", [])) >= 2]
+    return [(turns[0]["value"], turns[1]["value"]) for turns in conversations]

@@ -1,6 +1,7 @@
-"""A word-level tokenizer for models without one (random weights, only a config): entry i is the word `t<i>`.
+"""A word-level tokenizer for models without one (random weights, only a config): entry i is the word `t<i>`, all of one length.
 
-Every token decodes to visible text, so a client that waits for text sees each one, and a text of n words has exactly n tokens.
+Every token decodes to visible text, so a client that waits for text sees each one, and a text of n words has exactly n tokens. Of one length, because
+transformers looks for the special tokens inside words too: it would cut `t1234` in two where `t1` is one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ def write_word_tokenizer(folder: Path, vocab_size: int, bos_token_id: int | None
     """Write `tokenizer.json` and `tokenizer_config.json` with `vocab_size` entries into `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    digits = len(str(vocab_size - 1))
+    words = [f"t{i:0{digits}}" for i in range(vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "model_max_length": 131072}
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": words[0], "model_max_length": 131072}
     if bos_token_id is not None:
-        config["bos_token"] = f"t{bos_token_id}"
+        config["bos_token"] = words[bos_token_id]
     if eos_token_id is not None:
-        config["eos_token"] = f"t{eos_token_id}"
+        config["eos_token"] = words[eos_token_id]
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

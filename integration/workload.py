@@ -6,6 +6,15 @@ A data set is named on the command line as
     uniform:LOW-HIGH        prompt lengths drawn evenly from LOW ... HIGH tokens
     prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
     lengths:FILE.csv        prompt and output lengths from the first two numeric columns of a file with a header
+
+Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right behind another. That is what both engines make
+of `n` themselves: vLLM 0.26.0 turns such a request into n requests with the same prompt (v1/engine/parallel_sampling.py), SGLang 0.5.17 too, after a first one
+that only fills the cache (managers/tokenizer_manager.py), and the n share the prompt's pages through prefix caching, which is on in both. `n` itself cannot be
+measured with their clients: the answers come interleaved in one stream, and neither client looks at whose token a piece is. vLLM's would report the gaps
+between any two answers' tokens as ITL, about 1/n of it; SGLang's compares the number of tokens of one answer with that of another, and counts only one
+answer's tokens as throughput. With copies every answer has its own stream, its own TTFT and its own ITL. What is different from `n`: the copies arrive one by
+one (at `samples` times the prompts' rate) instead of together, and copies that SGLang prefills in one step each compute the prompt before its radix tree
+folds them into the same pages; both hold for every backend alike.
 """
 
 from __future__ import annotations
@@ -16,61 +25,108 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.sharegpt import sharegpt_file
+from integration.sharegpt import first_exchanges, sharegpt_file
 from integration.text import TextMaker
+
+# Which ShareGPT conversations are used, in tokens: the limits of vLLM's client
+SHORTEST, LONGEST_PROMPT, LONGEST_TOTAL = 4, 1024, 2048
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, the number of tokens to generate, and a text of that many tokens (clients that read ShareGPT's form count them)."""
+
+    text: str
+    output_len: int
+    answer: str
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Base of the kinds below; `description` goes into the report."""
+    """Base of the kinds below: `num_prompts` prompts, each answered `samples` times. `description` goes into the report."""
 
     num_prompts: int
+    samples: int
     description: str
+    model_folder: Path
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the client sends: one for each answer."""
+        return self.num_prompts * self.samples
+
+    def prompts(self, seed: int) -> list[Prompt]:
+        """The prompts, without their copies; another seed gives others."""
+        raise NotImplementedError
+
+    def requests(self, seed: int) -> list[Prompt]:
+        """What the client sends, in this order: the copies of a prompt are neighbours."""
+        return [prompt for prompt in self.prompts(seed) for _ in range(self.samples)]
+
+    def write_vllm(self, path: Path, seed: int) -> Path:
+        """Write the form of `vllm bench serve --dataset-name custom` (its reader needs pandas)."""
+        lines = [json.dumps({"prompt": request.text, "output_tokens": request.output_len}) for request in self.requests(seed)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    def write_sharegpt(self, path: Path, seed: int) -> Path:
+        """Write ShareGPT's form, in which the answer's number of tokens is the output length."""
+        requests = self.requests(seed)
+        turns = [[{"from": "human", "value": request.text}, {"from": "gpt", "value": request.answer}] for request in requests]
+        path.write_text(json.dumps([{"conversations": turn} for turn in turns]), encoding="utf-8")
+        return path
 
 
 @dataclass(frozen=True)
 class ShareGPT(Workload):
-    """The client samples `num_prompts` conversations from `path`. `output_len` None: as many tokens as the recorded answer has."""
+    """`num_prompts` conversations of `path`, picked here so that both engines' clients send the same ones in the same order.
+
+    `output_len` None: as many tokens as the recorded answer has. `max_model_len`: most tokens of prompt and answer together that the server takes.
+    """
 
     path: Path
     output_len: int | None
+    max_model_len: int = LONGEST_TOTAL
+
+    def prompts(self, seed: int) -> list[Prompt]:
+        maker = TextMaker(self.model_folder, seed)
+        exchanges = first_exchanges(self.path)
+        random.Random(seed).shuffle(exchanges)
+        longest = min(LONGEST_TOTAL, self.max_model_len)
+        picked: list[Prompt] = []
+        for turn, answer in exchanges:
+            if len(picked) == self.num_prompts:
+                break
+            text, answer_text = maker.readable(turn), maker.readable(answer)
+            prompt_len, answer_len = maker.count(text), maker.count(answer_text)
+            output_len = self.output_len or answer_len
+            if SHORTEST <= prompt_len <= LONGEST_PROMPT and prompt_len + output_len <= longest and answer_len >= SHORTEST:
+                picked.append(Prompt(text, output_len, answer_text))
+        if len(picked) < self.num_prompts:
+            limits = f"prompts of {SHORTEST} to {LONGEST_PROMPT} tokens, at most {longest} with the answer"
+            raise ValueError(f"num-prompts: {self.num_prompts}, but {self.path} holds {len(picked)} conversations that can be used ({limits})")
+        return picked
 
 
 @dataclass(frozen=True)
 class FileWorkload(Workload):
-    """Prompts of prescribed lengths, written to a file in the form that the client reads. Lengths are in tokens, one entry a request."""
+    """Prompts of prescribed lengths. Lengths are in tokens, one entry a prompt."""
 
-    model_folder: Path
     prompt_lens: list[int]
     output_lens: list[int]
-    shared_prefix_len: int
-    seed: int
+    shared_prefix_len: int = 0
 
-    def _texts(self) -> tuple[TextMaker, list[str]]:
-        maker = TextMaker(self.model_folder, self.seed)
+    def prompts(self, seed: int) -> list[Prompt]:
+        maker = TextMaker(self.model_folder, seed)
         prefix = maker.text(self.shared_prefix_len)
-        prompts = [prefix + maker.text(max(length - self.shared_prefix_len - maker.special_tokens, 1)) for length in self.prompt_lens]
-        made, wanted = maker.count(prompts[0]), self.prompt_lens[0]
+        prompts = []
+        for length, output in zip(self.prompt_lens, self.output_lens, strict=True):
+            text = prefix + maker.text(max(length - self.shared_prefix_len - maker.special_tokens, 1))
+            prompts.append(Prompt(text, output, maker.text(max(output - maker.special_tokens, 1))))
+        made, wanted = maker.count(prompts[0].text), self.prompt_lens[0]
         if abs(made - wanted) > wanted // 50:
             raise ValueError(f"model: a prompt of {wanted} tokens came out with {made}: its tokenizer joins words")
-        return maker, prompts
-
-    def write_vllm(self, path: Path) -> Path:
-        """Write the form of `vllm bench serve --dataset-name custom` (its reader needs pandas)."""
-        _, prompts = self._texts()
-        lines = [json.dumps({"prompt": prompt, "output_tokens": output}) for prompt, output in zip(prompts, self.output_lens, strict=True)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return path
-
-    def write_sharegpt(self, path: Path) -> Path:
-        """Write ShareGPT's form, in which the answer's number of tokens is the output length."""
-        maker, prompts = self._texts()
-        conversations = []
-        for prompt, output in zip(prompts, self.output_lens, strict=True):
-            answer = maker.text(max(output - maker.special_tokens, 1))
-            conversations.append({"conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]})
-        path.write_text(json.dumps(conversations), encoding="utf-8")
-        return path
+        return prompts
 
 
 @dataclass(frozen=True)
@@ -78,36 +134,40 @@ class SharedPrefix(FileWorkload):
     """All prompts have one length, begin with the same `shared_prefix_len` tokens, and get answers of one length."""
 
 
-def make_workload(dataset: str, num_prompts: int, output_len: str | None, model_folder: Path, seed: int) -> Workload:
-    """Parse a data set's name (see above). `output_len` is `N`, `LOW-HIGH` or None. Raises ValueError for a name or length it cannot use."""
+def make_workload(
+    dataset: str, num_prompts: int, output_len: str | None, model_folder: Path, seed: int, samples: int = 1, max_model_len: int = LONGEST_TOTAL
+) -> Workload:
+    """Parse a data set's name (see above). `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for what it cannot use."""
     kind, _, rest = dataset.partition(":")
     outputs = _parse_range("output-len", output_len) if output_len else None
     draw = random.Random(seed)
+    if num_prompts < 1 or samples < 1:
+        raise ValueError(f"num-prompts: {num_prompts}, samples: {samples}: both must be positive")
     if kind == "sharegpt" or dataset.endswith(".json"):
         if outputs and outputs[0] != outputs[1]:
             raise ValueError(f"output-len: {output_len!r}: ShareGPT takes one number, or none for the recorded answers' lengths")
         path = sharegpt_file() if kind == "sharegpt" else Path(dataset).resolve(strict=True)
-        lengths = f"{outputs[0]} output tokens" if outputs else "outputs as recorded"
-        return ShareGPT(num_prompts, f"ShareGPT, first turns, {lengths}", path, outputs[0] if outputs else None)
+        description = f"ShareGPT, first turns, {f'{outputs[0]} output tokens' if outputs else 'outputs as recorded'}"
+        return ShareGPT(num_prompts, samples, description, model_folder, path, outputs[0] if outputs else None, max_model_len)
     if kind == "lengths":
         prompts, answers = _read_lengths(Path(rest), num_prompts)
         if outputs:
             answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(len(prompts), f"lengths of {Path(rest).name}", model_folder, prompts, answers, 0, seed)
+        return FileWorkload(len(prompts), samples, f"lengths of {Path(rest).name}", model_folder, prompts, answers)
     if outputs is None:
         raise ValueError(f"output-len: missing, and the data set {dataset!r} does not say how long answers are")
     if kind == "uniform":
         low, high = _parse_range("dataset", rest)
         prompts = [draw.randint(low, high) for _ in range(num_prompts)]
         answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(num_prompts, f"prompts of {low}-{high} tokens, outputs of {output_len}", model_folder, prompts, answers, 0, seed)
+        return FileWorkload(num_prompts, samples, f"prompts of {low}-{high} tokens, outputs of {output_len}", model_folder, prompts, answers)
     if kind == "prefix":
         prefix, _, suffix = rest.partition("+")
         if not (prefix.isdigit() and suffix.isdigit() and int(suffix) > 0) or outputs[0] != outputs[1]:
             raise ValueError(f"dataset: {dataset!r} with output-len {output_len!r}: expected prefix:PREFIX+SUFFIX, numbers of tokens, and one output length")
         total = int(prefix) + int(suffix)
         description = f"one shared prefix of {prefix} tokens, then {suffix} of each prompt's own, {output_len} output tokens"
-        return SharedPrefix(num_prompts, description, model_folder, [total] * num_prompts, [outputs[0]] * num_prompts, int(prefix), seed)
+        return SharedPrefix(num_prompts, samples, description, model_folder, [total] * num_prompts, [outputs[0]] * num_prompts, int(prefix))
     raise ValueError(f"dataset: {dataset!r} is none of sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
 
 

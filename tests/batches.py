@@ -1,4 +1,4 @@
-"""Random batches for the planners: lengths and tables without any K or V."""
+"""Random batches for the planners: lengths and tables without any K or V. Rows of the tables share pages at random."""
 
 from __future__ import annotations
 
@@ -66,18 +66,31 @@ def _random_table(rng: numpy.random.Generator, kv_lens: numpy.ndarray, page_size
         entries = int(pages.sum())
         indptr = _index(rng, _damaged(rng, _prefix_sum(pages), valid, entries), device)
         last = _index(rng, _damaged(rng, (kv_lens - 1) % page_size + 1, valid, page_size), device)
-        return PageTable.csr(indptr, torch.zeros(entries, dtype=torch.int32, device=device), last, page_size)
+        return PageTable.csr(indptr, _entries(rng, entries, device), last, page_size)
     lens = _index(rng, _damaged(rng, kv_lens, valid, longest), device)
     pad = int(rng.integers(3))
     if form == "block_table":
-        return PageTable.block_table(_table(batch, -(-longest // page_size), pad, device), lens, page_size)
+        return PageTable.block_table(_table(rng, batch, -(-longest // page_size), pad, device), lens, page_size)
     rows = _index(rng, _damaged(rng, rng.permutation(batch + 5)[:batch], valid, batch + 5), device)
-    return PageTable.token_slots(_table(batch + 5, longest, pad, device), rows, lens, page_size)
+    return PageTable.token_slots(_table(rng, batch + 5, longest, pad, device), rows, lens, page_size)
 
 
-def _table(rows: int, width: int, pad: int, device: torch.device) -> Tensor:
-    """Planners read no entry of a table: only its strides matter. Rows overlap, so that a table of long rows costs no memory."""
-    return torch.zeros(rows * (pad + 1) + width, dtype=torch.int32, device=device).as_strided((rows, width), (pad + 1, 1))
+def _table(rng: numpy.random.Generator, rows: int, width: int, pad: int, device: torch.device) -> Tensor:
+    """Rows overlap, so that a table of long rows costs no memory."""
+    return _entries(rng, rows * (pad + 1) + width, device).as_strided((rows, width), (pad + 1, 1))
+
+
+def _entries(rng: numpy.random.Generator, count: int, device: torch.device) -> Tensor:
+    """Entries of page tables: all the same, long runs of a few, or all different."""
+    style = rng.random()
+    if style < 0.2:
+        entries = numpy.zeros(count, dtype=int)
+    elif style < 0.8:
+        run = int(numpy.exp(rng.uniform(0, numpy.log(1000))))
+        entries = numpy.repeat(rng.integers(0, 1 + int(rng.choice([1, 2, 50])), count // run + 1), run)[:count]
+    else:
+        entries = rng.permutation(count)
+    return torch.tensor(entries, dtype=torch.int32, device=device)
 
 
 def _prefix_sum(lengths: numpy.ndarray) -> numpy.ndarray:

@@ -1,4 +1,7 @@
-"""The schedule worked out from its definition (csrc/include/attn/schedule.h) with plain integers and whole arrays: what both planners are compared with."""
+"""The schedule worked out from its definition (csrc/include/attn/schedule.h) with plain integers and whole arrays: what both planners are compared with.
+
+Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of tests/forests.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
     table_begin: list[int] = []
     tiles: list[list[int]] = []
     links = [[[-1, 0]] * max_rows for _ in levels] if len(levels) > 1 else []
-    errors = 0
+    errors, num_merge_rows = 0, 0
     for number, view in enumerate(levels):
         of_level, begins, wrong = _read_groups(view, max_rows)
         table_begin += begins
@@ -51,12 +54,13 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
                     errors |= ROW
                 elif links:
                     links[number][row] = [len(groups), index]
-            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind])
+                    num_merge_rows = max(num_merge_rows, row + 1)
+            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind, number * max_rows + qo_begin if links else -1])
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
     cost_begin, positions = _positions(config, num_kv_heads, tiles)
-    return Model(groups, table_begin, tiles, cost_begin, positions, links, errors)
+    return Model(groups, table_begin, tiles, cost_begin, positions, [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else [], errors)
 
 
 def _clamp(value: int, low: int, high: int) -> int:
@@ -148,5 +152,5 @@ def differences(schedule: Schedule, model: Model) -> list[str]:
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
-    names = ["groups", "table_begin", "tiles", "cost_begin", "positions"] + ["links"] * links
-    return a.errors == b.errors and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
+    return a.errors == b.errors and a.forest == b.forest and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

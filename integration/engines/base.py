@@ -10,12 +10,13 @@ from integration.model import Model
 from integration.workload import Workload
 
 OURS = "attn_backend"
+OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package, told not to look for shared prefixes
 STOCK = "stock"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One server to start. `backend` is `attn_backend`, `stock` (what the engine picks by itself) or a name that the engine knows."""
+    """One server to start. `backend` is `attn_backend`, `attn_backend-no-cascade`, `stock` (the engine picks) or a name that the engine knows."""
 
     python: str
     model: Model
@@ -31,7 +32,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Client:
-    """One run of the engine's own benchmark client against a server that is up."""
+    """One run of the engine's own benchmark client against a server that is up.
+
+    `request_rate` counts prompts per second: the client sends `workload.samples` times as many requests.
+    """
 
     python: str
     model: Model
@@ -41,13 +45,24 @@ class Client:
     max_concurrency: int | None
     seed: int
     result: Path
-    max_model_len: int = 2048
     extra_arguments: list[str] = field(default_factory=list)
+
+
+def is_ours(backend: str) -> bool:
+    return backend in (OURS, OURS_NO_CASCADE)
+
+
+def cascade_environment(backend: str) -> dict[str, str]:
+    """The environment of a server with our backend. It says "on" as well, so that a variable of the user's cannot make a report's label wrong."""
+    return {"ATTN_BACKEND_CASCADE": "1" if backend == OURS else "0"} if is_ours(backend) else {}
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a client measured. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens."""
+    """What a client measured. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
+
+    Every answer is a request of its own, also where a prompt gets several.
+    """
 
     requests: int
     failed: int

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from integration.engines.base import STOCK, Client, Launch, Metrics, Token
+from integration.engines.base import OURS, STOCK, Client, Launch, Metrics, Token, cascade_environment, is_ours
 from integration.http import post_json
-from integration.workload import FileWorkload, ShareGPT
+from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
 CPU_KV_TOKENS = 16384
+# `sglang.bench_serving`, but it sends a file's requests in their order: it has no option against shuffling, and the copies of a prompt must stay neighbours
+ORDERED_CLIENT = "import random, runpy; random.shuffle = lambda requests: None; runpy.run_module('sglang.bench_serving', run_name='__main__', alter_sys=True)"
 
 
 class SGLang:
@@ -24,35 +26,37 @@ class SGLang:
         command += ["--dtype", launch.dtype, "--context-length", str(launch.max_model_len), "--max-running-requests", str(launch.max_num_seqs)]
         if launch.model.random_weights:
             command += ["--load-format", "dummy"]
+        backend = OURS if is_ours(launch.backend) else launch.backend
         if launch.device == "cpu":
-            backend = "torch_native" if launch.backend == STOCK else launch.backend
+            backend = "torch_native" if backend == STOCK else backend
             command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]
         else:
-            if launch.backend != STOCK:
-                command += ["--attention-backend", launch.backend]
+            if backend != STOCK:
+                command += ["--attention-backend", backend]
             if not launch.cuda_graphs:
                 command += ["--disable-cuda-graph"]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        return self.client_environment(launch.device)
+        return self.client_environment(launch.device) | cascade_environment(launch.backend)
 
     def client_command(self, client: Client) -> list[str]:
         # --model is the local path: with another name the client asks a hub for it
-        command = [client.python, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
-        command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_prompts)]
-        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate), "--output-file", str(client.result), "--output-details"]
+        command = [client.python, "-c", ORDERED_CLIENT, "--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
+        command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests)]
+        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples)]
+        command += ["--output-file", str(client.result), "--output-details"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:
         workload = client.workload
-        if isinstance(workload, ShareGPT):
-            arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(workload.path), "--sharegpt-context-len", str(client.max_model_len)]
-            return arguments + (["--sharegpt-output-len", str(workload.output_len)] if workload.output_len else [])
-        assert isinstance(workload, FileWorkload)
-        return ["--dataset-name", "sharegpt", "--dataset-path", str(workload.write_sharegpt(client.result.with_suffix(".requests.json")))]
+        path = workload.write_sharegpt(client.result.with_suffix(".requests.json"), client.seed)
+        arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(path)]
+        if isinstance(workload, ShareGPT) and workload.output_len:
+            arguments += ["--sharegpt-output-len", str(workload.output_len)]
+        return arguments
 
     def client_environment(self, device: str) -> dict[str, str]:
         environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -68,7 +72,7 @@ class SGLang:
         result = json.loads(lines[-1])
         return Metrics(
             requests=result["completed"],
-            failed=client.workload.num_prompts - result["completed"],
+            failed=client.workload.num_requests - result["completed"],
             ttft_p50_ms=result["median_ttft_ms"],
             ttft_p99_ms=result["p99_ttft_ms"],
             itl_p50_ms=result["median_itl_ms"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from integration.engines.base import OURS, STOCK, Client, Launch, Metrics, Token
+from integration.engines.base import STOCK, Client, Launch, Metrics, Token, cascade_environment, is_ours
 from integration.http import post_json
-from integration.workload import FileWorkload, SharedPrefix, ShareGPT
+from integration.workload import SharedPrefix, ShareGPT
 
 CLI = ["-m", "vllm.entrypoints.cli.main"]
 SERVED_NAME = "model"
@@ -21,29 +21,29 @@ class VLLM:
     def server_command(self, launch: Launch) -> list[str]:
         command = [launch.python, *CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        command += [ "--max-model-len", str(launch.max_model_len), "--max-num-seqs", str(launch.max_num_seqs)]
+        command += ["--max-model-len", str(launch.max_model_len), "--max-num-seqs", str(launch.max_num_seqs)]
         if launch.model.random_weights:
             command += ["--load-format", "dummy"]
         if launch.device == "cpu":
             command += ["--enforce-eager", "--block-size", "32"]  # blocks of 128, the default, are never full in short prompts, so prefixes are never shared
         else:
             if launch.backend != STOCK:
-                command += ["--attention-backend", "CUSTOM" if launch.backend == OURS else launch.backend]
+                command += ["--attention-backend", "CUSTOM" if is_ours(launch.backend) else launch.backend]
             if not launch.cuda_graphs:
                 command += ["--enforce-eager"]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | cascade_environment(launch.backend)
         if launch.device == "cpu":
-            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "ATTN_BACKEND_VLLM_CPU": "1" if launch.backend == OURS else "0"}
+            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "ATTN_BACKEND_VLLM_CPU": "1" if is_ours(launch.backend) else "0"}
         return environment
 
     def client_command(self, client: Client) -> list[str]:
         command = [client.python, *CLI, "bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
-        command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_prompts), "--seed", str(client.seed)]
-        command += ["--request-rate", str(client.request_rate), "--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,itl"]
-        command += ["--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
+        command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests), "--seed", str(client.seed)]
+        command += ["--request-rate", str(client.request_rate * client.workload.samples), "--ignore-eos", "--temperature", "0"]
+        command += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
         command += ["--result-dir", str(client.result.parent), "--result-filename", client.result.name]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
@@ -52,14 +52,14 @@ class VLLM:
     def _dataset_arguments(self, client: Client) -> list[str]:
         workload = client.workload
         if isinstance(workload, ShareGPT):
-            arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(workload.path)]
+            path = workload.write_sharegpt(client.result.with_suffix(".requests.json"), client.seed)
+            arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(path), "--disable-shuffle"]
             return arguments + (["--sharegpt-output-len", str(workload.output_len)] if workload.output_len else [])
-        if isinstance(workload, SharedPrefix):
+        if isinstance(workload, SharedPrefix) and workload.samples == 1:  # the client's own data set has no copies
             prefix, total, output = workload.shared_prefix_len, workload.prompt_lens[0], workload.output_lens[0]
             lengths = {"prefix-len": prefix, "suffix-len": total - prefix, "num-prefixes": 1, "output-len": output}
             return ["--dataset-name", "prefix_repetition", *(part for name, value in lengths.items() for part in (f"--prefix-repetition-{name}", str(value)))]
-        assert isinstance(workload, FileWorkload)
-        path = workload.write_vllm(client.result.with_suffix(".requests.jsonl"))
+        path = workload.write_vllm(client.result.with_suffix(".requests.jsonl"), client.seed)
         return ["--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "-1", "--skip-chat-template", "--disable-shuffle"]
 
     def client_environment(self, device: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ class VLLM:
         result = json.loads(client.result.read_text())
         return Metrics(
             requests=result["completed"],
-            failed=client.workload.num_prompts - result["completed"],
+            failed=client.workload.num_requests - result["completed"],
             ttft_p50_ms=result["p50_ttft_ms"],
             ttft_p99_ms=result["p99_ttft_ms"],
             itl_p50_ms=result["p50_itl_ms"],

@@ -98,7 +98,7 @@ void test_max_row_tiles() {
       rows += group.qo_len;
       tiles += attn::count_row_tiles(config, group);
     }
-    expect(tiles <= attn::max_row_tiles(groups, rows, 1, config.group_size, config.max_kind), "more row tiles than max_row_tiles()", tiles, rows);
+    expect(tiles <= attn::max_row_tiles(groups, rows, config.group_size, config.max_kind), "more row tiles than max_row_tiles()", tiles, rows);
   }
 }
 

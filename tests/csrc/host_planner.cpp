@@ -1,31 +1,31 @@
 // The host planner with any configuration, for ctypes: what the device planner's schedules are compared with, bit for bit.
 #include <cstdint>
+#include <cstring>
 
 #include "attn/planning.h"
 #include "host/planner.h"
 
 namespace {
 
-/// num_kv_heads, group_size, kv_tile, max_kind, num_ctas, max_groups, max_rows, max_levels, max_tiles, min_share, costs of a KV tile and of a pair of each kind.
+/// The fields of ScheduleConfig in their order, costs of a KV tile and of a pair of each kind among them.
 attn::ScheduleConfig make_config(const int32_t* values) {
   attn::ScheduleConfig config{};
-  int32_t* const fields[] = {&config.num_kv_heads, &config.group_size, &config.kv_tile, &config.max_kind, &config.num_ctas,
-                             &config.max_groups, &config.max_rows, &config.max_levels, &config.max_tiles, &config.min_share};
-  for (int32_t* field : fields) *field = *values++;
-  for (int32_t& cost : config.kv_tile_cost) cost = *values++;
-  for (int32_t& cost : config.pair_cost) cost = *values++;
+  static_assert(sizeof(config) % sizeof(int32_t) == 0, "nothing but int32");
+  std::memcpy(&config, values, sizeof(config));
   return config;
 }
 
 }  // namespace
 
-/// Bytes of the workspace; `offsets` receives where groups, tiles, positions and links start in it.
+/// Bytes of the workspace; `offsets` receives where groups, tiles, positions, links, rows and nodes start in it.
 extern "C" int64_t host_planner_layout(const int32_t* config, int64_t* offsets) {
   const attn::ScheduleLayout layout(make_config(config));
   offsets[0] = layout.groups;
   offsets[1] = layout.tiles;
   offsets[2] = layout.positions;
   offsets[3] = layout.links;
+  offsets[4] = layout.rows;
+  offsets[5] = layout.nodes;
   return layout.bytes;
 }
 
@@ -65,5 +65,6 @@ extern "C" void host_planner_plan(const int32_t* config, void* workspace, const 
     level.table.page_size = static_cast<int32_t>(view.numbers[8]);
     level.table.entry_step = static_cast<int32_t>(view.numbers[9]);
   }
+  attn::prepare_forest(params);
   attn::plan_on_host(params);
 }

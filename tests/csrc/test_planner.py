@@ -21,10 +21,12 @@ BATCHES = 150      # for each shape
 
 
 @cache
-def make_attention(shape: tuple[int, int, int, int | None], device: torch.device, max_levels: int = 1) -> Attention:
+def make_attention(
+    shape: tuple[int, int, int, int | None], device: torch.device, max_levels: int = 1, cascade: object = False, batch_invariant: bool = False
+) -> Attention:
     num_kv_heads, group_size, head_dim, num_ctas = shape
-    maxima = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH, "max_levels": max_levels}
-    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device=device, num_ctas=num_ctas, **maxima)
+    options = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH, "max_levels": max_levels, "cascade": cascade, "batch_invariant": batch_invariant}
+    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device=device, num_ctas=num_ctas, **options)
 
 
 @pytest.mark.parametrize("first", range(0, BATCHES, 50))
@@ -44,18 +46,19 @@ def test_planner_agrees_with_model(device: torch.device, shape: tuple[int, int, 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("valid", [True, False])
-def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, valid: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], ids=["plain", "cascade", "always", "invariant"])
+def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, valid: bool, options: dict[str, object], tmp_path: Path) -> None:
     """On a GPU: the device planner against the host planner, on the same batches with the same configuration."""
     library = host_planner.build(tmp_path)
     for shape in SHAPES:
-        attention = make_attention(shape, device)
+        attention = make_attention(shape, device, **options)
         for i in range(BATCHES):
             seed = SHAPES.index(shape) * BATCHES + i
             view = batches.random_view(seed, device, valid)
             with contextlib.suppress(ValueError):      # on a CPU wrong values are refused; their clamped schedule is there all the same
                 attention.plan(view)
             schedule = attention.schedule()
-            assert schedule_model.same(schedule, host_planner.plan(library, attention, schedule, view)), seed
+            assert schedule_model.same(schedule, host_planner.plan(library, attention, view)), seed
 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
@@ -77,7 +80,7 @@ def test_compositions_agree_with_model_and_host_planner(device: torch.device, sh
             assert schedule.errors == 0, seed
             assert not schedule_model.differences(schedule, model), seed
         # Damaged prefix sums put a row into several groups of a level: which of them it is linked to is anyone's.
-        assert schedule_model.same(schedule, host_planner.plan(library, attention, schedule, composition), links=valid), seed
+        assert schedule_model.same(schedule, host_planner.plan(library, attention, composition), links=valid), seed
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,8 +156,8 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
 
 
 def test_replan_leaves_nothing_behind(device: torch.device) -> None:
-    fresh = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH)
-    used = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH)
+    fresh = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH, cascade="always")
+    used = Attention(32, 8, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH, cascade="always")
     for seed in range(20):
         used.plan(batches.random_view(seed, device))
     fresh.plan(batches.random_view(100, device))

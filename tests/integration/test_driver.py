@@ -13,11 +13,16 @@ import tomllib
 
 from integration.compare_tokens import compare
 from integration.dist_info import write_dist_info
-from integration.engines import Launch, Metrics, Token
+from integration.engines import ENGINES, Client, Launch, Metrics, Token
+from integration.engines.base import OURS, OURS_NO_CASCADE, STOCK
+from integration.engines.sglang import ORDERED_CLIENT
+from integration.merge_reports import merge
 from integration.model import REPOSITORY, Model, resolve_model
 from integration.report import Row, format_table, write_report
-from integration.serve_benchmark import Load, parse_loads
+from integration.serve_benchmark import Load, describe, label, parse_arguments, parse_loads
 from integration.server import ServerError, free_port, process_environment, running_server
+from integration.tokenizer import write_word_tokenizer
+from integration.workload import make_workload
 
 SERVER = """
 import http.server, os, signal, subprocess, sys, time
@@ -93,8 +98,9 @@ def test_a_server_that_fails_shows_its_log_and_leaves_no_worker(launch, tmp_path
     assert time.monotonic() - begin < 30
 
 
-def test_a_server_that_lacks_the_plugin_is_not_measured(launch, tmp_path):
-    server = running_server(FakeEngine(), launch("attn_backend"), tmp_path / "server.log", timeout_s=60)
+@pytest.mark.parametrize("backend", [OURS, OURS_NO_CASCADE])
+def test_a_server_that_lacks_the_plugin_is_not_measured(backend, launch, tmp_path):
+    server = running_server(FakeEngine(), launch(backend), tmp_path / "server.log", timeout_s=60)
     with pytest.raises(ServerError, match="runs, but without attn_backend"), server:
         pass
 
@@ -165,10 +171,93 @@ def test_loads_are_reported_one_by_one(tmp_path):
 
 
 def test_an_option_holds_for_all_data_sets_or_for_one_each():
-    loads = parse_loads(["sharegpt", "prefix:8+8"], [4, 5], ["recorded", "16"], [float("inf")])
-    assert loads == [Load("sharegpt", 4, None, float("inf")), Load("prefix:8+8", 5, "16", float("inf"))]
+    loads = parse_loads(["sharegpt", "prefix:8+8"], [4, 5], ["recorded", "16"], [float("inf")], [4, 1])
+    assert loads == [Load("sharegpt", 4, None, float("inf"), 4), Load("prefix:8+8", 5, "16", float("inf"), 1)]
     with pytest.raises(ValueError, match="num-prompts: 3 values"):
-        parse_loads(["sharegpt", "sharegpt"], [1, 2, 3], ["recorded"], [1.0])
+        parse_loads(["sharegpt", "sharegpt"], [1, 2, 3], ["recorded"], [1.0], [1])
+    with pytest.raises(ValueError, match="samples: 3 values"):
+        parse_loads(["sharegpt", "sharegpt"], [1], ["recorded"], [1.0], [1, 4, 16])
+
+
+def test_the_command_line_of_the_loads_that_share_prefixes():
+    line = "--engine vllm --backends attn_backend --dataset prefix:4096+256 sharegpt sharegpt --output-len 128 recorded recorded"
+    settings = parse_arguments(f"{line} --num-prompts 128 96 24 --request-rate 40 8 2 --samples 1 4 16".split())
+    shared, few, many = settings.loads
+    assert shared == Load("prefix:4096+256", 128, "128", 40.0, 1)
+    assert (few.samples, many.samples) == (4, 16)
+    assert few.num_prompts * few.samples == many.num_prompts * many.samples == 384
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")  # a user's setting must not turn off what the report calls ours
+    on, off, stock = (Launch("python", Model("none", tmp_path, True), backend, device, 1) for backend in (OURS, OURS_NO_CASCADE, STOCK))
+    assert engine.server_command(on) == engine.server_command(off)
+    assert process_environment(engine.server_environment(on))["ATTN_BACKEND_CASCADE"] == "1"
+    assert process_environment(engine.server_environment(off))["ATTN_BACKEND_CASCADE"] == "0"
+    assert "ATTN_BACKEND_CASCADE" not in engine.server_environment(stock)
+    assert label(engine, OURS_NO_CASCADE, device) == "attn_backend, cascade off"
+    assert label(engine, OURS, device) == "attn_backend"
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_clients_send_copies_in_order_and_at_the_prompts_rate(engine, tmp_path):
+    write_word_tokenizer(tmp_path, 5000)
+    chats = [{"conversations": [{"from": "human", "value": f"tell me story {i}"}, {"from": "gpt", "value": "once upon a time"}]} for i in range(9)]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    workload = make_workload(str(tmp_path / "chats.json"), 3, None, tmp_path, 0, samples=4)
+    client = Client("python", Model("none", tmp_path, True), 1, workload, 2.5, None, 0, tmp_path / "client.json")
+    command = engine.client_command(client)
+    assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("12", "10.0")
+    assert option(command, "--dataset-name") == "sharegpt"
+    assert len(json.loads((tmp_path / "client.requests.json").read_text())) == 12
+    assert option(command, "--dataset-path") == str(tmp_path / "client.requests.json")
+    assert "--disable-shuffle" in command or ORDERED_CLIENT in command
+    assert describe(workload, 2.5) == "ShareGPT, first turns, outputs as recorded; 3 prompts at 2.5/s, 4 answers to each"
+
+
+def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
+    workload = make_workload("prefix:4096+256", 128, "128", tmp_path, 0)
+    command = ENGINES["vllm"].client_command(Client("python", Model("none", tmp_path, True), 1, workload, 40.0, None, 0, tmp_path / "client.json"))
+    assert option(command, "--dataset-name") == "prefix_repetition"
+    lengths = [option(command, f"--prefix-repetition-{name}") for name in ("prefix-len", "suffix-len", "num-prefixes", "output-len")]
+    assert lengths == ["4096", "256", "1", "128"]
+    assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("128", "40.0")
+    assert describe(workload, 40.0).endswith("128 output tokens; 128 prompts at 40/s")
+
+
+def settings_of_a_run(**changes):
+    return {"engine": "vllm", "device_name": "GPU", "backends": [], **changes}
+
+
+def test_runs_of_other_backends_or_loads_merge_into_one_report(tmp_path):
+    reports = []
+    for backend, load in (("attn_backend", "one"), ("FLASH_ATTN", "one"), ("FLASH_ATTN", "two")):
+        folder = tmp_path / f"{backend}-{load}"
+        folder.mkdir()
+        reports.append(write_report(folder, "title", settings_of_a_run(backends=[backend]), [Row(backend, load, [metrics(1.0), metrics(2.0)])])[0])
+    rows = merge(tmp_path / "all", reports)
+    assert [(row.backend, row.workload, len(row.repeats)) for row in rows] == [("attn_backend", "one", 2), ("FLASH_ATTN", "one", 2), ("FLASH_ATTN", "two", 2)]
+    report = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert report["title"] == "title"
+    assert [run["backends"] for run in report["settings"]["merged"]] == [["attn_backend"], ["FLASH_ATTN"], ["FLASH_ATTN"]]
+    with pytest.raises(ValueError, match="FLASH_ATTN was measured twice"):
+        merge(tmp_path / "all", [reports[1], reports[1]])
+
+
+def test_runs_on_different_machines_do_not_merge(tmp_path):
+    reports = []
+    for name in ("GPU", "another GPU"):
+        folder = tmp_path / name
+        folder.mkdir()
+        reports.append(write_report(folder, "title", settings_of_a_run(device_name=name), [Row(name, "load", [metrics(1.0)])])[0])
+    with pytest.raises(ValueError, match="device_name is 'another GPU'"):
+        merge(tmp_path / "all", reports)
 
 
 def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):

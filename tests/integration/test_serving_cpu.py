@@ -34,7 +34,7 @@ def test_serves_the_same_tokens_as_the_stock_backend(engine_name, need_engine, s
     with running_server(engine, ours, tmp_path / "ours.log", timeout_s=600) as url:
         actual = generate_all(engine, url, prompts, MAX_TOKENS, CONCURRENCY)
         again = generate_all(engine, url, prompts, MAX_TOKENS, CONCURRENCY)  # its prefixes are in the cache now
-        workload = ShareGPT(NUM_PROMPTS, "ShareGPT", sharegpt, output_len=16)
+        workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=16)  # 4 answers to each prompt
         client = Client(sys.executable, smollm2, ours.port, workload, float("inf"), CONCURRENCY, 0, tmp_path / "client.json")
         metrics = run_client(engine, client, "cpu", tmp_path / "client.log", timeout_s=600)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from integration.sharegpt import first_turns, parse_conversations, write_complete_file
+from integration.sharegpt import first_exchanges, first_turns, parse_conversations, write_complete_file
 from integration.text import TextMaker
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import FileWorkload, SharedPrefix, ShareGPT, make_workload
@@ -41,11 +41,21 @@ def test_the_complete_file_is_json_with_two_turns_each(tmp_path):
     assert write_complete_file(published, target) == 2
     assert [entry["conversations"][0]["value"] for entry in json.loads(target.read_text())] == ["a", "c"]
     assert first_turns(target) == ["a", "c"]
+    assert first_exchanges(target) == [("a", "b"), ("c", "d")]
 
 
 def test_texts_have_the_asked_number_of_tokens(model_folder):
     maker = TextMaker(model_folder, seed=1)
     assert [maker.count(maker.text(length)) for length in (1, 17, 4096)] == [1, 17, 4096]
+
+
+def test_transformers_reads_the_words_as_one_token_each(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_word_tokenizer(tmp_path, 5000, bos_token_id=1, eos_token_id=2)  # special tokens whose names could be parts of other words
+    text = TextMaker(tmp_path, seed=1).text(200) + " t0001 t0012 t1200"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer(text).input_ids == TextMaker(tmp_path, seed=1).tokenizer.encode(text).ids
+    assert tokenizer(text).input_ids[-3:] == [1, 12, 1200]
 
 
 def test_uniform_lengths_reach_both_clients(model_folder):
@@ -54,18 +64,22 @@ def test_uniform_lengths_reach_both_clients(model_folder):
     assert set(workload.prompt_lens) <= set(range(5, 51))
     assert set(workload.output_lens) <= set(range(3, 10))
     count = TextMaker(model_folder, 0).count
-    lines = [json.loads(line) for line in workload.write_vllm(model_folder / "vllm.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()]
     assert [count(line["prompt"]) for line in lines] == workload.prompt_lens
     assert [line["output_tokens"] for line in lines] == workload.output_lens
-    entries = json.loads(workload.write_sharegpt(model_folder / "sglang.json").read_text())
+    entries = json.loads(workload.write_sharegpt(model_folder / "sglang.json", seed=0).read_text())
     lengths = [[count(turn["value"]) for turn in entry["conversations"]] for entry in entries]
     assert lengths == [list(pair) for pair in zip(workload.prompt_lens, workload.output_lens, strict=True)]
+
+
+def sent_prompts(workload, path, seed=0):
+    return [entry["conversations"][0]["value"] for entry in json.loads(workload.write_sharegpt(path, seed).read_text())]
 
 
 def test_a_shared_prefix_is_shared(model_folder):
     workload = make_workload("prefix:100+7", 5, "16", model_folder, seed=0)
     assert isinstance(workload, SharedPrefix)
-    prompts = [entry["conversations"][0]["value"].split() for entry in json.loads(workload.write_sharegpt(model_folder / "p.json").read_text())]
+    prompts = [prompt.split() for prompt in sent_prompts(workload, model_folder / "p.json")]
     assert {len(prompt) for prompt in prompts} == {107}
     assert len({tuple(prompt[:100]) for prompt in prompts}) == 1
     assert len({tuple(prompt[100:]) for prompt in prompts}) == 5
@@ -83,8 +97,75 @@ def test_lengths_come_from_a_table(model_folder):
 def test_sharegpt_takes_a_local_file(model_folder):
     path = model_folder / "chat.json"
     path.write_text("[]")
-    workload = make_workload(str(path), 3, "8", model_folder, seed=0)
-    assert workload == ShareGPT(3, "ShareGPT, first turns, 8 output tokens", path.resolve(), 8)
+    workload = make_workload(str(path), 3, "8", model_folder, seed=0, samples=4)
+    assert workload == ShareGPT(3, 4, "ShareGPT, first turns, 8 output tokens", model_folder, path.resolve(), 8)
+    assert workload.num_requests == 12
+
+
+def chat_file(folder, conversations):
+    path = folder / "chat.json"
+    path.write_text(json.dumps(conversations))
+    return path
+
+
+def test_copies_of_a_prompt_are_neighbours_in_both_clients_files(model_folder):
+    path = chat_file(model_folder, [conversation(f"please write me story number {number}", "once upon a time " * number) for number in range(1, 40)])
+    workload = make_workload(str(path), 6, None, model_folder, seed=0, samples=4)
+    sent = sent_prompts(workload, model_folder / "sglang.json")
+    lines = [json.loads(line) for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()]
+    assert len(sent) == 24
+    assert all(len(set(sent[first : first + 4])) == 1 for first in range(0, 24, 4))
+    assert len(set(sent)) == 6
+    assert [line["prompt"] for line in lines] == sent
+    assert sent_prompts(workload, model_folder / "again.json", seed=0) == sent
+    assert set(sent_prompts(workload, model_folder / "other.json", seed=1)) != set(sent)
+
+
+def test_copies_of_prescribed_lengths(model_folder):
+    workload = make_workload("uniform:5-50", 3, "4", model_folder, seed=0, samples=16)
+    sent = sent_prompts(workload, model_folder / "p.json")
+    assert [len(prompt.split()) for prompt in sent[::16]] == workload.prompt_lens
+    assert all(len(set(sent[first : first + 16])) == 1 for first in (0, 16, 32))
+
+
+def test_conversations_outside_the_limits_are_not_sent(model_folder):
+    usable = conversation("one two three four", "five six seven eight")
+    short = [conversation("too short", "five six seven eight"), conversation("one two three four", "two words")]
+    long = [conversation("word " * 1025, "five six seven eight"), conversation("word " * 1000, "word " * 1049)]
+    path = chat_file(model_folder, [*short, *long, usable])
+    (prompt,) = make_workload(str(path), 1, None, model_folder, seed=0).prompts(seed=0)
+    assert prompt.output_len == 4
+    with pytest.raises(ValueError, match=r"num-prompts: 2, but .* holds 1 conversations"):
+        make_workload(str(path), 2, None, model_folder, seed=0).prompts(seed=0)
+    with pytest.raises(ValueError, match="holds 0 conversations"):
+        make_workload(str(path), 1, None, model_folder, seed=0, max_model_len=7).prompts(seed=0)
+
+
+def test_real_text_stays_text_for_a_word_tokenizer(model_folder):
+    maker = TextMaker(model_folder, seed=0)
+    one, other = "Tell me about the weather, in 2024!", "Tell me about an interpretation"
+    assert not maker.reads_text
+    assert set(maker.tokenizer.encode(one).ids) == {0}  # what the engines would see
+    first, second = maker.tokenizer.encode(maker.readable(one)).ids, maker.tokenizer.encode(maker.readable(other)).ids
+    assert len(first) == len(["Tell", "me", "about", "the", "weather", ",", "in", "202", "4", "!"])
+    assert len(set(first)) > 8
+    assert first[:3] == second[:3]
+    assert first[3] != second[3]
+    assert maker.readable(one) == TextMaker(model_folder, seed=7).readable(one)
+
+
+def test_a_tokenizer_that_reads_text_gets_it_unchanged(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "quick": 1, "fox": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextMaker(tmp_path, seed=0).readable("Hello, world") == "Hello, world"
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        TextMaker(tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +181,8 @@ def test_sharegpt_takes_a_local_file(model_folder):
 def test_bad_names_are_refused(model_folder, dataset, output_len, message):
     with pytest.raises(ValueError, match=message):
         make_workload(dataset, 2, output_len, model_folder, seed=0)
+
+
+def test_no_answers_are_refused(model_folder):
+    with pytest.raises(ValueError, match="samples: 0"):
+        make_workload("uniform:3-9", 2, "4", model_folder, seed=0, samples=0)

@@ -86,7 +86,6 @@ def test_accepts(changes: dict[str, Any]) -> None:
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
         ({"use_non_causal": True, "has_sliding_window": True}, "sliding window to both sides"),
-        ({"use_batch_invariant": True}, "batch invariance"),
         ({"use_pcp": True}, "PCP"),
         ({"use_dcp": True}, "DCP"),
         ({"use_rswa": True}, "R-SWA"),

@@ -1,0 +1,282 @@
+"""The batches that `attn-backend plan` draws: from JSON, from a trace, or of a named distribution."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..metadata import BSRView, PageTable
+from ..metadata.structure import refuse
+
+TRACE_BLOCK = 512     # tokens that one hash id of a trace stands for
+_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 22
+SETTINGS = ("heads", "head_dim", "page_size", "num_ctas", "costs", "causal", "window_left")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step.
+
+    Attributes:
+        title: where they come from.
+        qo_lens: rows of Q of each request.
+        kv_lens: tokens of each request.
+        block_table: page ids of each request, at least those that its tokens need; equal ids are the same page.
+        page_size: tokens.
+        settings: what the JSON says of SETTINGS besides page_size.
+    """
+
+    title: str
+    qo_lens: list[int]
+    kv_lens: list[int]
+    block_table: list[list[int]]
+    page_size: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def view(self, causal: bool = True, window_left: int = -1) -> BSRView:
+        """The batch as tensors on the CPU."""
+        qo_indptr = torch.tensor([0, *self.qo_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        width = max(map(len, self.block_table), default=0)
+        table = torch.tensor([[*row, *[0] * (width - len(row))] for row in self.block_table], dtype=torch.int32).view(len(self.kv_lens), width)
+        return BSRView(qo_indptr, PageTable.block_table(table, torch.tensor(self.kv_lens, dtype=torch.int32), self.page_size), causal, window_left)
+
+
+def read_batch(arguments: argparse.Namespace) -> Batch:
+    """The batch that the arguments name.
+
+    Raises:
+        ValueError, OSError: what is wrong, with the name of the option or field.
+    """
+    if arguments.page_size is not None and arguments.page_size < 1:
+        refuse("--page-size", arguments.page_size, "at least 1 token")
+    if arguments.batch < 1:
+        refuse("--batch", arguments.batch, "at least 1 request")
+    page_size = arguments.page_size or 16
+    if arguments.decode:
+        return decode(arguments.decode, page_size, arguments.seed)
+    if arguments.prefill:
+        return prefill(arguments.prefill, page_size, arguments.seed)
+    if arguments.shared_prefix:
+        return shared_prefix(arguments.shared_prefix, page_size)
+    if arguments.mixed:
+        return mixed(arguments.mixed, page_size)
+    if arguments.file.suffix == ".jsonl":
+        return from_trace(arguments.file, arguments.batch, arguments.at, page_size)
+    return from_json(arguments.file, arguments.page_size)
+
+
+def from_json(path: Path, page_size: int | None = None) -> Batch:
+    """A batch written down: qo_lens, kv_lens, and optionally block_table and SETTINGS. Without block_table no page is shared. `page_size` takes precedence."""
+    values = _parse(path.read_text(), str(path))
+    for name in values:
+        if name not in ("qo_lens", "kv_lens", "block_table", *SETTINGS):
+            raise ValueError(f"{path}: {name!r} is unknown; known are qo_lens, kv_lens, block_table, {', '.join(SETTINGS)}")
+    for name in ("qo_lens", "kv_lens"):
+        if name not in values:
+            raise ValueError(f"{path}: {name} is missing; must be a list of one length for each request")
+    qo_lens, kv_lens = (_integers(name, values[name]) for name in ("qo_lens", "kv_lens"))
+    if not qo_lens:
+        refuse("qo_lens", qo_lens, "a list of at least one length")
+    if len(kv_lens) != len(qo_lens):
+        refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
+    page_size = page_size or _integer("page_size", values.get("page_size", 16), 1)
+    table = values.get("block_table")
+    if table is None:
+        block_table = _own_pages(kv_lens, page_size)
+    elif not isinstance(table, list) or len(table) != len(kv_lens):
+        refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
+    else:
+        block_table = [_integers(f"block_table[{i}]", row) for i, row in enumerate(table)]
+        for i, (row, kv_len) in enumerate(zip(block_table, kv_lens, strict=True)):
+            if len(row) * page_size < kv_len:
+                refuse(f"kv_lens[{i}]", kv_len, f"at most {len(row) * page_size}: block_table[{i}] has {len(row)} pages of {page_size} tokens")
+    settings = {name: values[name] for name in SETTINGS if name in values and name != "page_size"}
+    return Batch(path.name, qo_lens, kv_lens, block_table, page_size, settings)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One line of a trace in Mooncake's form.
+
+    Attributes:
+        arrival: seconds.
+        input_length, output_length: tokens.
+        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand for equal tokens behind equal prefixes.
+    """
+
+    arrival: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+    def page_key(self, page: int, page_size: int) -> tuple[int, int] | None:
+        """What two requests have in common where they share this page; None for a page that the input does not fill."""
+        if (page + 1) * page_size > self.input_length:
+            return None
+        pages = TRACE_BLOCK // page_size
+        return self.hash_ids[page // pages], page % pages
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Reads JSON lines of timestamp (ms), input_length, output_length and hash_ids; in hash_ids a pair [first, count] stands for a run of ids.
+
+    Raises:
+        ValueError: names the line and the field.
+    """
+    requests = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        values = _parse(line, where)
+        for name in ("timestamp", "input_length", "output_length", "hash_ids"):
+            if name not in values:
+                raise ValueError(f"{where}: {name} is missing")
+        timestamp, input_length, output_length = (_integer(f"{where}: {name}", values[name]) for name in ("timestamp", "input_length", "output_length"))
+        hash_ids = _runs(f"{where}: hash_ids", values["hash_ids"])
+        if len(hash_ids) != -(-input_length // TRACE_BLOCK):
+            refuse(f"{where}: len(hash_ids)", len(hash_ids), f"input_length / {TRACE_BLOCK}, rounded up: {-(-input_length // TRACE_BLOCK)}")
+        requests.append(TraceRequest(timestamp / 1e3, input_length, output_length, hash_ids))
+    return requests
+
+
+def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
+    """The `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its output, with the pages of equal inputs shared."""
+    if TRACE_BLOCK % page_size:
+        refuse("page_size", page_size, f"a divisor of {TRACE_BLOCK}, the tokens of a trace's hash id")
+    requests = [request for request in read_trace(path) if request.arrival >= at][:batch]
+    if not requests:
+        refuse("--at", at, f"the time of a request in {path} or before it, in seconds")
+    pages: dict[object, int] = {}
+    kv_lens, block_table = [], []
+    for i, request in enumerate(requests):
+        kv_len = request.input_length + -(-request.output_length // 2)
+        kv_lens.append(kv_len)
+        block_table.append([pages.setdefault(request.page_key(page, page_size) or (i, page, "own"), len(pages)) for page in range(-(-kv_len // page_size))])
+    return Batch(f"{path.name}, {len(requests)} requests from {at:g} s on", [1] * len(requests), kv_lens, block_table, page_size)
+
+
+def decode(text: str, page_size: int, seed: int = 0) -> Batch:
+    """`64xzipf:4096`: requests that decode one token, tokens of KV of that distribution and mean."""
+    kv_lens = _distributed("--decode", text, page_size, seed)
+    return Batch(f"decode {text}", [1] * len(kv_lens), kv_lens, _own_pages(kv_lens, page_size), page_size)
+
+
+def prefill(text: str, page_size: int, seed: int = 0) -> Batch:
+    """`16xconst:1024`: requests that prefill their whole prompt."""
+    lens = _distributed("--prefill", text, page_size, seed)
+    return Batch(f"prefill {text}", lens, lens, _own_pages(lens, page_size), page_size)
+
+
+def mixed(text: str, page_size: int) -> Batch:
+    """`1x2048@6144+63x4096`: terms of requests x rows of Q @ tokens of KV; without @, one row."""
+    qo_lens: list[int] = []
+    kv_lens: list[int] = []
+    for term in text.split("+"):
+        match = re.fullmatch(r"(\d+)x(?:(\d+)@)?(\d+)", term)
+        if not match:
+            refuse("--mixed", text, "REQUESTSx[ROWS@]TOKENS+..., as 1x2048@6144+63x4096")
+        count, rows, tokens = int(match[1]), int(match[2] or 1), int(match[3])
+        _check_size("--mixed", text, len(qo_lens) + count, sum(kv_lens) + count * tokens, page_size)
+        qo_lens += [rows] * count
+        kv_lens += [tokens] * count
+    return Batch(f"mixed {text}", qo_lens, kv_lens, _own_pages(kv_lens, page_size), page_size)
+
+
+def shared_prefix(text: str, page_size: int) -> Batch:
+    """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 of their own. `16x8x4096+1024+256`: all share 4096, every 8 another 1024."""
+    match = re.fullmatch(r"((?:\d+x)+)(\d+(?:\+\d+)+)", text)
+    counts = [int(count) for count in match[1].split("x")[:-1]] if match else []
+    lens = [int(length) for length in match[2].split("+")] if match else []
+    if not match or len(lens) != len(counts) + 1:
+        refuse("--shared-prefix", text, "REQUESTSxPREFIX+OWN, as 128x8192+256, or deeper as 16x8x4096+1024+256")
+    _check_size("--shared-prefix", text, math.prod(counts), math.prod(counts) * sum(lens), page_size)
+    block_table: list[list[int]] = [[]]
+    used = tokens = 0
+    for depth, length in enumerate(lens):
+        tokens += length
+        # Only full pages are shared: what is left over is at the head of the next page of each branch.
+        end = tokens // page_size if depth < len(counts) else -(-tokens // page_size)
+        for i, row in enumerate(block_table):
+            pages = end - len(row)
+            block_table[i] = [*row, *range(used, used + pages)]
+            used += pages
+        if depth < len(counts):
+            block_table = [row for row in block_table for _ in range(counts[depth])]
+    return Batch(f"shared prefix {text}", [1] * len(block_table), [tokens] * len(block_table), block_table, page_size)
+
+
+def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int]:
+    """The lengths of benchmarks/cases.py: const; uniform between half the mean and the mean; zipf: a few very long ones."""
+    if distribution == "const":
+        return [mean] * batch
+    import numpy
+
+    generator = numpy.random.default_rng(seed)
+    if distribution == "uniform":
+        return [int(n) for n in generator.integers(mean // 2, mean + 1, batch)]
+    weights = 1.0 / generator.permutation(numpy.arange(1, batch + 1))
+    return [max(1, int(n)) for n in weights / weights.sum() * mean * batch]
+
+
+def _distributed(option: str, text: str, page_size: int, seed: int) -> list[int]:
+    match = re.fullmatch(r"(\d+)x(const|uniform|zipf):(\d+)", text)
+    if not match:
+        refuse(option, text, "REQUESTSx(const|uniform|zipf):TOKENS, as 64xzipf:4096")
+    batch, mean = int(match[1]), int(match[3])
+    _check_size(option, text, batch, batch * mean, page_size)
+    return lengths(match[2], batch, mean, seed)
+
+
+def _check_size(option: str, text: str, requests: int, tokens: int, page_size: int) -> None:
+    if not 1 <= requests <= _MAX_REQUESTS or tokens > _MAX_PAGES * page_size:
+        refuse(option, text, f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens together")
+
+
+def _own_pages(kv_lens: Iterable[int], page_size: int) -> list[list[int]]:
+    table, used = [], 0
+    for kv_len in kv_lens:
+        table.append(list(range(used, used := used + -(-kv_len // page_size))))
+    return table
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        refuse(where, values, "a JSON object")
+    return values
+
+
+def _integers(name: str, values: object) -> list[int]:
+    if not isinstance(values, list):
+        refuse(name, values, "a list of integers")
+    return [_integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def _integer(name: str, value: object, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        refuse(name, value, f"an integer of at least {least}, below 2^31")
+    return value
+
+
+def _runs(name: str, values: object) -> list[int]:
+    """Expands pairs [first, count] to runs."""
+    if not isinstance(values, list):
+        refuse(name, values, "a list of ids and of pairs [first, count]")
+    ids: list[int] = []
+    for i, value in enumerate(values):
+        first, count = value if isinstance(value, list) and len(value) == 2 else (value, 1)
+        first, count = _integer(f"{name}[{i}]", first), _integer(f"{name}[{i}]", count)
+        ids += range(first, first + count)
+    return ids

@@ -1,0 +1,184 @@
+"""A batch and its schedule, and what there is to say about them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..kernels.attention import Attention
+from ..kernels.schedule import PrefixNode, Schedule
+from ..metadata.structure import refuse
+from .batches import SETTINGS, Batch
+from .schedule_costs import ScheduleCosts
+
+_MOST_NODES = 40     # of the forest, in the text
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the plan is made for: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
+
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    num_ctas: int | None = 264     # two for each of an H100's SMs
+    costs: Literal["cpu", "cuda"] = "cuda"
+    cascade: bool = True
+    causal: bool = True
+    window_left: int = -1
+
+    @classmethod
+    def read(cls, arguments: argparse.Namespace, batch: Batch) -> Settings:
+        """What the options say; where they are silent the batch's file; where that is silent the defaults."""
+        given = {name: getattr(arguments, name, None) for name in SETTINGS}
+        values: dict[str, Any] = {**batch.settings, **{name: value for name, value in given.items() if value is not None}}
+        values.pop("page_size", None)
+        heads = values.pop("heads", "32/8")
+        match = re.fullmatch(r"(\d+)/(\d+)", heads) if isinstance(heads, str) else None
+        if not match:
+            refuse("heads", heads, "QO/KV, as 32/8")
+        for name in ("head_dim", "num_ctas", "window_left"):
+            if not isinstance(values.get(name, 0), int):
+                refuse(name, values[name], "an integer")
+        if values.get("costs", "cuda") not in ("cuda", "cpu"):
+            refuse("costs", values["costs"], "cuda or cpu")
+        if values.get("costs") == "cpu":
+            values.setdefault("num_ctas", None)     # as many as the CPU's plans have
+        return cls(int(match[1]), int(match[2]), cascade=not arguments.no_cascade, **values)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A batch and its schedule.
+
+    Attributes:
+        batch: the requests.
+        settings: what the schedule was made for.
+        schedule: as Attention.schedule() gives it.
+        costs: of the schedule.
+        without: costs of the schedule without cascade.
+        members: requests of each node of the forest, ascending.
+    """
+
+    batch: Batch
+    settings: Settings
+    schedule: Schedule
+    costs: ScheduleCosts
+    without: ScheduleCosts
+    members: list[list[int]]
+
+    @classmethod
+    def make(cls, batch: Batch, settings: Settings) -> Planned:
+        """Plans on the host.
+
+        Raises:
+            ValueError: names what is wrong in the batch or the settings.
+        """
+        schedule = _schedule(batch, settings, settings.cascade)
+        costs = ScheduleCosts.of(schedule, settings.num_kv_heads)
+        without = ScheduleCosts.of(_schedule(batch, settings, False), settings.num_kv_heads) if schedule.forest else costs
+        return cls(batch, settings, schedule, costs, without, _members(batch, settings, schedule))
+
+    def path(self, request: int) -> list[PrefixNode]:
+        """Nodes that a request is in, from the root on."""
+        nodes = [node for node, members in zip(self.schedule.forest, self.members, strict=True) if request in members]
+        return sorted(nodes, key=lambda node: node.end_page)
+
+    def pages(self, request: int) -> int:
+        return -(-self.batch.kv_lens[request] // self.batch.page_size)
+
+    def order(self) -> list[int]:
+        """The requests, those of a node beside each other."""
+        first = {id(node): members[0] for node, members in zip(self.schedule.forest, self.members, strict=True)}
+        return sorted(range(len(self.batch.kv_lens)), key=lambda request: [*(first[id(node)] for node in self.path(request)), request])
+
+    def summary(self) -> list[str]:
+        """Lines: the batch, the row groups and what they read, the CTAs."""
+        batch, settings, schedule, costs = self.batch, self.settings, self.schedule, self.costs
+        requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
+        kinds = Counter(schedule.tiles[:, 1].tolist())
+        tiles = ", ".join(f"{number} of {16 << kind} rows" for kind, number in sorted(kinds.items()))
+        ctas = costs.ctas.double()
+        shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
+        rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
+        where = f"{schedule.num_ctas} CTAs, costs of a {'GPU' if settings.costs == 'cuda' else 'CPU'}"
+        pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
+        return [
+            f"batch       {batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}",
+            f"for         {settings.num_qo_heads}/{settings.num_kv_heads} heads, head_dim {settings.head_dim}, {where}",
+            f"row groups  {requests} of requests, {taken} of shared prefixes ({nodes} in the forest); row tiles: {tiles or 'none'}",
+            f"KV read     {costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}",
+            f"cost        {costs.total} units{_less(costs.total, self.without.total)}",
+            f"CTAs        {int((ctas > 0).sum())} of {len(ctas)} have work; {shares}",
+        ]
+
+    def ranked_forest(self) -> list[PrefixNode]:
+        """The nodes: those that were taken first, and what saves most first."""
+        return sorted(self.schedule.forest, key=lambda node: (node.group < 0, node.added - node.saved))
+
+    def forest_lines(self) -> list[str]:
+        """A table with one line for each node of the forest."""
+        nodes = self.ranked_forest()
+        lines = [f"{'pages':>15} {'requests':>9} {'rows':>6} {'saves':>9} {'adds':>9}  decision (cost units for each KV head)"]
+        for node in nodes[:_MOST_NODES]:
+            pages = f"{node.begin_page} - {node.end_page}"
+            lines.append(f"{pages:>15} {node.num_requests:>9} {node.num_rows:>6} {node.saved:>9} {node.added:>9}  {decision(node)}")
+        if len(nodes) > _MOST_NODES:
+            rest = nodes[_MOST_NODES:]
+            lines.append(f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken")
+        return lines
+
+
+def decision(node: PrefixNode) -> str:
+    """What became of a node."""
+    if node.group < 0:
+        return f"not taken: {node.reason}"
+    handed = f", reads from page {node.first_page}" if node.first_page < node.begin_page else ""
+    return f"taken: row group {node.group}{handed}"
+
+
+def _schedule(batch: Batch, settings: Settings, cascade: bool) -> Schedule:
+    attention = Attention(
+        settings.num_qo_heads,
+        settings.num_kv_heads,
+        settings.head_dim,
+        device="cpu",
+        max_rows=max(sum(batch.qo_lens), 1),
+        max_batch=len(batch.qo_lens),
+        num_ctas=settings.num_ctas,
+        cascade=cascade,
+        costs=settings.costs,
+    )
+    attention.plan(batch.view(settings.causal, settings.window_left))
+    return attention.schedule()
+
+
+def _members(batch: Batch, settings: Settings, schedule: Schedule) -> list[list[int]]:
+    """A request is in a node if it has the node's pages, all its rows see them, and, where the node was taken, it leaves them to the node's row group."""
+    view = batch.view()
+    table, kv_lens = view.table.indices, torch.tensor(batch.kv_lens)
+    assert table is not None
+    seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if settings.causal else kv_lens
+    shareable = seen.clamp(min=0) // batch.page_size
+    covered = (kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size
+    members = []
+    for node in schedule.forest:
+        has = (table[:, : node.end_page] == table[node.request, : node.end_page]).all(1) & (shareable >= node.end_page)
+        if node.group >= 0:
+            has &= covered >= node.end_page
+        members.append(has.nonzero().flatten().tolist())
+    return members
+
+
+def count(number: int, noun: str) -> str:
+    """1 row, 2 rows."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _less(value: int, other: int) -> str:
+    return f", {other} without cascade ({value / other - 1:+.1%})" if value != other else ""

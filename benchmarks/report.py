@@ -1,0 +1,48 @@
+"""What the benchmarks' command lines, tables and files have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def options(description: str | None, repeats: int = 50) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark has. `repeats`: default number of timed replays."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", default=[], help="only lines whose name contains this; repeatable")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    return parser
+
+
+def wanted(name: str, arguments: argparse.Namespace) -> bool:
+    """Whether --case asks for this line."""
+    return not arguments.case or any(text in name for text in arguments.case)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A cell of a table; '-' for what was not measured."""
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, numbers to the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def brief(line: dict[str, object]) -> dict[str, object]:
+    """A line to print: four digits are enough."""
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+
+
+def save(arguments: argparse.Namespace, text: str, data: object) -> None:
+    """Writes the files that --markdown and --json name. Called after every line: what was measured outlives a peer that breaks the process."""
+    if arguments.json:
+        arguments.json.write_text(json.dumps(data, indent=1))
+    if arguments.markdown:
+        arguments.markdown.write_text(text)

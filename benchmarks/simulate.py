@@ -1,0 +1,223 @@
+"""What shared prefixes are worth in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
+
+    python -m benchmarks.simulate
+    python -m benchmarks.simulate --sharegpt "$(python -c 'from integration.sharegpt import sharegpt_file; print(sharegpt_file())')" --out results
+
+Plans are the host planner's for a GPU: 264 CTAs (two for each SM of an H100), 32/8 heads, head_dim 128, page size 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from attn_backend import Attention, BSRView
+from attn_backend.cli.batches import TraceRequest, read_trace
+from attn_backend.cli.picture import FAINT, Picture
+from attn_backend.cli.schedule_costs import ScheduleCosts
+from benchmarks.continuous_batching import Engine, Request
+
+PAGE_SIZE = 16
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+NUM_CTAS = 264
+TOKEN_BUDGET = 8192              # of a step
+MAX_CONVERSATION = 8192          # tokens; what is longer ends before
+CHARACTERS_PER_TOKEN = 4.2       # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within 3 %
+TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl"
+
+
+def mooncake(trace: list[TraceRequest]) -> list[Request]:
+    """The trace's requests in the order of arrival; when they arrive does not matter, as the queue is never empty."""
+    return [Request(max(r.input_length, 1), max(r.output_length, 1), lambda page, r=r: r.page_key(page, PAGE_SIZE)) for r in trace]
+
+
+def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]:
+    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the first is the prompt, whoever wrote it."""
+    found = [[len(turn["value"]) for turn in conversation["conversations"]] for conversation in json.loads(path.read_text())]
+    random.Random(0).shuffle(found)
+    tokens = [[max(1, round(length / CHARACTERS_PER_TOKEN)) for length in lengths] for lengths in found[:conversations]]
+    return [list(zip(lengths[::2], lengths[1::2], strict=False)) for lengths in tokens]
+
+
+def sharegpt(conversations: list[list[tuple[int, int]]], system_tokens: int = 0, samples: int = 1) -> list[Request]:
+    """The first turns; each is followed by the next, whose input is all that was said before.
+
+    Args:
+        conversations: (prompt, answer) tokens of each turn.
+        system_tokens: of a system prompt that all conversations begin with.
+        samples: answers to each prompt; the conversation goes on from the first.
+    """
+    first_turns: list[Request] = []
+    for number, turns in enumerate(conversations):
+        queue, history = first_turns, system_tokens
+        for prompt, answer in turns:
+            if history + prompt + answer > MAX_CONVERSATION:
+                break
+            history += prompt
+            branches = [Request(history, answer, _conversation_key(number, system_tokens, history if sample else None)) for sample in range(samples)]
+            queue += branches
+            queue, history = branches[0].follows, history + answer
+    return first_turns
+
+
+def _conversation_key(number: int, system_tokens: int, end: int | None) -> Callable[[int], tuple[int, int] | None]:
+    """`end`: tokens behind it are this sample's alone."""
+
+    def key(page: int) -> tuple[int, int] | None:
+        after = (page + 1) * PAGE_SIZE
+        return None if end is not None and after > end else (-1 if after <= system_tokens else number, page)
+
+    return key
+
+
+@dataclass
+class Measured:
+    """The steps of one replay that were planned.
+
+    Attributes:
+        step, requests, kv_lens: number of the step, its requests, tokens of KV that they see.
+        tokens, busiest, balance: with cascade off [0] and on [1]: tokens read for each KV head, cost of the busiest CTA, that over the mean of all CTAs.
+        taken: prefixes that became row groups.
+    """
+
+    found: float = 0.0
+    step: list[int] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    tokens: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    busiest: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    balance: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+    def add(self, step: int, view: BSRView, planners: list[Attention]) -> None:
+        self.step.append(step)
+        self.requests.append(view.batch_size)
+        for i, planner in enumerate(planners):
+            planner.plan(view)
+            schedule = planner.schedule()
+            costs = ScheduleCosts.of(schedule, NUM_KV_HEADS)
+            self.tokens[i].append(costs.kv_tokens)
+            self.busiest[i].append(int(costs.ctas.max()))
+            self.balance[i].append(costs.balance)
+        self.taken.append(sum(node.group >= 0 for node in schedule.forest))
+
+    @property
+    def removed(self) -> float:
+        """Part of the KV traffic that cascade removes."""
+        return 1 - sum(self.tokens[1]) / sum(self.tokens[0])
+
+
+def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: int) -> Measured:
+    """Runs requests through the engine until none waits, so that the batch is as full as it can be, and plans one step of `every`."""
+    planners = [
+        Attention(
+            NUM_QO_HEADS,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            device="cpu",
+            max_rows=TOKEN_BUDGET + batch_limit,
+            max_batch=batch_limit,
+            num_ctas=NUM_CTAS,
+            cascade=cascade,
+            costs="cuda",
+        )
+        for cascade in (False, True)
+    ]
+    engine, measured = Engine(requests, batch_limit, cache_tokens, PAGE_SIZE, TOKEN_BUDGET), Measured()
+    while engine.waiting:
+        step = engine.begin_step()
+        if step and engine.steps % every == 0:
+            measured.add(engine.steps, engine.view(step), planners)
+        engine.end_step()
+    measured.found = engine.found_tokens / engine.input_tokens
+    return measured
+
+
+def line(name: str, batch_limit: int, m: Measured) -> str:
+    """One line of the table."""
+    taken = sum(count > 0 for count in m.taken) / len(m.taken)
+    busiest = 1 - sum(m.busiest[1]) / sum(m.busiest[0])
+    balances = " | ".join(f"{np.mean(balance):.3f} / {np.percentile(balance, 99):.3f}" for balance in m.balance)
+    removed = f"{taken:.0%} | {m.removed:.1%} | {busiest:.1%}"
+    return f"| {name} | {batch_limit} | {len(m.step)} | {np.mean(m.requests):.0f} | {m.found:.0%} | {removed} | {balances} |"
+
+
+HEAD = """| workload | batch limit | steps planned | requests in a step | prompt tokens found in the cache | steps with cascade | KV traffic removed \
+| cost of the busiest CTA removed | balance without, mean / p99 | with |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def draw(results: dict[tuple[str, int], Measured]) -> Picture:
+    """KV traffic of every replay over its steps: without cascade in grey, with it in colour."""
+    names, limits = list(dict.fromkeys(name for name, _ in results)), list(dict.fromkeys(limit for _, limit in results))
+    width, height, left, top = 330, 120, 70, 78
+    picture = Picture(left + (width + 50) * len(limits), top + (height + 72) * len(names))
+    picture.text(16, 24, "KV tokens that a step reads for each KV head, over the steps of a replay", size=14, bold=True)
+    for i, (color, label) in enumerate(((FAINT, "without cascade"), ("#e6550d", "with cascade"))):
+        picture.rect(left + 140 * i, 36, 12, 10, color)
+        picture.text(left + 140 * i + 17, 45, label, size=10)
+    for (name, limit), m in results.items():
+        x, y = left + (width + 50) * limits.index(limit), top + (height + 72) * names.index(name)
+        most, last = max(m.tokens[0]), m.step[-1] + 1
+        picture.text(x, y - 4, name, size=10, bold=True)
+        picture.text(x, y + 9, f"batch limit {limit}: {m.removed:.1%} removed", size=10)
+        for tokens, color in zip(m.tokens, (FAINT, "#e6550d"), strict=True):
+            points = [(x + width * step / last, y + 16 + height * (1 - count / most)) for step, count in _thinned(m.step, tokens, width // 2)]
+            for a, b in pairwise(points):
+                picture.line(*a, *b, color=color, width=1.2)
+        picture.line(x, y + 16 + height, x + width, y + 16 + height)
+        picture.text(x - 4, y + 24, f"{most / 1e3:.0f}k", size=9, color=FAINT, anchor="end")
+        picture.text(x, y + height + 29, "step 0", size=9, color=FAINT)
+        picture.text(x + width, y + height + 29, str(last), size=9, color=FAINT, anchor="end")
+    return picture
+
+
+def _thinned(steps: list[int], values: list[int], most: int) -> Iterator[tuple[float, float]]:
+    """Means of neighbouring points: `most` of them at most."""
+    for part in np.array_split(np.array([steps, values], float), min(most, len(steps)), axis=1):
+        yield part[0].mean(), part[1].mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sharegpt", type=Path, help="conversations in ShareGPT's JSON form; default: the Mooncake trace alone")
+    parser.add_argument("--conversations", type=int, default=1000, help="taken from it (%(default)s)")
+    parser.add_argument("--batch-limits", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--cache-tokens", type=int, default=1 << 20, help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)")
+    parser.add_argument("--request-steps", type=int, default=1600, help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for simulate.md, simulate.svg and, with matplotlib, simulate.png")
+    arguments = parser.parse_args()
+
+    trace = read_trace(TRACE)
+    workloads: dict[str, Callable[[], list[Request]]] = {"Mooncake synthetic": lambda: mooncake(trace)}
+    if arguments.sharegpt:
+        conversations = read_sharegpt(arguments.sharegpt, arguments.conversations)
+        workloads["ShareGPT, turns"] = lambda: sharegpt(conversations)
+        workloads["ShareGPT, system prompt of 2048"] = lambda: sharegpt(conversations, system_tokens=2048)
+        workloads["ShareGPT, 4 samples of each prompt"] = lambda: sharegpt(conversations, samples=4)
+    lines, results = [HEAD], {}
+    print(HEAD)
+    for name, make in workloads.items():
+        for limit in arguments.batch_limits:
+            results[name, limit] = replay(make(), limit, arguments.cache_tokens, max(1, arguments.request_steps // limit))
+            lines.append(line(name, limit, results[name, limit]))
+            print(lines[-1], flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "simulate.md").write_text("\n".join(lines) + "\n")
+        picture = draw(results)
+        (arguments.out / "simulate.svg").write_text(picture.svg())
+        try:
+            picture.write_png(arguments.out / "simulate.png")
+        except ImportError as error:
+            print(f"no simulate.png: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Times on one GPU: launches replayed from CUDA graphs with a cold L2, and the rates that floors are computed from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Launch = Callable[[], object]
+
+FLUSH_BYTES = 256 << 20     # several times the largest L2
+WARM_UPS = 3                # replays that are not counted
+
+
+def capture(launch: Launch) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call, which is made once before: what compiles, loads or allocates for good does so outside the capture."""
+    launch()
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            launch()
+    finally:
+        torch.cuda.set_stream(stream)     # a capture that fails would leave its own stream the current one
+    return graph
+
+
+def replay_time(graph: torch.cuda.CUDAGraph) -> float:
+    """µs of one replay; waits for it."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+class Timer:
+    """Median time of captured launches with a cold L2."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+
+    def __call__(self, launch: Launch) -> float:
+        """µs of one call."""
+        return self.together([launch])[0]
+
+    def together(self, launches: Sequence[Launch]) -> list[float]:
+        """µs of one call of each. They take turns, so that clocks that drift meet all of them alike; every second round is in reverse order."""
+        graphs = [capture(launch) for launch in launches]
+        times: list[list[float]] = [[] for _ in graphs]
+        for i in range(WARM_UPS + self.repeats):
+            for n in range(len(graphs)) if i % 2 == 0 else reversed(range(len(graphs))):
+                self.flush.bitwise_not_()     # still runs while the host queues the replay, so that no launch is waited for
+                times[n].append(replay_time(graphs[n]))
+        return [statistics.median(of_one[WARM_UPS:]) for of_one in times]
+
+
+def ceilings() -> tuple[float, float]:
+    """(bytes/s of a device copy counting read and written, FLOP/s of an 8192³ bf16 product)."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def rate(work: float, launch: Launch) -> float:
+        times = []
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            launch()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        return work / statistics.median(times[2:])
+
+    return rate(2 * source.numel(), lambda: target.copy_(source)), rate(2 * 8192**3, lambda: a @ b)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the GPU does in this process. bandwidth: bytes/s of a copy; rate: FLOP/s of a bf16 product; launch: µs of a one-element kernel, timed alike."""
+
+    bandwidth: float
+    rate: float
+    launch: float
+
+    @classmethod
+    def measure(cls, timer: Timer) -> Machine:
+        bandwidth, rate = ceilings()
+        empty = torch.zeros(1, device="cuda")
+        return cls(bandwidth, rate, timer(lambda: empty.add_(1)))
+
+    def __str__(self) -> str:
+        return (
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: device copy {self.bandwidth / 1e9:.0f} GB/s, "
+            f"bf16 8192³ product {self.rate / 1e12:.0f} TFLOP/s, a one-element kernel in the same harness {self.launch:.1f} µs."
+        )

@@ -1,0 +1,341 @@
+"""attn-backend plan: the batches it reads, what it says and draws of them, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from attn_backend import Attention, BSRView
+from attn_backend.cli import batches
+from attn_backend.cli.main import main
+from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
+from attn_backend.cli.planned import Planned, Settings
+from attn_backend.cli.schedule_costs import ScheduleCosts
+
+Capture = pytest.CaptureFixture[str]
+
+
+def shares(batch: batches.Batch) -> list[int]:
+    """Requests that hold each page, in the order of page ids."""
+    holders: dict[int, set[int]] = {}
+    for request, row in enumerate(batch.block_table):
+        for page in row:
+            holders.setdefault(page, set()).add(request)
+    return [len(holders[page]) for page in sorted(holders)]
+
+
+def write_json(folder: Path, **values: object) -> Path:
+    path = folder / "batch.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def write_trace(folder: Path, *lines: dict[str, object]) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def request(timestamp: float, input_length: int, hash_ids: list[object], output_length: int = 20) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
+
+
+# Batches
+
+
+def test_decode_distributions() -> None:
+    const, uniform, zipf = (batches.decode(f"64x{name}:1000", 16) for name in ("const", "uniform", "zipf"))
+    assert const.kv_lens == [1000] * 64
+    assert all(500 <= length <= 1000 for length in uniform.kv_lens)
+    assert len(set(uniform.kv_lens)) > 30
+    assert max(zipf.kv_lens) > 5 * 1000
+    assert abs(sum(zipf.kv_lens) - 64000) < 64
+    for batch in (const, uniform, zipf):
+        assert batch.qo_lens == [1] * 64
+        assert set(shares(batch)) == {1}
+        assert [len(row) for row in batch.block_table] == [-(-length // 16) for length in batch.kv_lens]
+    assert batches.decode("64xzipf:1000", 16, seed=1).kv_lens != zipf.kv_lens
+
+
+def test_prefill_and_mixed() -> None:
+    batch = batches.prefill("4xuniform:512", 16)
+    assert batch.qo_lens == batch.kv_lens
+    batch = batches.mixed("1x2048@6144+3x4096+2x5@100", 16)
+    assert batch.qo_lens == [2048, 1, 1, 1, 5, 5]
+    assert batch.kv_lens == [6144, 4096, 4096, 4096, 100, 100]
+
+
+def test_shared_prefix_shares_full_pages() -> None:
+    batch = batches.shared_prefix("4x40+20", 16)      # 2.5 pages: the half one is each request's own
+    assert batch.kv_lens == [60] * 4
+    assert shares(batch) == [4, 4] + [1] * 8
+    batch = batches.shared_prefix("2x3x32+16+16", 16)
+    assert shares(batch) == [6, 6, 3, 3] + [1] * 6
+    assert batch.block_table[0][:2] == batch.block_table[5][:2]
+    assert batch.block_table[0][2] == batch.block_table[2][2] != batch.block_table[3][2]
+
+
+def test_json_with_and_without_block_table(tmp_path: Path) -> None:
+    batch = batches.from_json(write_json(tmp_path, qo_lens=[1, 5], kv_lens=[17, 32]))
+    assert batch.block_table == [[0, 1], [2, 3]]
+    batch = batches.from_json(write_json(tmp_path, qo_lens=[1, 1], kv_lens=[7, 3], block_table=[[9, 4, 5], [9]], page_size=4, heads="8/2"))
+    assert (batch.block_table, batch.page_size, batch.settings) == ([[9, 4, 5], [9]], 4, {"heads": "8/2"})
+    assert batches.from_json(tmp_path / "batch.json", page_size=8).page_size == 8
+
+
+def test_trace_shares_the_full_pages_of_equal_inputs(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, request(0, 10, [1]), request(2000, 1000, [7, 8]), request(2500, 1100, [[7, 2], 30]), request(3000, 600, [7, 40]))
+    first, second = batches.from_trace(path, 2, 1.0, 16).block_table
+    assert len(first) == -(-1010 // 16)
+    assert first[:62] == second[:62]                  # 1000 tokens fill 62 pages
+    assert not set(first[62:]) & set(second[62:])
+    batch = batches.from_trace(path, 32, 1.0, 16)
+    assert len(batch.kv_lens) == 3
+    assert batch.block_table[0][:32] == batch.block_table[2][:32]
+    assert batch.block_table[0][32] != batch.block_table[2][32]
+    assert len(batches.from_trace(path, 32, 0.0, 16).kv_lens) == 4
+
+
+def test_view_is_what_the_batch_says() -> None:
+    view = batches.mixed("1x3@20+1x0@0+1x40", 16).view()
+    assert isinstance(view, BSRView)
+    assert view.qo_indptr.tolist() == [0, 3, 3, 4]
+    assert view.table.kv_lens is not None
+    assert view.table.kv_lens.tolist() == [20, 0, 40]
+
+
+# Costs
+
+
+@pytest.mark.parametrize("text", ["1x1", "1x5000", "40x300+1x700@900", "3x0@0+2x64+1x0@9", "2x0@0"])
+@pytest.mark.parametrize("num_ctas", [1, 7, 264])
+def test_costs_add_up(text: str, num_ctas: int) -> None:
+    """The parts of a CTA follow one another and cover what it is charged; KV tiles and pairs counted one by one give the same sum."""
+    batch = batches.mixed(text, 16)
+    attention = Attention(8, 2, 64, device="cpu", max_rows=max(sum(batch.qo_lens), 1), max_batch=len(batch.kv_lens), num_ctas=num_ctas, costs="cuda")
+    attention.plan(batch.view())
+    schedule = attention.schedule()
+    costs = ScheduleCosts.of(schedule, 2)
+    ends = [0] * num_ctas
+    for part in costs.parts():
+        assert part.begin == ends[part.cta] < part.end
+        ends[part.cta] = part.end
+    assert ends == costs.ctas.tolist()
+
+    expected = [0] * num_ctas
+    positions = [tuple(position) for position in schedule.positions.tolist()]
+    for tile, (_, kind, _, _, _, num_kv_tiles) in enumerate(schedule.tiles.tolist()):
+        for head in range(2):
+            owners = [sum(position <= (tile, head, kv_tile) for position in positions[:-1]) - 1 for kv_tile in range(num_kv_tiles)]
+            for cta in owners:
+                expected[cta] += schedule.kv_tile_cost[kind]
+            for cta in set(owners):
+                expected[cta] += schedule.pair_cost[kind]
+    # Of CTAs that start at the same position the last one has the work; the others have none.
+    assert costs.ctas.tolist() == expected
+    assert costs.kv_tokens == sum(kv_len for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True) if qo_len)
+    assert costs.balance >= 1
+
+
+# The plan in words and pictures
+
+
+def test_members_are_as_many_as_the_planner_says() -> None:
+    for batch in (batches.shared_prefix("128x8192+256", 16), batches.shared_prefix("4x3x100+1024+20", 16), batches.shared_prefix("5x2x3x64+64+640+9", 16)):
+        planned = Planned.make(batch, Settings())
+        assert planned.schedule.forest
+        assert [len(members) for members in planned.members] == [node.num_requests for node in planned.schedule.forest]
+        order = planned.order()
+        assert sorted(order) == list(range(len(batch.kv_lens)))
+        for members in planned.members:
+            places = sorted(map(order.index, members))
+            assert places == list(range(places[0], places[0] + len(members)))
+
+
+def test_summary_says_what_cascade_saves(capsys: Capture) -> None:
+    assert main(["plan", "--shared-prefix", "128x8192+256"]) == 0
+    out = capsys.readouterr().out
+    assert "128 requests, 128 rows of Q, 1081344 tokens of KV" in out
+    assert f"{8192 + 128 * 256} tokens for each KV head, 1081344 without cascade (-96.2%)" in out
+    assert "0 - 512" in out
+    assert "taken: row group 128" in out
+    assert "balance (busy / ideal)" in out
+    assert main(["plan", "--shared-prefix", "128x8192+256", "--no-cascade"]) == 0
+    out = capsys.readouterr().out
+    assert "0 of shared prefixes" in out
+    assert "without" not in out
+
+
+def test_says_why_a_prefix_is_not_taken(capsys: Capture) -> None:
+    assert main(["plan", "--shared-prefix", "2x16+4096"]) == 0
+    assert "not taken: " in capsys.readouterr().out
+
+
+def texts(svg: str) -> list[str]:
+    root = ElementTree.fromstring(svg)
+    return [element.text or "" for element in root.iter() if element.tag.endswith(("text", "title"))]
+
+
+def fills(svg: str) -> set[str]:
+    return {element.attrib.get("fill", "") for element in ElementTree.fromstring(svg).iter()}
+
+
+def test_drawing_holds_view_forest_and_ctas() -> None:
+    planned = Planned.make(batches.shared_prefix("4x3x100+1024+20", 16), Settings(num_ctas=24))
+    svg = draw(planned).svg()
+    words = texts(svg)
+    assert any(word.startswith("BSR view: 12 rows of Q x ") for word in words)
+    assert any(word.startswith("prefix forest: 5 nodes, ") for word in words)
+    assert any(word.startswith("24 CTAs: busiest ") for word in words)
+    for node in planned.schedule.forest:
+        assert any(f"pages {node.begin_page} - {node.end_page} x" in word and node.reason in word for word in words)
+    for cta, cost in enumerate(planned.costs.ctas.tolist()):
+        assert any(word.startswith(f"CTA {cta}:") for word in words) == (cost > 0)
+    taken = {TAKEN[node.group % len(TAKEN)] for node in planned.schedule.forest if node.group >= 0}
+    assert taken
+    assert taken <= fills(svg)
+    assert {*DECODE, NOT_TAKEN} <= fills(svg)
+
+
+def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
+    for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
+        planned = Planned.make(batches.mixed(text, 16), Settings())
+        picture = draw(planned)
+        assert picture.height < most
+        assert len(picture.shapes) < 12 * len(planned.batch.kv_lens) + 1000
+        names = [shape for shape in picture.shapes if getattr(shape, "text", "").endswith(" row")]
+        assert names
+        assert all(b.y - a.y >= 9 for a, b in pairwise(names))      # names of rows do not overlap
+    assert PREFILL[0] in fills(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())).svg())
+
+
+def test_draws_nothing_to_attend_to() -> None:
+    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Settings())).svg())
+
+
+def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("matplotlib")
+    svg, png = tmp_path / "plan.svg", tmp_path / "plan.png"
+    assert main(["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]) == 0
+    ElementTree.parse(svg)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_says_what_png_needs(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["plan", "--decode", "2xconst:64", "--png", str(tmp_path / "plan.png")]) == 2
+    assert "pip install 'attn-backend[plot]'" in capsys.readouterr().err
+
+
+def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
+    batch = batches.from_json(write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8))
+    options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
+    assert Settings.read(options, batch) == Settings(8, 2, 64, 16, cascade=False, causal=False)
+    assert Settings.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Settings()
+
+
+def test_costs_of_a_cpu(capsys: Capture) -> None:
+    assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu", "--head-dim", "40", "--num-ctas", "4"]) == 0
+    assert "head_dim 40, 4 CTAs, costs of a CPU" in capsys.readouterr().out
+    assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu"]) == 0
+    assert "264" not in capsys.readouterr().out     # that is a GPU's number
+
+
+# What is wrong is named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--decode", "64"], "--decode is '64', must be REQUESTSx(const|uniform|zipf):TOKENS"),
+        (["--decode", "0xconst:5"], "--decode is '0xconst:5', must be of 1 to 8192 requests"),
+        (["--prefill", "9xnormal:5"], "--prefill is '9xnormal:5'"),
+        (["--decode", "8000xconst:999999999"], "with at most 4194304 pages"),
+        (["--shared-prefix", "128x8192"], "--shared-prefix is '128x8192'"),
+        (["--shared-prefix", "2x3x8192+1"], "--shared-prefix is '2x3x8192+1'"),
+        (["--shared-prefix", "0x8192+1"], "--shared-prefix is '0x8192+1', must be of 1 to"),
+        (["--mixed", "1x2@"], "--mixed is '1x2@'"),
+        (["--decode", "1xconst:5", "--heads", "32"], "heads is '32', must be QO/KV, as 32/8"),
+        (["--decode", "1xconst:5", "--heads", "32/5"], "num_qo_heads is 32"),
+        (["--decode", "1xconst:5", "--head-dim", "7"], "head_dim is 7"),
+        (["--decode", "1xconst:5", "--page-size", "0"], "--page-size is 0"),
+        (["--decode", "1xconst:5", "--num-ctas", "0"], "num_ctas is 0"),
+        (["nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("attn-backend plan: ")
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kv_lens": [1]}, "qo_lens is missing"),
+        ({"qo_lens": [1]}, "kv_lens is missing"),
+        ({"qo_lens": [], "kv_lens": []}, "qo_lens is []"),
+        ({"qo_lens": [1, 1], "kv_lens": [5]}, "len(kv_lens) is 1, must be len(qo_lens) = 2"),
+        ({"qo_lens": [1], "kv_lens": [-5]}, "kv_lens[0] is -5"),
+        ({"qo_lens": [1.5], "kv_lens": [5]}, "qo_lens[0] is 1.5"),
+        ({"qo_lens": 3, "kv_lens": [5]}, "qo_lens is 3"),
+        ({"qo_lens": [1], "kv_lens": [33], "block_table": [[0, 1]]}, "kv_lens[0] is 33, must be at most 32: block_table[0] has 2 pages of 16 tokens"),
+        ({"qo_lens": [1], "kv_lens": [33], "block_table": [[0], [1]]}, "block_table is [[0], [1]], must be a list of len(kv_lens) = 1 lists"),
+        ({"qo_lens": [1], "kv_lens": [3], "block_table": [["a"]]}, "block_table[0][0] is 'a'"),
+        ({"qo_lens": [1], "kv_lens": [3], "page_size": 0}, "page_size is 0"),
+        ({"qo_lens": [1], "kv_lens": [3], "heads": 32}, "heads is 32"),
+        ({"qo_lens": [1], "kv_lens": [3], "head_dim": "x"}, "head_dim is 'x'"),
+        ({"qo_lens": [1], "kv_lens": [3], "causal": 1}, "causal is 1"),
+        ({"qo_lens": [1], "kv_lens": [3], "costs": "tpu"}, "costs is 'tpu'"),
+        ({"qo_lens": [1], "kv_len": [3]}, "'kv_len' is unknown"),
+    ],
+)
+def test_bad_json_is_named(values: dict[str, object], message: str, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["plan", str(write_json(tmp_path, **values))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_no_json_is_named(tmp_path: Path, capsys: Capture) -> None:
+    for text, message in (("{", "not JSON"), ("[1]", "must be a JSON object")):
+        (tmp_path / "batch.json").write_text(text)
+        assert main(["plan", str(tmp_path / "batch.json")]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "trace.jsonl:1: hash_ids is missing"),
+        (request(0, 600, [1]), "trace.jsonl:1: len(hash_ids) is 1, must be input_length / 512, rounded up: 2"),
+        (request(0, 600, ["a", "b"]), "trace.jsonl:1: hash_ids[0] is 'a'"),
+        (request(0, -1, []), "trace.jsonl:1: input_length is -1"),
+        (request(0, 600, [1, 2]), "--at is 100.0"),
+    ],
+)
+def test_bad_traces_are_named(line: dict[str, object], message: str, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["plan", str(write_trace(tmp_path, line)), "--at", "100"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_page_size_of_a_trace_divides_its_blocks(tmp_path: Path, capsys: Capture) -> None:
+    path = write_trace(tmp_path, request(0, 600, [1, 2]))
+    assert main(["plan", str(path), "--page-size", "48"]) == 2
+    assert "page_size is 48, must be a divisor of 512" in capsys.readouterr().err
+    assert main(["plan", str(path), "--batch", "0"]) == 2
+    assert "--batch is 0" in capsys.readouterr().err
+
+
+def test_trace_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
+    path = write_trace(tmp_path, *(request(i, 5000, [[0, 9], 100 + i]) for i in range(20)))
+    assert main(["plan", str(path), "--batch", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "16 requests from 0 s on" in out
+    assert "0 - 288" in out                            # 9 blocks of 512 tokens

@@ -1,0 +1,195 @@
+"""batch_invariant=True: a request's output and lse have the same bits alone, in any batch, at any place in it, whoever shares its prefix."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from compositions import Shape, random_shape, same_bits
+from forests import Batch, Problem, make_problem, random_problem
+from torch import Tensor
+
+from attn_backend import Attention, BSRView
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 4, 128, torch.bfloat16, 16, None)
+ROOM = {"max_rows": 1000, "max_batch": 200, "batch_invariant": True}
+
+
+def run_some(problem: Problem, attention: Attention, requests: list[int], rng: numpy.random.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Output and lse of some of the requests, in this order, run as one batch."""
+    some = problem.select(requests)
+    out, lse = some.run(attention, some.batch.view(rng, problem.q.device))
+    lens = [*some.batch.qo_lens, len(out) - some.batch.rows]
+    assert not out[: some.batch.rows].isnan().any()
+    return list(zip(out.split(lens), lse.split(lens), strict=True))[:-1]
+
+
+def check_some(problem: Problem, attention: Attention, requests: list[int], expected: list[tuple[Tensor, Tensor]], rng: numpy.random.Generator) -> None:
+    """They have the bits that `expected` has for each request of the problem."""
+    for i, (out, lse) in zip(requests, run_some(problem, attention, requests, rng), strict=True):
+        qo_len, kv_len = problem.batch.qo_lens[i], problem.batch.kv_lens[i]
+        same = same_bits(out, expected[i][0]) and same_bits(lse, expected[i][1])
+        assert same, f"request {i} of {qo_len} rows and {kv_len} tokens, in a batch of {len(requests)}\n{problem.shape}"
+
+
+def everything(problem: Problem) -> list[int]:
+    return list(range(len(problem.batch.pages)))
+
+
+@pytest.mark.parametrize("block", range(40))
+def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
+    for seed in range(5 * block, 5 * block + 5):
+        rng = numpy.random.default_rng([seed, 30])
+        problem = random_problem(rng, device, style=["decode", "mixed", "chunks"][seed % 3])
+        attention = problem.attention(**ROOM)
+        problem.run(attention, problem.batch.view(rng, device))
+        problem.check()
+        expected = run_some(problem, attention, everything(problem), rng)
+        for i in rng.permutation(len(expected))[:5].tolist():
+            check_some(problem, attention, [i], expected, rng)
+        for _ in range(3):
+            some = rng.permutation(len(expected))[: rng.integers(1, len(expected) + 1)].tolist()
+            check_some(problem, attention, some, expected, rng)
+        twice = rng.integers(len(expected), size=2 * len(expected)).tolist()     # some requests many times: all of their KV is shared
+        check_some(problem, problem.attention(batch_invariant=True, max_rows=8000, max_batch=256), twice[:64], expected, rng)
+
+
+@pytest.mark.parametrize("qo_len", [1, 2, 3, 8, 16, 17, 40, 64, 130])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) -> None:
+    """All lengths in one batch; then each alone, and beside a few others."""
+    kv_lens = [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1024, 1025, 4097] + [8191, 8192, 8193, 20000] * (qo_len <= 2)
+    rng = numpy.random.default_rng(qo_len)
+    starts = numpy.cumsum([0, *[-(-kv_len // 16) for kv_len in kv_lens]]).tolist()
+    pages = [list(range(begin, end)) for begin, end in itertools.pairwise(starts)]
+    batch = Batch(16, [qo_len] * len(kv_lens), kv_lens, pages, starts[-1] + 1, causal)
+    problem = make_problem(rng, SHAPE, batch, device)
+    attention = problem.attention(batch_invariant=True, max_rows=3000)
+    problem.run(attention, batch.view(rng, device))
+    problem.check()
+    expected = run_some(problem, attention, everything(problem), rng)
+    for i in everything(problem):
+        check_some(problem, attention, [i], expected, rng)
+        check_some(problem, attention, [*rng.integers(len(kv_lens), size=3).tolist(), i, 0], expected, rng)
+
+
+@pytest.mark.parametrize("window_left", [0, 10, 100, 1000])
+@pytest.mark.parametrize("qo_len", [1, 30])
+def test_windows(device: torch.device, qo_len: int, window_left: int) -> None:
+    kv_lens = [30, 100, 101, 1000, 1002, 5000]
+    pages = [list(range(313 * i, 313 * i + -(-kv_len // 16))) for i, kv_len in enumerate(kv_lens)]
+    batch = Batch(16, [qo_len] * len(kv_lens), kv_lens, pages, 313 * len(kv_lens), window_left=window_left)
+    rng = numpy.random.default_rng(0)
+    problem = make_problem(rng, SHAPE, batch, device)
+    attention = problem.attention(**ROOM)
+    problem.run(attention, batch.view(rng, device))
+    problem.check()
+    expected = run_some(problem, attention, everything(problem), rng)
+    for i in everything(problem):
+        check_some(problem, attention, [i], expected, rng)
+
+
+@pytest.mark.parametrize("qo_len", [1, 4, 33])
+@pytest.mark.parametrize("prefix", [16, 500, 5000])
+def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_len: int) -> None:
+    """A request alone, with 39 others that share all but its last pages, and with as many that share nothing."""
+    rng = numpy.random.default_rng(prefix)
+    full, own = prefix // 16, -(-(prefix % 16 + qo_len + 7) // 16)
+    kv_len, num = prefix + qo_len + 7, 40
+    shared = [[*range(full), *range(full + own * i, full + own * (i + 1))] for i in range(num)]
+    begin = full + own * num
+    alone = [list(range(begin + (full + own) * i, begin + (full + own) * (i + 1))) for i in range(5)]
+    batch = Batch(16, [qo_len] * (num + 5), [kv_len] * (num + 5), shared + alone, begin + 5 * (full + own))
+    problem = make_problem(rng, SHAPE, batch, device)
+    attention = problem.attention(**(ROOM | {"max_rows": 2000}))
+    expected = [run_some(problem, attention, [i], rng)[0] for i in everything(problem)]
+    for requests in (everything(problem)[:num], everything(problem)[::-1], [num - 1, 0], [3, *range(num, num + 5)], [*range(num, num + 5), 3] * 4):
+        check_some(problem, attention, requests, expected, rng)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_other_objects(device: torch.device, seed: int) -> None:
+    """The room that an object has, the CTAs that it plans for and the form of the table do not matter."""
+    rng = numpy.random.default_rng([seed, 31])
+    problem = random_problem(rng, device)
+    expected = run_some(problem, problem.attention(**ROOM), everything(problem), rng)
+    for num_ctas, max_rows, max_batch, cascade in [(1, 700, 150, True), (3, 5000, 256, False), (132, 701, 200, "always")]:
+        heads = problem.shape.num_kv_heads * problem.shape.group_size
+        attention = Attention(
+            heads,
+            problem.shape.num_kv_heads,
+            problem.shape.head_dim,
+            dtype=problem.shape.dtype,
+            device=device,
+            num_ctas=num_ctas,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            cascade=cascade,
+            batch_invariant=True,
+        )
+        check_some(problem, attention, rng.permutation(len(expected)).tolist(), expected, rng)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_row_lists(device: torch.device, seed: int) -> None:
+    """Rows of Q in any places."""
+    rng = numpy.random.default_rng([seed, 32])
+    problem = random_problem(rng, device, random_shape(rng, device), max_rows=300)
+    rows, attention = problem.batch.rows, problem.attention(**ROOM)
+    view = problem.batch.view(rng, device)
+    expected, expected_lse = problem.run(attention, view)
+    place = torch.from_numpy(rng.permutation(rows + 5)[:rows]).to(device)
+    q = torch.full((rows + 5, *problem.q.shape[1:]), torch.nan, dtype=problem.q.dtype, device=device)
+    q[place] = problem.q[:rows]
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
+    attention.plan(BSRView(view.qo_indptr, view.table, view.causal, view.window_left, place.int()))
+    attention.run(q, problem.memory.kv, out=out, lse=lse, sm_scale=problem.shape.sm_scale, logits_soft_cap=problem.shape.logits_soft_cap)
+    assert same_bits(out[place], expected[:rows])
+    assert same_bits(lse[place], expected_lse[:rows])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_do_not_change_a_bit(seed: int) -> None:
+    rng = numpy.random.default_rng([seed, 33])
+    problem = random_problem(rng, CPU)
+    attention = problem.attention(**ROOM)
+    expected = run_some(problem, attention, everything(problem), rng)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3, 8):
+            torch.set_num_threads(number)
+            check_some(problem, attention, everything(problem)[::-1], expected, rng)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+def test_run_captured_once_serves_every_batch() -> None:
+    """Bits of a replay are those of the request alone, run eagerly."""
+    device, rng = torch.device("cuda"), numpy.random.default_rng(34)
+    problem = random_problem(rng, device, SHAPE, depth=3, max_requests=64, style="mixed")
+    captured, eager = problem.attention(**ROOM), problem.attention(**ROOM)
+    expected = [run_some(problem, eager, [i], rng)[0] for i in everything(problem)]
+    q = torch.zeros_like(problem.q)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    captured.plan(problem.batch.view(rng, device))
+    captured.run(q, problem.memory.kv, out=out, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run(q, problem.memory.kv, out=out, lse=lse)
+    for _ in range(50):
+        requests = rng.permutation(len(expected))[: rng.integers(1, len(expected) + 1)].tolist()
+        some = problem.select(requests)
+        q[: some.batch.rows] = some.q[: some.batch.rows]
+        captured.plan(some.batch.view(rng, device))
+        graph.replay()
+        assert same_bits(out[: some.batch.rows], torch.cat([expected[i][0] for i in requests]))
+        assert same_bits(lse[: some.batch.rows], torch.cat([expected[i][1] for i in requests]))
+
+
+def test_refuses_several_levels(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"^max_levels is 2, must be 1 with batch_invariant=True"):
+        Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2, batch_invariant=True)
