@@ -55,6 +55,7 @@ lint: environment
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/mypy -p integration
+	$(TEST_VENV)/bin/mypy -p benchmarks
 
 .PHONY: unit
 unit: environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+from attn_backend.cli import batches
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,8 @@ class SharedCase:
 
 
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[int, ...]:
-    """`batch` lengths of mean about `mean`: const, uniform over [1, 2 mean) scaled as in U(0.5 mean, mean), or zipf (a few very long ones), seeded."""
-    generator = np.random.default_rng(seed)
-    if distribution == "const":
-        return (mean,) * batch
-    if distribution == "uniform":
-        return tuple(int(n) for n in generator.integers(mean // 2, mean + 1, batch))
-    ranks = generator.permutation(np.arange(1, batch + 1))
-    weights = 1.0 / ranks
-    return tuple(max(1, int(n)) for n in weights / weights.sum() * mean * batch)
+    """Those that `attn-backend plan` draws."""
+    return tuple(batches.lengths(distribution, batch, mean, seed))
 
 
 def _decode(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:

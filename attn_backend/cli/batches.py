@@ -215,7 +215,7 @@ def shared_prefix(text: str, page_size: int) -> Batch:
 
 
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int]:
-    """The lengths of benchmarks/cases.py: const; uniform between half the mean and the mean; zipf: a few very long ones."""
+    """`batch` lengths: const; uniform from half of `mean` to `mean`; zipf: of that mean, a few very long ones."""
     if distribution == "const":
         return [mean] * batch
     import numpy

@@ -20,7 +20,7 @@ _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
 _CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
-_MAX_CUDA_INVARIANT_BATCH = 1024     # each may become 32 row groups
+MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 
 
@@ -90,8 +90,8 @@ class Attention:
             _refuse("cascade", repr(cascade), "True, False or 'always'")
         if batch_invariant and max_levels != 1:
             _refuse("max_levels", max_levels, "1 with batch_invariant=True")
-        if batch_invariant and device.type == "cuda" and max_batch > _MAX_CUDA_INVARIANT_BATCH:
-            _refuse("max_batch", max_batch, f"at most {_MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
+        if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+            _refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
         if costs not in (None, device.type) and (costs, device.type) != ("cuda", "cpu"):
             _refuse("costs", repr(costs), f"None or {device.type!r} (on a CPU also 'cuda')")
         if num_ctas is not None and not 1 <= num_ctas <= 4096:

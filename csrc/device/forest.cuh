@@ -74,6 +74,7 @@ struct ForestShared {
 /// Runs `body(i)` for every i below count; the threads of the CTA share them.
 template <class Body>
 __device__ __forceinline__ void for_each(int32_t count, const Body& body) {
+#pragma unroll 1   // most loops run once: what they cost is fetching their code
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count; i += kPlanThreads) body(i);
 }
 
@@ -85,6 +86,7 @@ __device__ int32_t common_pages(const PageTable& table, const ForestMemory& m, F
   const int32_t* y = table.indices + m.table_begin[b];
   if (threadIdx.x == 0) shared.mismatch = limit;
   __syncthreads();
+#pragma unroll 1
   for (int32_t first = 0; first < limit; first += kBatch * kPlanThreads) {
     int32_t of_a[kBatch], of_b[kBatch];
 #pragma unroll
@@ -113,6 +115,7 @@ __device__ Attachment attach(const PageTable& table, const ForestMemory& m, Fore
   const int32_t own = m.forest.pages[request];
   Attachment best{-1, 0};
   int32_t other = first;
+#pragma unroll 1
   for (int32_t comparisons = 0; comparisons < kMaxComparisons && other < request; ++comparisons) {
     const int32_t common = common_pages(table, m, shared, request, other);
     if (common > best.pages) best = Attachment{other, common};
@@ -121,6 +124,7 @@ __device__ Attachment attach(const PageTable& table, const ForestMemory& m, Fore
     __syncthreads();
     const int64_t at = static_cast<int64_t>(best.pages) * table.entry_step;
     const int32_t wanted = __ldg(table.indices + m.table_begin[request] + at);
+#pragma unroll 1
     for (int32_t i = other + 1 + static_cast<int32_t>(threadIdx.x); i < request; i += kPlanThreads) {
       if (m.forest.pages[i] > best.pages && m.first_entry[i] == m.first_entry[request] && __ldg(table.indices + m.table_begin[i] + at) == wanted) {
         atomicMin(&shared.candidate, i);
@@ -163,6 +167,7 @@ __device__ Search search_forest(const PlanParams& p, const ForestMemory& m, Fore
   });
   if (!__syncthreads_or(shares)) return blockIdx.x == 0 ? Search::kPlanWithoutForest : Search::kNothing;
 
+#pragma unroll 1
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < f.size; i += static_cast<int32_t>(gridDim.x)) {
     if (f.leader[i] == i) continue;
     const Attachment attachment = attach(table, m, shared, i, f.leader[i]);
@@ -210,15 +215,18 @@ __device__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestSha
   for_each(shared.num_nodes, [&](int32_t i) {
     const int32_t n = m.nodes[i];
     int32_t parent = -1;
+#pragma unroll 1
     for (int32_t j = 0; j < shared.num_nodes; ++j) parent = closer_parent(f, n, m.nodes[j], parent);
     f.parent[n] = parent >= 0 ? parent : f.node[f.leader[n]];
   });
   __syncthreads();
   for_each(shared.num_nodes, [&](int32_t i) {
     int32_t depth = 0;
+#pragma unroll 1
     for (int32_t at = m.nodes[i]; at >= 0; at = f.parent[at]) ++depth;
     f.depth[m.nodes[i]] = depth;
   });
+#pragma unroll 1
   for (int32_t first = 0; first < f.size; first += kPlanThreads) {
     // A warp whose requests are all in the same node adds them up before it walks to the root.
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
@@ -236,6 +244,7 @@ __device__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestSha
     if (innermost < 0 || (uniform && threadIdx.x % 32 != 0)) continue;
     atomicAdd(f.weight + innermost, weight);
     atomicAdd(&shared.states, rows);
+#pragma unroll 1
     for (int32_t at = innermost; at >= 0; at = f.parent[at]) {
       atomicAdd(f.rows + at, rows);
       atomicAdd(f.requests + at, requests);
@@ -271,6 +280,7 @@ __device__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared&
       // Nodes compete for room: one after another, in the order of the host.
       if (depth == 1) shared.states = room + 1;
       int32_t left = depth == 1 ? room : shared.candidate;
+#pragma unroll 1
       for (int32_t n = 0; n < f.size; ++n) {
         if (f.depth[n] == depth) {
           shared.saved += static_cast<unsigned long long>(decide_node(p, f, n, left));
@@ -304,6 +314,7 @@ __device__ void link_node_rows(const PlanParams& p, const ForestMemory& m, int32
   int32_t total = __popc(peers);
   if (__any_sync(0xffffffffu, rows > 1)) {
     rank = total = 0;
+#pragma unroll 1
     for (int32_t peer = 0; peer < 32; ++peer) {
       const int32_t of_peer = __shfl_sync(0xffffffffu, rows, peer);
       if (peers >> peer & 1) {
@@ -313,6 +324,7 @@ __device__ void link_node_rows(const PlanParams& p, const ForestMemory& m, int32
     }
   }
   const int32_t warps = ceil_div(min_of(f.size - first, kPlanThreads), 32);
+#pragma unroll 1
   for (int32_t warp = 0; warp < warps; ++warp) {
     if (static_cast<int32_t>(threadIdx.x) / 32 == warp && node >= 0) {
       const int32_t placed = m.placed[node];
@@ -322,6 +334,7 @@ __device__ void link_node_rows(const PlanParams& p, const ForestMemory& m, int32
     }
     __syncthreads();
   }
+#pragma unroll 1
   for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, request, row, rank + row, own_states);
 }
 
@@ -331,6 +344,7 @@ __device__ void write_forest(const PlanParams& p, const ForestMemory& m, ForestS
   const Forest& f = m.forest;
   if (threadIdx.x == 0) shared.max_taken_depth = 0;
   int64_t before = 0;         // rows of requests in taken nodes, rows of taken nodes, taken nodes
+#pragma unroll 1
   for (int32_t first = 0; first < f.size; first += kPlanThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
@@ -364,9 +378,11 @@ __device__ void write_forest(const PlanParams& p, const ForestMemory& m, ForestS
     p.schedule.groups[f.group[n]] = node_group(p, f, n, m.table_begin[n], own_states);
   });
   for_each(f.size, [&](int32_t i) {
+#pragma unroll 1
     for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
   });
   __syncthreads();
+#pragma unroll 1
   for (int32_t depth = 1; depth <= shared.max_taken_depth; ++depth) {
     for (int32_t first = 0; first < f.size; first += kPlanThreads) link_node_rows(p, m, first, depth, own_states);
   }

@@ -24,6 +24,7 @@ struct PlanSharedMemory {
 /// Index of the row group that row tile `tile` belongs to: the last one whose first tile is at or before it.
 __device__ int32_t find_group(const int32_t* tile_begin, int32_t num_groups, int32_t tile) {
   int32_t low = 0, high = num_groups;
+#pragma unroll 1
   while (high - low > 1) {
     const int32_t middle = low + (high - low) / 2;
     if (tile_begin[middle] <= tile) low = middle; else high = middle;
@@ -34,8 +35,10 @@ __device__ int32_t find_group(const int32_t* tile_begin, int32_t num_groups, int
 /// Links rows to the row groups of a composition, a warp a group.
 __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMemory& shared, uint32_t& errors) {
   int32_t num_merge_rows = 0;
+#pragma unroll 1
   for (int32_t g = static_cast<int32_t>(threadIdx.x) / 32; g < num_groups; g += kPlanThreads / 32) {
     const RowGroup group = p.schedule.groups[g];
+#pragma unroll 1
     for (int32_t row = static_cast<int32_t>(threadIdx.x) % 32; row < group.qo_len; row += 32) {
       num_merge_rows = max_of(num_merge_rows, link_row(p, group, g, row, errors));
     }
@@ -47,6 +50,7 @@ __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMem
 __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Planned& planned) {
   const int32_t num_requests = planned.num_groups;
   planned.num_groups = 0;
+#pragma unroll 1
   for (int32_t first = 0; first < num_requests; first += kPlanThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowGroup group{};
@@ -59,7 +63,9 @@ __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Plann
     __syncthreads();
     CountScan(shared.scan.count).ExclusiveSum(num_chunks, before, total);
     before += planned.num_groups;
+#pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk) p.schedule.groups[before + chunk] = make_chunk(p, group, i, chunk, num_chunks, before + chunk);
+#pragma unroll 1
     for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; i < num_requests && chunk < p.config.max_links; ++chunk) {
       p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + i] = RowLink{-1, 0};
     }
@@ -85,6 +91,7 @@ __device__ void plan(const PlanParams& p, PlanSharedMemory& shared, int32_t* til
   if (config.batch_invariant) make_chunks(p, shared, planned);
 
   int32_t num_tiles = 0;
+#pragma unroll 1
   for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
     const int32_t i = first + thread;
     RowGroup group{};
@@ -119,6 +126,7 @@ __device__ void plan(const PlanParams& p, PlanSharedMemory& shared, int32_t* til
   if (planned.errors) atomicOr(&shared.errors, planned.errors);
 
   int64_t total_cost = 0;
+#pragma unroll 1
   for (int32_t first = 0; first < num_tiles; first += kPlanThreads) {
     const int32_t i = first + thread;
     RowTile tile{};
@@ -150,6 +158,7 @@ __device__ void plan(const PlanParams& p, PlanSharedMemory& shared, int32_t* til
     return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
   };
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
+#pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
     p.schedule.positions[cta] = find_position(config, tiles, num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
   }

@@ -23,14 +23,14 @@ struct CascadeCosts {
   int32_t state;
   int32_t forest;
 };
-constexpr CascadeCosts kCudaCascadeCosts{16, 2000};
+constexpr CascadeCosts kCudaCascadeCosts{470, 5250};
 constexpr CascadeCosts kCpuCascadeCosts{16, 0};
 
 /// Row states that are kept for shared prefixes: four for each request, as a row of a decode has with three levels above it, and room for a chunk or two of prompts
 /// beside a small batch.
 int32_t cascade_states(const AttentionConfig& config) {
   const int64_t all = int64_t{config.max_rows} * kMaxLevels;
-  return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(int64_t{4} * config.max_groups, 1024), all));
+  return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));
 }
 
 // Shares smaller than this are not worth a CTA: two KV tiles on a GPU; on a CPU, where a CTA is a task of a thread, 32 of the smallest kind.

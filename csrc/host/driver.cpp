@@ -113,6 +113,7 @@ void use_device(int32_t device) {
 
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes) {
   static std::map<std::tuple<std::string, int32_t>, Module> modules;
+  static std::map<Function, int32_t> allowed;   // dynamic shared memory: all users of a kernel share one limit, which must never fall
   static std::mutex mutex;
   use_device(device);
   std::lock_guard<std::mutex> lock(mutex);
@@ -123,8 +124,12 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   kernel.shared_bytes = shared_bytes;
   kernel.name = symbol;
   check(driver().module_function(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
-  check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
-        "giving " + std::to_string(shared_bytes) + " bytes of shared memory to " + kernel.name);
+  int32_t& limit = allowed.emplace(kernel.function, -1).first->second;
+  if (shared_bytes > limit) {
+    check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
+          "giving " + std::to_string(shared_bytes) + " bytes of shared memory to " + kernel.name);
+    limit = shared_bytes;
+  }
   return kernel;
 }
 

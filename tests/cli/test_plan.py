@@ -187,10 +187,10 @@ def fills(svg: str) -> set[str]:
 
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
-    planned = Planned.make(batches.shared_prefix("4x3x100+1024+20", 16), Settings(num_ctas=24))
+    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Settings(num_ctas=24))
     svg = draw(planned).svg()
     words = texts(svg)
-    assert any(word.startswith("BSR view: 12 rows of Q x ") for word in words)
+    assert any(word.startswith("BSR view: 32 rows of Q x ") for word in words)
     assert any(word.startswith("prefix forest: 5 nodes, ") for word in words)
     assert any(word.startswith("24 CTAs: busiest ") for word in words)
     for node in planned.schedule.forest:

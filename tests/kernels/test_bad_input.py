@@ -47,6 +47,11 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("max_batch", {"max_batch": 0}),
         ("num_ctas", {"num_ctas": -1}),
         ("num_ctas", {"num_ctas": 10**6}),
+        ("cascade", {"cascade": None}),
+        ("cascade", {"cascade": 2}),
+        ("cascade", {"cascade": "auto"}),
+        ("costs", {"costs": "gpu"}),
+        ("costs", {"costs": ""}),
     ],
 )
 def test_attention_refuses(device: torch.device, argument: str, changes: dict[str, object]) -> None:
@@ -60,7 +65,16 @@ def test_attention_refuses_other_devices() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("argument", "changes"), [("head_dim", {"head_dim": 80}), ("dtype", {"dtype": torch.float32}), ("max_batch", {"max_batch": 10**6})])
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("head_dim", {"head_dim": 80}),
+        ("dtype", {"dtype": torch.float32}),
+        ("max_batch", {"max_batch": 10**6}),
+        ("max_batch", {"max_batch": 1025, "batch_invariant": True}),
+        ("costs", {"costs": "cpu"}),
+    ],
+)
 def test_what_only_a_cpu_has(argument: str, changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{argument} is .*, must be "):
         make_attention(torch.device("cuda"), **changes)

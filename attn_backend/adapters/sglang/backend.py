@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
 from attn_backend.adapters.options import use_cascade
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
 from .support import LayerKind, attention_layers, check_runner, layer_kind, refuse
@@ -91,6 +92,8 @@ class SGLangAttentionBackend(AttentionBackend):
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
 
         self._max_batch = -(-self.req_to_token_pool.size // 32) * 32        # the engine pads batches to what its graphs and its ranks need
+        if compat.deterministic() and self.device.type == "cuda" and self._max_batch > MAX_CUDA_INVARIANT_BATCH:
+            raise refuse(f"--enable-deterministic-inference for {self._max_batch} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
         self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
         self._plans: dict[LayerKind, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}

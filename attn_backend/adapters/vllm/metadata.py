@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat
-from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
 
@@ -70,6 +70,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
 
         self.page_size: int = kv_cache_spec.block_size
         max_rows, max_batch = workspace_maxima(vllm_config, kv_cache_spec)
+        batch_invariant = compat.batch_invariant()
+        if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+            advice = f"pass a smaller --max-num-seqs ({MAX_CUDA_INVARIANT_BATCH} at most)"
+            raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         self.plans = {
             key: Attention(
                 key.num_qo_heads,
@@ -80,7 +84,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 max_rows=max_rows,
                 max_batch=max_batch,
                 cascade=use_cascade(),
-                batch_invariant=compat.batch_invariant(),
+                batch_invariant=batch_invariant,
             )
             for key in plan_keys(vllm_config, kv_cache_spec, layer_names)
         }

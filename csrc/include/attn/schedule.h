@@ -247,7 +247,7 @@ ATTN_HD CtaRange ctas_inside(const ScheduleHeader& header, const RowTile& tile, 
   const int64_t kv_tile_cost = header.kv_tile_cost[tile.kind];
   const int64_t first = tile.cost_begin + head * (header.pair_cost[tile.kind] + tile.num_kv_tiles * kv_tile_cost) + header.pair_cost[tile.kind];
   const int64_t last = first + (tile.num_kv_tiles - 1) * kv_tile_cost;   // an interval starts inside if it starts behind `first` and not behind `last`
-  return CtaRange{static_cast<int32_t>(min_of<int64_t>(first / header.share + 1, num_ctas)), static_cast<int32_t>(min_of<int64_t>(last / header.share + 1, num_ctas))};
+  return CtaRange{static_cast<int32_t>(min_of<int64_t>(divide(first, header.share) + 1, num_ctas)), static_cast<int32_t>(min_of<int64_t>(divide(last, header.share) + 1, num_ctas))};
 }
 
 }  // namespace attn

@@ -87,6 +87,14 @@ class FakeEngine:
         self.req_to_token_pool.req_to_token[1:] = slots
         self.requests = [Request(row + 1, [torch.empty(0)] * len(layers), [torch.empty(0)] * len(layers)) for row in range(MAX_REQUESTS)]
 
+    def share_prefix(self, owner: int, others: list[int]) -> None:
+        """What a radix tree does: the others begin with all that `owner` has, in the same slots."""
+        first = self.requests[owner]
+        table = self.req_to_token_pool.req_to_token
+        for request in (self.requests[i] for i in others):
+            table[request.row, : first.length] = table[first.row, : first.length]
+            request.k, request.v, request.length = list(first.k), list(first.v), first.length
+
     def runner(self, **changes: object) -> SimpleNamespace:
         """What a backend's constructor reads of SGLang's ModelRunner."""
         runner = SimpleNamespace(

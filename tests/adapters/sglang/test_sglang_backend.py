@@ -15,6 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import backend as sglang_backend
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -79,6 +80,62 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 def test_sliding_windows(page_size: int, hybrid: bool, device: str, dtype: torch.dtype) -> None:
     serve(FakeEngine(WINDOWED, page_size, dtype, hybrid, device))
+
+
+def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:
+    """Five requests behind the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node has."""
+    monkeypatch.setattr(sglang_backend, "use_cascade", lambda: cascade)
+    backend = SGLangAttentionBackend(engine.runner())
+    outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
+    engine.share_prefix(0, [1, 2, 3, 4])
+    taken = []
+    for mode, requests, new_lens in [
+        (ForwardMode.EXTEND, [0, 1, 2, 3], [2, 2, 1, 3]),
+        (ForwardMode.DECODE, [3, 0, 2, 4, 1], [1] * 5),
+        (ForwardMode.MIXED, [4, 0, 2], [20, 1, 1]),
+        (ForwardMode.DECODE, [0, 4, 2, 1], [1] * 4),
+    ]:
+        outputs += step(engine, backend, mode, requests, new_lens)
+        forests = [plan.attention.schedule().forest for plan in backend._plans.values()]
+        taken.append([sum(node.num_requests for node in forest if node.group >= 0) for forest in forests])
+    return outputs, taken
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("device", "dtype", "cascade"),
+    [
+        ("cpu", torch.float32, True),
+        ("cpu", torch.float32, "always"),
+        ("cpu", torch.bfloat16, True),
+        pytest.param("cuda", torch.float16, "always", marks=pytest.mark.gpu),
+    ],
+)
+def test_shared_prefix(page_size: int, device: str, dtype: torch.dtype, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = (LayerShape(), LayerShape(window=20))
+    off, taken_off = serve_shared_prefix(FakeEngine(layers, page_size, dtype, device=device), False, monkeypatch)
+    on, taken_on = serve_shared_prefix(FakeEngine(layers, page_size, dtype, device=device), cascade, monkeypatch)
+    for out, expected in zip(on, off, strict=True):
+        check(out, expected.cpu().double())
+    assert taken_off == [[0, 0]] * 4
+    # A window hides the prefix. On a CPU, where cost follows the rows, sharing it with a long chunk saves nothing.
+    assert taken_on == [[4, 0], [5, 0], [3 if cascade == "always" else 0, 0], [4, 0]]
+
+
+def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's deterministic mode: each request alone and beside the others."""
+    monkeypatch.setattr(compat, "deterministic", lambda: True)
+    engine = FakeEngine(page_size=16)
+    backend = SGLangAttentionBackend(engine.runner())
+    new_lens = [120, 1, 40, 190, 77]
+    batch = engine.batch(ForwardMode.EXTEND, [0, 1, 2, 3, 4], new_lens)
+    backend.init_forward_metadata(batch)
+    q, k, v = engine.tensors(batch, 0)
+    together = backend.forward(q, k, v, engine.model[0], batch).split(new_lens)
+    for i, rows in enumerate(q.split(new_lens)):
+        batch = engine.batch(ForwardMode.EXTEND, [i], new_lens[i : i + 1])
+        backend.init_forward_metadata(batch)
+        assert torch.equal(backend.forward(rows, None, None, engine.model[0], batch, save_kv_cache=False), together[i])
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:

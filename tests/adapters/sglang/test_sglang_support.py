@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape
+from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from attn_backend.adapters.sglang import NAME, compat, register
+from attn_backend.adapters.sglang import NAME, backend, compat, register
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,42 @@ def test_registration_can_be_repeated() -> None:
     register()
     assert ATTENTION_BACKEND_CHOICES.count(NAME) == 1
     assert ATTENTION_BACKENDS[NAME](FakeEngine().runner()).page_size == 1
+
+
+def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
+    if not hasattr(server_args, "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"):
+        pytest.skip(f"SGLang {compat.release()} has no list of deterministic backends")
+    register()
+    register()
+    assert server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+    assert NAME not in getattr(server_args, "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND", [])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """cascade and batch_invariant of every Attention that a backend makes."""
+    arguments_of: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(backend, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
+    return arguments_of
+
+
+@pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
+def test_what_the_environment_says(variable: str | None, cascade: bool, made: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)
+    backend.SGLangAttentionBackend(FakeEngine().runner())
+    assert made == [(cascade, False)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_inference_is_batch_invariant(deterministic: bool, made: list[tuple[bool, bool]]) -> None:
+    context = runtime_context.get_context()
+    if not hasattr(context, "override_server_args"):
+        pytest.skip(f"SGLang {compat.release()} has no way to set an option of a server that is not there")
+    with context.override_server_args(enable_deterministic_inference=deterministic):
+        backend.SGLangAttentionBackend(FakeEngine().runner())
+    assert made == [(True, deterministic)]
 
 
 def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.MonkeyPatch) -> None:

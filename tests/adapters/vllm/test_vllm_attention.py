@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
+from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, PlanKey, plan_keys, workspace_maxima
 
@@ -92,6 +93,36 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
         k, v = fill_cache(cache, batch)
         query, output = run_layer(impl, metadata, batch, cache, k, v)
         check(output, query, batch, k, v, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize("cascade", [True, "always"])
+@pytest.mark.parametrize(
+    ("query_lens", "own_lens", "pays"),
+    [
+        pytest.param([1] * 6, [1, 30, 16, 7, 40, 17], True, id="decode"),
+        pytest.param([2, 1, 3, 1], [2, 9, 33, 18], True, id="extend"),
+        pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),     # on a CPU, where cost follows the rows
+    ],
+)
+def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests behind the same 12 pages, with cascade off and on."""
+    outputs = []
+    for mode in (False, cascade):
+        monkeypatch.setattr(vllm_metadata, "use_cascade", lambda mode=mode: mode)
+        torch.manual_seed(0)
+        batch = make_batch(query_lens, [12 * PAGE + own_len for own_len in own_lens], shared_pages=12, table_width=16)
+        impl, cache = make_impl(), make_cache("NHD")
+        builder = make_builder([impl])
+        k, v = fill_cache(cache, batch)
+        query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
+        check(output, query, batch, k, v)
+        outputs.append(output)
+        taken = [node for node in builder.plans[impl.plan_key].schedule().forest if node.group >= 0]
+        if mode == "always" or (mode and pays):
+            assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (len(query_lens), 0, 12)
+        else:
+            assert not taken
+    assert (outputs[1] - outputs[0]).norm() <= TOLERANCE[torch.float32] * outputs[0].norm()
 
 
 def test_not_causal() -> None:
@@ -267,6 +298,33 @@ def test_implementations_behind_a_composite() -> None:
     impls = [make_impl(), make_impl(sliding_window=9), SimpleNamespace()]
     composite = SimpleNamespace(get_impl_variants=lambda: impls)
     assert set(make_builder([composite]).plans) == {PlanKey(6, 2, 64, -1), PlanKey(6, 2, 64, 8)}
+
+
+@pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_the_environment_says(variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **arguments: made.append(arguments))
+    monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    make_builder([make_impl()])
+    assert [(arguments["cascade"], arguments["batch_invariant"]) for arguments in made] == [(cascade, invariant)]
+
+
+def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With VLLM_BATCH_INVARIANT=1: each request alone and beside the others."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([1, 40, 1, 40, 1], [400, 100, 200, 130, 150], table_width=25)
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
+    for i, (rows, together) in enumerate(zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)):
+        alone = make_batch(batch.query_lens[i : i + 1], batch.kv_lens[i : i + 1], table_width=25).metadata
+        alone.block_table_tensor = batch.metadata.block_table_tensor[i : i + 1]
+        out = torch.full_like(rows, torch.nan)
+        assert torch.equal(impl.forward(None, rows, None, None, cache, builder.build(0, alone), out), together)
 
 
 def test_maxima() -> None:

@@ -58,6 +58,7 @@ def reasons(backend: type[AttnBackend] = AttnBackend, **changes: Any) -> list[st
         {"use_non_causal": True},
         {"use_kv_connector": True},
         {"use_adaptive_verification": True},
+        {"use_batch_invariant": True},
         {"device_capability": DeviceCapability(8, 0)},
         {"device_capability": DeviceCapability(10, 0)},
     ],

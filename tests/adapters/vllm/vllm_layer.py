@@ -90,9 +90,12 @@ class Batch:
         return torch.cat([torch.empty(0, dtype=torch.int64), *(slots[len(slots) - n :] for n, slots in zip(self.query_lens, self.slots, strict=True))])
 
 
-def make_batch(query_lens: list[int], kv_lens: list[int], *, padding: int = 0, table_width: int = 12, causal: bool = True, seed: int = 0) -> Batch:
+def make_batch(
+    query_lens: list[int], kv_lens: list[int], *, shared_pages: int = 0, padding: int = 0, table_width: int = 12, causal: bool = True, seed: int = 0
+) -> Batch:
     """
     Args:
+        shared_pages: leading pages that are the same for all requests.
         padding: padding requests, and as many padding tokens, as in a full CUDA graph.
         table_width: columns of the block table; what lies behind a request's pages points outside the cache.
     """
@@ -100,13 +103,13 @@ def make_batch(query_lens: list[int], kv_lens: list[int], *, padding: int = 0, t
     pages = torch.randperm(NUM_PAGES, generator=generator)
     table = torch.full((len(kv_lens) + padding, table_width), 1 << 20, dtype=torch.int32)
     table[len(kv_lens) :] = 0
-    slots, used = [], 0
+    slots, used = [], shared_pages
     for i, kv_len in enumerate(kv_lens):
         count = -(-kv_len // PAGE)
-        own = pages[used : used + count]
-        used += count
-        table[i, :count] = own.int()
-        slots.append((own[:, None] * PAGE + torch.arange(PAGE)).flatten()[:kv_len])
+        of_request = torch.cat([pages[:shared_pages], pages[used : used + count - shared_pages]])
+        used += count - shared_pages
+        table[i, :count] = of_request.int()
+        slots.append((of_request[:, None] * PAGE + torch.arange(PAGE)).flatten()[:kv_len])
     starts = torch.tensor([0, *query_lens, *[0] * padding], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     tokens = sum(query_lens)
     batch = Batch(query_lens, kv_lens, slots, None)
