@@ -178,9 +178,6 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
   planned.num_groups = attn::count_groups(params);
   planned.num_links = params.num_levels;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  // A first look at an argument costs a trip to memory: the warps make theirs side by side.
-  const int32_t words = static_cast<int32_t>(sizeof(params) / sizeof(int32_t));
-  asm volatile("" ::"r"(reinterpret_cast<const int32_t*>(&params)[attn::min_of(thread / 32 * 16, words - 1)]));
   attn::RowGroup own{};
   if (thread < planned.num_groups) own = attn::read_row_group(params, attn::find_level(params, thread), planned.errors);
   if (!params.seeks_forest) {
