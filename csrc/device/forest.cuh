@@ -103,7 +103,7 @@ __device__ int32_t common_pages(const PageTable& table, const ForestMemory& m, F
       if (of_a[i] != of_b[i]) atomicMin(&shared.mismatch, first + i * kPlanThreads + static_cast<int32_t>(threadIdx.x));
     }
     __syncthreads();
-    if (shared.mismatch < first + kBatch * kPlanThreads) break;
+    if (shared.mismatch < first + kBatch * kPlanThreads) break;   // threads that are ahead lower it to pages behind this one's at most
   }
   const int32_t common = shared.mismatch;
   __syncthreads();
@@ -278,7 +278,6 @@ __device__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared&
       });
     } else if (threadIdx.x == 0) {
       // Nodes compete for room: one after another, in the order of the host.
-      if (depth == 1) shared.states = room + 1;
       int32_t left = depth == 1 ? room : shared.candidate;
 #pragma unroll 1
       for (int32_t n = 0; n < f.size; ++n) {
