@@ -56,12 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
             picture = draw(planned)
             if arguments.svg:
                 arguments.svg.write_text(picture.svg())
+                print(f"\nwrote {arguments.svg}")
             if arguments.png:
-                picture.write_png(arguments.png)
+                try:
+                    picture.write_png(arguments.png)
+                except ImportError as error:
+                    raise ValueError(f"--png: {error}; pip install 'attn-backend[plot]'") from error
+                print(f"\nwrote {arguments.png}")
     except (ValueError, OSError) as error:
         print(f"attn-backend plan: {error}", file=sys.stderr)
     except ImportError as error:
-        print(f"attn-backend plan: {error}; pip install 'attn-backend[plot]'", file=sys.stderr)
+        print(f"attn-backend plan: {error}", file=sys.stderr)
     else:
         return 0
     return 2
