@@ -60,7 +60,7 @@ class AttentionKernel {
         const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
         if (tile >= header.num_tiles) continue;
         if (row < 0) row = query_row(params, group, link.index);
-        scratch.states[parts++] = row_state_index(params, group, link.index, head);
+        scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
         const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], head / group_size, params.num_ctas);
         for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
           scratch.states[parts++] = int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
@@ -133,12 +133,6 @@ class AttentionKernel {
     Element* o = static_cast<Element*>(params.o) + place.row * params.o_row_stride + place.head * params.o_head_stride;
     const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
     return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
-  }
-
-  /// Row of partial_o and partial_lse that keeps the state of a group's row number `index`.
-  static int64_t row_state_index(const AttentionParams& params, const RowGroup& group, int32_t index, int64_t head) {
-    const int64_t slots = int64_t{params.num_ctas} * kSlotsPerCta * params.max_tile_rows;
-    return slots + row_state(group.state_begin + index, params.num_kv_heads * params.group_size.divisor, static_cast<int32_t>(head));
   }
 
   /// Merges the first `count` of scratch.states.
@@ -389,7 +383,7 @@ class AttentionKernel {
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
       if (out.lse != nullptr) *out.lse = lse;
     } else {
-      const int64_t state = item_.partial == kRowStates ? row_state_index(params_, group_, params_.group_size.divide(tile_.packed_begin + row), place.head)
+      const int64_t state = item_.partial == kRowStates ? row_state_index(params_, group_.state_begin + params_.group_size.divide(tile_.packed_begin + row), static_cast<int32_t>(place.head))
                                                         : int64_t{item_.partial} * params_.max_tile_rows + row;
       float* o = params_.partial_o + state * head_dim_;
       for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);

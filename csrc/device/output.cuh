@@ -48,12 +48,6 @@ struct OutputRow {
   }
 };
 
-/// Row of partial_o and partial_lse that keeps row state number `state`.
-__device__ __forceinline__ int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
-  const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
-  return slots + row_state(state, params.num_kv_heads * params.group_size.divisor, qo_head);
-}
-
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row that has seen nothing.
 __device__ __forceinline__ float state_lse(float base, float sum) { return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity(); }
 

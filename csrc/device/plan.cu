@@ -8,12 +8,11 @@
 namespace attn {
 
 using CountScan = cub::BlockScan<int32_t, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-using CostScan = cub::BlockScan<int64_t, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 
 struct PlanSharedMemory {
   union {
     CountScan::TempStorage count;
-    CostScan::TempStorage cost;
+    SumScan::TempStorage cost;
   } scan;
   ForestShared forest;
   PlacedTile tiles[kCachedTiles];     // the first row tiles
@@ -142,7 +141,7 @@ __device__ void plan(const PlanParams& p, PlanSharedMemory& shared, int32_t* til
     }
     int64_t before, total;
     __syncthreads();
-    CostScan(shared.scan.cost).ExclusiveSum(cost, before, total);
+    SumScan(shared.scan.cost).ExclusiveSum(cost, before, total);
     if (i < num_tiles) {
       tile.cost_begin = total_cost + before;
       if (i < kCachedTiles) shared.tiles[i] = PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles};

@@ -1,7 +1,5 @@
 #include "host/planner.h"
 
-#include <vector>
-
 #include "attn/planning.h"
 #include "host/forest.h"
 

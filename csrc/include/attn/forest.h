@@ -136,6 +136,9 @@ ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows)
   return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[kind];
 }
 
+/// Row states that taking node n needs: the first taken node of a path makes its rows' own groups keep states too.
+ATTN_HD int32_t node_states(const Forest& f, int32_t n) { return f.rows[n] * (f.taken_above(n) < 0 ? 2 : 1); }
+
 /// What taking a node saves and what it adds, for each KV head.
 struct NodeCost {
   int64_t saved;
@@ -147,15 +150,12 @@ ATTN_HD NodeCost node_cost(const ScheduleConfig& config, const Forest& f, int32_
   const int64_t packed_rows = static_cast<int64_t>(f.rows[n]) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
   const int64_t pairs = row_tiles_of(packed_rows, kind);
-  const int64_t states = static_cast<int64_t>(f.rows[n]) * (f.taken_above(n) < 0 ? 2 : 1);   // the first taken node of a path makes its rows' own groups keep states too
+  const int64_t states = node_states(f, n);
   NodeCost cost;
   cost.saved = static_cast<int64_t>(tokens / config.kv_tile) * f.weight[n];
   cost.added = pairs * (config.pair_cost[kind] + ceil_div(tokens, config.kv_tile) * config.kv_tile_cost[kind]) + ((states * config.state_cost + 63) >> 6);
   return cost;
 }
-
-/// Row states that taking node n needs.
-ATTN_HD int32_t node_states(const Forest& f, int32_t n) { return f.rows[n] * (f.taken_above(n) < 0 ? 2 : 1); }
 
 /// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken, else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
@@ -184,7 +184,7 @@ ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
   f.taken[n] = -1;
 }
 
-/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `states`: of the requests' own row groups, which come first.
+/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: of the requests' own row groups, which come first.
 ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
   p.schedule.nodes[n].group = f.group[n];
   const PageTable& table = p.levels[0].table;

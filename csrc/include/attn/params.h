@@ -111,6 +111,13 @@ struct AttentionParams {
   float logits_soft_cap;
 };
 
+/// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that begins a (row tile, head) goes to a state of its
+/// own for each row, and only the parts behind it go to slots.
+ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
+  const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
+  return slots + static_cast<int64_t>(state) * (params.num_kv_heads * params.group_size.divisor) + qo_head;
+}
+
 /// Copies new tokens into the paged cache: token i goes to slot slots[i] (page * page_size + token in page); a negative slot is skipped, so is one beyond the
 /// cache.
 struct AppendParams {

@@ -44,7 +44,7 @@ struct RowGroup {
   int32_t tile_begin;    // index of its first RowTile
   int32_t level;
   int32_t kind;          // of its row tiles
-  int32_t state_begin;   // its row number r leaves its state at row_state(state_begin + r, head), to be merged; -1: its rows are in no other group
+  int32_t state_begin;   // its row number r leaves its state at row_state_index(state_begin + r, head) (params.h), to be merged; -1: its rows are in no other group
   int32_t unused;
 };
 
@@ -232,9 +232,6 @@ struct Schedule {
 enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 2 };
 
 ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
-
-/// In a row group with states the part that begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
-ATTN_HD int64_t row_state(int32_t state, int32_t num_qo_heads, int32_t qo_head) { return static_cast<int64_t>(state) * num_qo_heads + qo_head; }
 
 /// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position (planning.h) does, turned round.
 struct CtaRange {
