@@ -3,7 +3,7 @@
     python -m benchmarks.simulate
     python -m benchmarks.simulate --sharegpt "$(python -c 'from integration.sharegpt import sharegpt_file; print(sharegpt_file())')" --out results
 
-Plans are the host planner's for a GPU: 264 CTAs (two for each SM of an H100), 32/8 heads, head_dim 128, page size 16.
+Plans are the host planner's for a GPU: 132 CTAs (one for each SM of an H100), 32/8 heads, head_dim 128, page size 16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.continuous_batching import Engine, Request
 
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-NUM_CTAS = 264
+NUM_CTAS = 132
 TOKEN_BUDGET = 8192              # of a step
 MAX_CONVERSATION = 8192          # tokens; what is longer ends before
 CHARACTERS_PER_TOKEN = 4.2       # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
@@ -126,7 +126,7 @@ def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: 
             max_batch=batch_limit,
             num_ctas=NUM_CTAS,
             cascade=cascade,
-            costs="cuda",
+            kernel="hopper",
         )
         for cascade in (False, True)
     ]

@@ -76,9 +76,9 @@ def _driver_version() -> str:
 
 def _kernels() -> list[Finding]:
     findings = []
-    names = cubins.kernel_sources()
     compiler = cubins.nvcc()
     for arch in cubins.ARCHS:
+        names = cubins.kernel_sources(arch)
         shipped = sum((cubins.PACKAGE / "cubins" / arch / f"{name}.cubin").exists() for name in names)
         if shipped == len(names):
             findings.append(Finding("ok", f"cubins {arch}", f"all {shipped} in the package"))

@@ -10,7 +10,7 @@ _EXAMPLES = """examples:
   attn-backend plan --decode 64xzipf:4096
   attn-backend plan --shared-prefix 128x8192+256 --svg plan.svg
   attn-backend plan --shared-prefix 16x8x4096+1024+256 --png plan.png
-  attn-backend plan --mixed 1x2048@6144+63x4096 --num-ctas 264
+  attn-backend plan --mixed 1x2048@6144+63x4096 --num-ctas 132
   attn-backend plan batch.json                        {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
   attn-backend plan trace.jsonl --batch 32 --at 120   lines of timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens)
 """
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
     parser.add_argument("--head-dim", type=int, help="(128)")
     parser.add_argument("--page-size", type=int, help="tokens (16)")
-    parser.add_argument("--num-ctas", type=int, help="(264: two for each SM of an H100; with --costs cpu, what a CPU has)")
+    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, what a CPU has)")
     parser.add_argument("--costs", choices=("cuda", "cpu"), help="whose tiles and costs (cuda)")
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it")

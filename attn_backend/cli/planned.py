@@ -26,7 +26,7 @@ class Settings:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    num_ctas: int | None = 264     # two for each of an H100's SMs
+    num_ctas: int | None = 132     # one for each of an H100's SMs
     costs: Literal["cpu", "cuda"] = "cuda"
     cascade: bool = True
     causal: bool = True
@@ -152,7 +152,7 @@ def _schedule(batch: Batch, settings: Settings, cascade: bool) -> Schedule:
         max_batch=len(batch.qo_lens),
         num_ctas=settings.num_ctas,
         cascade=cascade,
-        costs=settings.costs,
+        kernel="hopper" if settings.costs == "cuda" else None,
     )
     attention.plan(batch.view(settings.causal, settings.window_left))
     return attention.schedule()

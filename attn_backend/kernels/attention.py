@@ -19,6 +19,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
+_KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
 _CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
@@ -49,7 +50,8 @@ class Attention:
             whatever there is room for, for tests.
         batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
-        costs: "cuda" on a CPU: plan with the row tiles and the costs of the CUDA kernels, to look at their schedules.
+        kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
+            kernel, to look at its schedules.
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -70,7 +72,7 @@ class Attention:
         num_ctas: int | None = None,
         cascade: bool | Literal["always"] = True,
         batch_invariant: bool = False,
-        costs: Literal["cpu", "cuda"] | None = None,
+        kernel: Literal["hopper", "generic"] | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -92,8 +94,7 @@ class Attention:
             _refuse("max_levels", max_levels, "1 with batch_invariant=True")
         if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
             _refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
-        if costs not in (None, device.type) and (costs, device.type) != ("cuda", "cpu"):
-            _refuse("costs", repr(costs), f"None or {device.type!r} (on a CPU also 'cuda')")
+        chosen = _choose_kernel(kernel, device)
         if num_ctas is not None and not 1 <= num_ctas <= 4096:
             _refuse("num_ctas", num_ctas, "in [1, 4096]")
 
@@ -125,10 +126,10 @@ class Attention:
             num_ctas or 0,
             _CASCADE_MODES[cascade],
             batch_invariant,
-            (costs or device.type) == "cuda",
+            _KERNEL_CODES[chosen],
             on_cuda,
             device.index or 0,
-            *_kernel_files(dtype, head_dim, device),
+            *_kernel_files(chosen, dtype, head_dim, device),
         )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = self._library.workspace_size(self._handle)
@@ -257,9 +258,22 @@ def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
         _refuse("device", device, "a CUDA device or the CPU")
 
 
-def _kernel_files(dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, ...]:
+def _choose_kernel(kernel: str | None, device: torch.device) -> str:
+    """The kernel that a schedule is made for."""
+    if kernel not in (None, "hopper", "generic"):
+        _refuse("kernel", repr(kernel), "'hopper', 'generic' or None")
+    if device.type == "cpu":
+        return kernel or "cpu"
+    is_hopper = arch_of(torch.cuda.get_device_capability(device)) == "sm_90a"
+    if kernel == "hopper" and not is_hopper:
+        _refuse("kernel", repr(kernel), "'generic' or None: this GPU's compute capability is not 9.0")
+    return kernel or ("hopper" if is_hopper else "generic")
+
+
+def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return "", "", ""
     arch = arch_of(torch.cuda.get_device_capability(device))
     name = _DTYPE_NAMES[dtype]
-    return tuple(str(find_kernel(kernel, arch)) for kernel in ("plan", f"attention_{name}_d{head_dim}", f"merge_{name}"))
+    attention = f"{'hopper_' if kernel == 'hopper' else ''}attention_{name}_d{head_dim}"
+    return tuple(str(find_kernel(file, arch)) for file in ("plan", attention, f"merge_{name}"))

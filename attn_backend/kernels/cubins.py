@@ -30,10 +30,11 @@ def source_root() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "csrc"
 
 
-def kernel_sources() -> dict[str, Path]:
-    """Every standard kernel's name and source file."""
+def kernel_sources(arch: str) -> dict[str, Path]:
+    """Every standard kernel's name and source file; those that begin with `hopper_` are for sm_90a only."""
     device = source_root() / "device"
-    return {path.stem: path for path in sorted([*device.glob("*.cu"), *device.glob("instances/*.cu")])}
+    paths = sorted([*device.glob("*.cu"), *device.glob("instances/*.cu")])
+    return {path.stem: path for path in paths if arch == "sm_90a" or not path.stem.startswith("hopper_")}
 
 
 def cache_dir() -> Path:
@@ -108,7 +109,7 @@ def cache_key(source: Path, arch: str, compiler: str) -> str:
 
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
     """Where the cache holds a kernel, whether or not it is there."""
-    return cache_dir() / arch / f"{name}-{cache_key(kernel_sources()[name], arch, compiler)}.cubin"
+    return cache_dir() / arch / f"{name}-{cache_key(kernel_sources(arch)[name], arch, compiler)}.cubin"
 
 
 def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
@@ -118,7 +119,7 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
         ValueError: no kernel of that name.
         RuntimeError: no compiler, or it failed; carries its output.
     """
-    sources = kernel_sources()
+    sources = kernel_sources(arch)
     if name not in sources:
         raise ValueError(f"kernel is {name!r}, must be one of {', '.join(sources)}")
     compiler = nvcc()

@@ -21,6 +21,14 @@
 
 namespace attn {
 
+/// The threads that compute together.
+struct WholeBlock {
+  static constexpr int kWarps = attn::kWarps;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
+
 /// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
 template <int kHeadDim, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows, int32_t kv_head, char* shared_q) {
@@ -91,7 +99,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();   // K is here, and nobody reads the V slot before it any more
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
-    state.template scores<Layout::kTokens>(s, q, k_slot + Tile::columns_first(lane));
+    state.template scores<Layout::kTokens, Tile, Tile>(s, q, k_slot + Tile::columns_first(lane));
 
     if (transforms_logits) transform_logits<Variant>(first_variant, s);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
@@ -104,7 +112,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();   // V is here, and nobody reads the K slot any more
     loader.load_k(ring.tile + kPairs, ring.pair);
-    state.template accumulate<Layout::kTokens>(p, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
+    state.template accumulate<Layout::kTokens, Tile>(p, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
 
     token += kv_tile(kHeadDim);
     ++ring.tile;
@@ -112,11 +120,12 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   }
 
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-  const OutputTarget<kManyLevels> target(params, rows, cursor);
+  const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
+  const OutputTarget<kManyLevels> target(params, rows, cursor.now.head, cursor.now.kv_tile > 0, ends_inside);
   if constexpr (Layout::kKvWarps == 1) {
-    write_warp_rows<Element, kHeadDim>(state, target, warp.first_row, shared);
+    write_warp_rows<Tile>(state, target, warp.first_row, shared + layout.q);
   } else {
-    write_merged_warps<Element, kHeadDim, Layout>(state, target, warp, shared);
+    write_merged_warps<WholeBlock, Layout, layout.kv - layout.q, 2>(state, target, warp, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));
   }
 }
 

@@ -43,13 +43,16 @@ struct OutputRow {
     return params.lse == nullptr ? nullptr : params.lse + static_cast<int64_t>(row) * params.num_kv_heads * params.group_size.divisor + qo_head;
   }
 
-  __device__ __forceinline__ void write_lse(const AttentionParams& params, float value) const {
-    if (float* const to = lse(params); to != nullptr) *to = value;
-  }
 };
 
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row that has seen nothing.
 __device__ __forceinline__ float state_lse(float base, float sum) { return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity(); }
+
+/// Where a row goes.
+struct OutputPlace {
+  char* o;       // of elements if the row is complete, of floats otherwise; nullptr: the row does not exist
+  float* lse;    // nullptr: not wanted
+};
 
 /// Where a work item's rows go.
 template <bool kManyLevels>
@@ -61,14 +64,14 @@ struct OutputTarget {
   bool to_states;          // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;     // first row of the partial slot
 
-  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_, const WorkCursor& cursor)
-      : params(params_), rows(rows_), kv_head(cursor.now.head) {
-    const RowTile& tile = params.schedule.tiles[cursor.now.tile];
+  /// `starts_inside`, `ends_inside`: the item leaves out KV tiles before it, behind it.
+  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_, int32_t kv_head_, bool starts_inside, bool ends_inside)
+      : params(params_), rows(rows_), kv_head(kv_head_) {
     bool keeps_states = false;
     if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
-    complete = !keeps_states && cursor.now.kv_tile == 0 && cursor.last_kv_tile(tile.num_kv_tiles) == tile.num_kv_tiles;
-    to_states = keeps_states && cursor.now.kv_tile == 0;
-    partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, cursor.now.kv_tile > 0 ? kStartsInside : kEndsInside)) * params.max_tile_rows;
+    complete = !keeps_states && !starts_inside && !ends_inside;
+    to_states = keeps_states && !starts_inside;
+    partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, starts_inside ? kStartsInside : kEndsInside)) * params.max_tile_rows;
   }
 
   /// Row of partial_o and partial_lse for an existing row of the tile.
@@ -79,75 +82,84 @@ struct OutputTarget {
     return partial_row + tile_row;
   }
 
-  __device__ __forceinline__ void write_lse(int32_t tile_row, float lse) const {
+  __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
     const OutputRow row(params, rows, kv_head, tile_row);
-    if (!row.exists) return;
-    if (complete) row.write_lse(params, lse); else params.partial_lse[partial_index(row, tile_row)] = lse;
+    if (!row.exists) return OutputPlace{nullptr, nullptr};
+    if (complete) return OutputPlace{row.o(params), row.lse(params)};
+    const int64_t partial = partial_index(row, tile_row);
+    return OutputPlace{reinterpret_cast<char*>(params.partial_o + partial * params.head_dim), params.partial_lse + partial};
   }
 };
 
-/// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of the Q tile, to be stored in chunks of
-/// 16 bytes.
-template <class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* shared) {
-  using Tile = SharedTile<kHeadDim>;
-  constexpr SharedLayout layout(kHeadDim);
-  const AttentionParams& params = target.params;
-  const int lane = ptx::lane_id();
-  char* staged = shared + layout.q;
+/// The pointer that lane `source` has.
+template <class T>
+__device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
+  return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
+}
 
+/// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of `staged`, a tile of layout Tile, to be stored
+/// in chunks of 16 bytes.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* staged) {
+  const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
+    const int32_t block_row = first_row + b * 16;
+    // Lane i knows where row i of the block goes; row g of a half is in the registers of lanes 4g to 4g + 3.
+    const OutputPlace place = target.place(block_row + lane % 16);
+    float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + b * 16 + half * 8 + lane / 4;
       const float sum = state.row_sum(b, half);
-      const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-      if (lane % 4 == 0) target.write_lse(row, state_lse(state.maximum[b][half] * state.scale, sum));
-      if (target.complete) {
+      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      lse[half] = __shfl_sync(0xffffffffu, state_lse(state.maximum[b][half] * state.scale, sum), lane % 8 * 4);
+    }
+    if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
+
+    if (target.complete) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          *reinterpret_cast<uint32_t*>(staged + Tile::offset(block_row + half * 8 + lane / 4, n) + (lane % 4) * 4) =
+              Element::pack(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 16 * Tile::kRowChunks; i += 32) {
+        const int row = (i + lane) / Tile::kRowChunks;
+        const int chunk = (i + lane) % Tile::kRowChunks;
+        char* const to = shuffle_pointer(place.o, row);
+        if (to != nullptr) *reinterpret_cast<uint4*>(to + chunk * 16) = *reinterpret_cast<const uint4*>(staged + Tile::offset(block_row + row, chunk));
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
+        if (to == nullptr) continue;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
-          *reinterpret_cast<uint32_t*>(staged + Tile::offset(row, n) + (lane % 4) * 4) =
-              Element::pack(state.o[b][n][2 * half] * inverse, state.o[b][n][2 * half + 1] * inverse);
-        }
-      } else if (row < target.rows.count) {
-        int64_t partial_row = target.partial_row + row;
-        if constexpr (kManyLevels) {
-          const OutputRow output(params, target.rows, target.kv_head, row);
-          if (!output.exists) continue;
-          partial_row = target.partial_index(output, row);
-        }
-        float* partial = params.partial_o + partial_row * kHeadDim + (lane % 4) * 2;
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
-          *reinterpret_cast<float2*>(partial + n * 8) = make_float2(state.o[b][n][2 * half] * inverse, state.o[b][n][2 * half + 1] * inverse);
+          *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) = make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
         }
       }
     }
   }
-  if (!target.complete) return;
-  __syncwarp();
-#pragma unroll 4
-  for (int i = lane; i < kRowBlocks * 16 * Tile::kRowChunks; i += 32) {
-    const int32_t tile_row = first_row + i / Tile::kRowChunks;
-    const int chunk = i % Tile::kRowChunks;
-    const OutputRow row(params, target.rows, target.kv_head, tile_row);
-    if (row.exists) *reinterpret_cast<uint4*>(row.o(params) + chunk * 16) = *reinterpret_cast<const uint4*>(staged + Tile::offset(tile_row, chunk));
-  }
 }
 
-/// Merges the states of the warps that share rows, and writes them. Their outputs meet in the Q tile's memory, kColumns columns at a time.
-template <class Element, int kHeadDim, class Layout, bool kManyLevels>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, char* shared) {
-  constexpr SharedLayout layout(kHeadDim);
-  constexpr int kRows = kWarps / Layout::kKvWarps * 16;
-  constexpr int kColumns = min_of(kHeadDim, 128);
-  static_assert(kWarps * 16 * kColumns * 4 <= layout.kv - layout.q, "the outputs fit into the Q tile");
-  const AttentionParams& params = target.params;
+/// Columns that write_merged_warps() puts into shared memory at a time: what `bytes` have room for.
+ATTN_HD constexpr int merged_columns(int head_dim, int states, int rows, int bytes) { return min_of(head_dim, bytes / (states * rows * 4)); }
+
+/// Merges the states of the warps that share rows, and writes them. Their outputs meet in `outputs`, kBytes of memory that nobody reads any more once all threads are
+/// here, some columns at a time; `maxima` has room for two floats a row and warp. `Block`: the threads that take part. kHalves: 1 if only the first 8 rows exist.
+template <class Block, class Layout, int kBytes, int kHalves, class Element, int kHeadDim, bool kManyLevels>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, char* outputs,
+                                                   float* maxima) {
+  constexpr int kRows = Block::kWarps / Layout::kKvWarps * 8 * kHalves;
+  constexpr int kColumns = merged_columns(kHeadDim, Layout::kKvWarps, kRows, kBytes);
+  static_assert(kHalves == 2 || Layout::kKvWarps == Block::kWarps, "all rows are in one block");
   const int lane = ptx::lane_id();
-  float* maxima = reinterpret_cast<float*>(shared + layout.row_states);   // [row][KV warp], scaled
-  float* sums = maxima + kWarps * 16;
-  char* outputs = shared + layout.q;                                      // [KV warp][row][column]
+  float* sums = maxima + Block::kWarps * 16;   // both [row][KV warp], the maxima scaled; outputs: [KV warp][row][column]
 
   // 16-byte chunk of a row, permuted so that the rows which a store touches at once fall into different banks.
   const auto output_chunk = [&](int kv_warp, int row, int chunk) {
@@ -155,7 +167,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
   };
 
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int index = (warp.first_row + half * 8 + lane / 4) * Layout::kKvWarps + warp.kv_warp;
     const float sum = state.row_sum(0, half);
     if (lane % 4 == 0) {
@@ -163,11 +175,11 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
       sums[index] = sum;
     }
   }
-  __syncthreads();
+  Block::sync();
 
-  float factor[2];   // from this warp's sum of exponentials to the normalised output
+  float factor[kHalves];   // from this warp's sum of exponentials to the normalised output
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int row = warp.first_row + half * 8 + lane / 4;
     float maximum = minus_infinity();
 #pragma unroll
@@ -177,14 +189,16 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
 #pragma unroll
     for (int w = 0; w < Layout::kKvWarps; ++w) sum += sums[row * Layout::kKvWarps + w] * ptx::ex2(maxima[row * Layout::kKvWarps + w] - base);
     factor[half] = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][half] * state.scale - base), sum) : 0.0f;
-    if (warp.kv_warp == 0 && lane % 4 == 0) target.write_lse(row, state_lse(base, sum));
+    if (warp.kv_warp == 0 && lane % 4 == 0) {
+      if (float* const to = target.place(row).lse; to != nullptr) *to = state_lse(base, sum);
+    }
   }
 
 #pragma unroll
   for (int first_column = 0; first_column < kHeadDim; first_column += kColumns) {
-    if (first_column > 0) __syncthreads();
+    if (first_column > 0) Block::sync();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       const int row = warp.first_row + half * 8 + lane / 4;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -193,13 +207,13 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
         *reinterpret_cast<float2*>(chunk) = make_float2(o[2 * half] * factor[half], o[2 * half + 1] * factor[half]);
       }
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.x; i < kRows * kColumns / 8; i += kThreads) {   // 8 columns a thread
+    Block::sync();
+#pragma unroll 1   // unrolled, the rows' places take registers beside the state's
+    for (int i = Block::thread(); i < kRows * kColumns / 8; i += Block::kWarps * 32) {   // 8 columns a thread
       const int tile_row = i / (kColumns / 8);
       const int column = i % (kColumns / 8) * 8;
-      const OutputRow row(params, target.rows, target.kv_head, tile_row);
-      if (!row.exists) continue;
+      char* const to = target.place(tile_row).o;
+      if (to == nullptr) continue;
       float4 sum[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll
       for (int w = 0; w < Layout::kKvWarps; ++w) {
@@ -210,13 +224,12 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
         }
       }
       if (target.complete) {
-        *reinterpret_cast<uint4*>(row.o(params) + (first_column + column) * kElementBytes) =
+        *reinterpret_cast<uint4*>(to + (first_column + column) * kElementBytes) =
             make_uint4(Element::pack(sum[0].x, sum[0].y), Element::pack(sum[0].z, sum[0].w), Element::pack(sum[1].x, sum[1].y),
                        Element::pack(sum[1].z, sum[1].w));
       } else {
-        float4* partial = reinterpret_cast<float4*>(params.partial_o + target.partial_index(row, tile_row) * kHeadDim + first_column + column);
-        partial[0] = sum[0];
-        partial[1] = sum[1];
+        reinterpret_cast<float4*>(to)[(first_column + column) / 4] = sum[0];
+        reinterpret_cast<float4*>(to)[(first_column + column) / 4 + 1] = sum[1];
       }
     }
   }

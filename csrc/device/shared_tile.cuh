@@ -15,10 +15,10 @@ struct SharedTile {
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 
-  // Offsets that a lane gives to ldmatrix_x4 for a block of 16 rows x 16 columns whose first row is a multiple of 16. The block that is k blocks to the right
-  // is at (offset ^ k * kNextColumns), the one that is k blocks below at offset + k * kNextRows: both cost one instruction or none.
-  static constexpr uint32_t kNextColumns = 32;
-  static constexpr uint32_t kNextRows = 16 * kRowBytes;
+  // Offsets that a lane gives to ldmatrix_x4 for a block of 16 rows x 16 columns whose first row is a multiple of 16.
+
+  /// The block that is `rows` blocks below and `columns` blocks to the right of the first: both cost one instruction or none.
+  __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) { return (first ^ columns * 32) + rows * 16 * kRowBytes; }
 
   /// Matrices: upper left, lower left, upper right, lower right. The A operand; the B operand when rows are its k dimension (with .trans).
   __device__ __forceinline__ static uint32_t rows_first(int lane) { return offset(lane & 15, lane >> 4); }

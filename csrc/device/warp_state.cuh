@@ -30,7 +30,6 @@ struct WarpLayout {
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two that start at 2t (mma.cuh, C operand).
 template <class Element, int kHeadDim, int kRowBlocks>
 struct WarpState {
-  using Tile = SharedTile<kHeadDim>;
   static constexpr int kColumnBlocks = kHeadDim / 8;
   static constexpr float kSlack = 8.0f;   // to base 2
 
@@ -53,7 +52,7 @@ struct WarpState {
   }
 
   /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
-  template <int kTokens>
+  template <int kTokens, class QTile, class KvTile>
   __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
@@ -68,13 +67,13 @@ struct WarpState {
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t a[kRowBlocks][4];
 #pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], (q ^ d * Tile::kNextColumns) + b * Tile::kNextRows);
+      for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
         const int i = d * kFragments + n;
         const int next = i + 1;
         if (next < kHeadDim / 16 * kFragments) {
-          ptx::ldmatrix_x4(keys[next % 2], (k ^ next / kFragments * Tile::kNextColumns) + next % kFragments * Tile::kNextRows);
+          ptx::ldmatrix_x4(keys[next % 2], KvTile::block(k, next % kFragments, next / kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -85,47 +84,59 @@ struct WarpState {
     }
   }
 
-  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new maximum. The maximum stays until a score
-  /// exceeds it by kSlack: with probabilities up to 2^kSlack nothing overflows, and the output is seldom scaled.
+  /// Brings the maximum of row block b, and its sum, up to the scores' if one exceeds it by kSlack: with probabilities up to 2^kSlack nothing overflows, and the output
+  /// is seldom scaled. Returns whether it did (for the whole warp); then the output must be multiplied with `correction`.
+  template <int kBlocks>
+  __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
+    float highest[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float m = s[0][2 * half];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      highest[half] = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    }
+    const float slack = __fdividef(kSlack, scale);
+    if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
+      const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
+      correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
+      maximum[b][half] = m;
+      sum[b][half] *= correction[half];
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void scale_output(int b, const float (&correction)[2]) {
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+      o[b][n][0] *= correction[0];
+      o[b][n][1] *= correction[0];
+      o[b][n][2] *= correction[1];
+      o[b][n][3] *= correction[1];
+    }
+  }
+
+  /// The maximum that probabilities are relative to, to base 2. A row that has seen nothing: every probability is exp2(-inf) = 0.
+  __device__ __forceinline__ float base(int b, int half) const { return maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale; }
+
+  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new maximum.
   template <int kBlocks>
   __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4], uint32_t (&p)[kRowBlocks][kBlocks][2]) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      float highest[2];
+      float correction[2];
+      if (raise_maximum(b, s[b], correction)) scale_output(b, correction);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float m = s[b][0][2 * half];
-#pragma unroll
-        for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
-        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-        highest[half] = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      }
-      const float slack = __fdividef(kSlack, scale);
-      if (__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack)) {
-        float correction[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
-          const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
-          correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
-          maximum[b][half] = m;
-          sum[b][half] *= correction[half];
-        }
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks; ++n) {
-          o[b][n][0] *= correction[0];
-          o[b][n][1] *= correction[0];
-          o[b][n][2] *= correction[1];
-          o[b][n][3] *= correction[1];
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float base = maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale;   // nothing seen yet: every probability is exp2(-inf) = 0
+        const float relative_to = base(b, half);
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const float first = ptx::ex2(s[b][n][2 * half] * scale - base);
-          const float second = ptx::ex2(s[b][n][2 * half + 1] * scale - base);
+          const float first = ptx::ex2(s[b][n][2 * half] * scale - relative_to);
+          const float second = ptx::ex2(s[b][n][2 * half + 1] * scale - relative_to);
           sum[b][half] += first + second;
           p[b][n][half] = Element::pack(first, second);
         }
@@ -134,7 +145,7 @@ struct WarpState {
   }
 
   /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
-  template <int kTokens>
+  template <int kTokens, class KvTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     constexpr int kFragments = kHeadDim / 16;
     uint32_t values[2][4];
@@ -146,7 +157,7 @@ struct WarpState {
         const int i = k * kFragments + d;
         const int next = i + 1;
         if (next < kTokens / 16 * kFragments) {
-          ptx::ldmatrix_x4_trans(values[next % 2], (v ^ next % kFragments * Tile::kNextColumns) + next / kFragments * Tile::kNextRows);
+          ptx::ldmatrix_x4_trans(values[next % 2], KvTile::block(v, next / kFragments, next % kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -185,22 +196,26 @@ template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const Rows& rows,
                                             const FastDivisor& group_size, int32_t first_row, int32_t first_token, int32_t kv_end) {
   const int lane = ptx::lane_id();
-  int32_t qo_pos[kRowBlocks][2];
+  const int32_t first_column = first_token + lane % 4 * 2;
+  TokenRange columns[kRowBlocks][2];   // that the rows see, counted from the lane's first one
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) qo_pos[b][half] = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
+    for (int half = 0; half < 2; ++half) {
+      const int32_t position = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
+      const TokenRange tokens = Variant::all(variant, position, position, TokenRange{0, kv_end});
+      columns[b][half] = TokenRange{tokens.begin - first_column, tokens.end - first_column};
+    }
   }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int32_t kv_pos = first_token + n * 8 + (lane % 4) * 2 + c;
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const bool visible = (kv_pos < kv_end) & Variant::visible(variant, qo_pos[b][half], kv_pos);
+          const bool visible = (n * 8 + c >= columns[b][half].begin) & (n * 8 + c < columns[b][half].end);
           s[b][n][2 * half + c] = visible ? s[b][n][2 * half + c] : minus_infinity();
         }
       }

@@ -50,6 +50,8 @@ struct RowTileRows {
   const int32_t* list;    // row list of the level, or nullptr; only with many levels
   int32_t state_begin;    // of the group; only with many levels
 
+  RowTileRows() = default;
+
   __device__ __forceinline__ RowTileRows(const Schedule& schedule, const RowTile& tile, const RowGroup& group, int32_t group_size) {
     if constexpr (kManyLevels) {
       list = schedule.header->levels[group.level].rows;

@@ -1,6 +1,7 @@
 #include "host/attention.h"
 
 #include "attn/forest.h"
+#include "attn/hopper.h"
 #include "attn/planning.h"
 #include "attn/tile.h"
 #include "cpu/executor.h"
@@ -9,22 +10,30 @@
 namespace attn {
 namespace {
 
-/// Costs of each kind of row tile. On a GPU the small kinds wait for memory and cost the same; a pair of a large one costs as much as two or three of its KV
-/// tiles more (docs/decisions.md). On a CPU cost follows the rows.
-struct KindCosts {
+/// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost the same; a pair of a large one costs as much as two or three of its KV tiles more
+/// (docs/decisions.md). On a CPU cost follows the rows.
+struct Costs {
   int32_t kv_tile[kNumTileKinds];
   int32_t pair[kNumTileKinds];
+  int32_t min_share;   // shares smaller than this are not worth a CTA; on a CPU, where a CTA is a task of a thread, 32 KV tiles of the smallest kind
+  int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
+  int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr KindCosts kCudaCosts{{4, 4, 5, 7}, {2, 2, 8, 18}};
-constexpr KindCosts kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}};
+constexpr Costs kHopperCosts{{5, 5, 6, 9}, {4, 4, 6, 21}, 9, 235, 2600};
+constexpr Costs kGenericCosts{{4, 4, 5, 7}, {2, 2, 8, 18}, 8, 470, 5250};
+constexpr Costs kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}, 64, 16, 0};
 
-/// What a row state of one KV head costs, in 64ths of the above, and what a forest must save over all KV heads (benchmarks/cascade_costs.py).
-struct CascadeCosts {
-  int32_t state;
-  int32_t forest;
-};
-constexpr CascadeCosts kCudaCascadeCosts{470, 5250};
-constexpr CascadeCosts kCpuCascadeCosts{16, 0};
+const Costs& costs_of(KernelKind kernel) {
+  switch (kernel) {
+    case KernelKind::kHopper: return kHopperCosts;
+    case KernelKind::kGeneric: return kGenericCosts;
+    default: return kCpuCosts;
+  }
+}
+
+/// Largest kind of row tile, and tokens of a KV tile.
+int32_t max_kind_of(const AttentionConfig& config) { return config.kernel == KernelKind::kGeneric ? max_kind(config.head_dim) : kNumTileKinds - 1; }
+int32_t kv_tile_of(const AttentionConfig& config) { return config.kernel == KernelKind::kHopper ? hopper::kv_tile(config.head_dim) : kv_tile(config.head_dim); }
 
 /// Row states that are kept for shared prefixes: four for each request, as a row of a decode has with three levels above it, and room for a chunk or two of prompts
 /// beside a small batch.
@@ -33,10 +42,6 @@ int32_t cascade_states(const AttentionConfig& config) {
   return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));
 }
 
-// Shares smaller than this are not worth a CTA: two KV tiles on a GPU; on a CPU, where a CTA is a task of a thread, 32 of the smallest kind.
-constexpr int32_t kCudaMinShare = 8;
-constexpr int32_t kCpuMinShare = 64;
-
 // A CPU's CTAs are tasks that threads take one after another; fixed, so that results do not depend on the number of threads.
 constexpr int32_t kCpuCtas = 32;
 
@@ -44,8 +49,8 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   ScheduleConfig schedule{};
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
-  schedule.kv_tile = kv_tile(config.head_dim);
-  schedule.max_kind = config.cuda_costs ? max_kind(config.head_dim) : kNumTileKinds - 1;
+  schedule.kv_tile = kv_tile_of(config);
+  schedule.max_kind = max_kind_of(config);
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
@@ -72,11 +77,10 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
     group_rows += states;
   }
   schedule.max_tiles = max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind);
-  schedule.min_share = config.cuda_costs ? kCudaMinShare : kCpuMinShare;
-  const KindCosts& costs = config.cuda_costs ? kCudaCosts : kCpuCosts;
-  const CascadeCosts& cascade_costs = config.cuda_costs ? kCudaCascadeCosts : kCpuCascadeCosts;
-  schedule.state_cost = cascade_costs.state;
-  schedule.cascade_cost = cascade_costs.forest;
+  const Costs& costs = costs_of(config.kernel);
+  schedule.min_share = costs.min_share;
+  schedule.state_cost = costs.state;
+  schedule.cascade_cost = costs.forest;
   for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
     schedule.kv_tile_cost[kind] = costs.kv_tile[kind];
     schedule.pair_cost[kind] = costs.pair[kind];
@@ -96,9 +100,12 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
     const int32_t device = config.device;
     const ScheduleConfig schedule = make_schedule_config(config);
     plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
-    attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, shared_bytes(config.head_dim));
+    const bool hopper = config.kernel == KernelKind::kHopper;
+    threads_ = hopper ? hopper::kThreads : kThreads;
+    const int32_t attention_bytes = hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
+    attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, attention_bytes);
     merge_kernel_ = driver::load_kernel(files.merge, "merge_kernel", device, 0);
-    if (config_.num_ctas == 0) config_.num_ctas = driver::multiprocessor_count(device) * driver::ctas_per_multiprocessor(attention_kernel_, kThreads);
+    if (config_.num_ctas == 0) config_.num_ctas = driver::multiprocessor_count(device) * driver::ctas_per_multiprocessor(attention_kernel_, threads_);
   } else if (config_.num_ctas == 0) {
     config_.num_ctas = kCpuCtas;
   }
@@ -142,6 +149,37 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   return errors;
 }
 
+/// Lets the copy engine know K and V, if it can bring them: half a KV tile then consists of whole boxes, each inside one page.
+HopperParams Attention::describe_tensors(const AttentionParams& params) const {
+  HopperParams described{};
+  described.attention = params;
+  const bool ragged = plan_params_.levels[0].table.indices == nullptr;
+  for (int32_t level = 1; level < plan_params_.num_levels; ++level) {
+    if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;
+  }
+  const int32_t half_tile = schedule_config_.kv_tile / 2;   // what a warp brings
+  const int32_t box_tokens = ragged ? half_tile : min_of(planned_page_size_, half_tile);
+  constexpr int32_t kLeastBoxTokens = 8;   // rows that a permutation of chunks goes through
+  if (box_tokens < kLeastBoxTokens || half_tile % box_tokens != 0 || (!ragged && planned_page_size_ % box_tokens != 0)) return described;
+  const auto encode = [&](const KvTensor& tensor, TensorMap& map) {
+    driver::Tensor4d t{};
+    t.data = tensor.data;
+    t.is_bf16 = config_.dtype == DataType::kBFloat16;
+    t.sizes[0] = config_.head_dim;
+    t.sizes[1] = ragged ? params.num_pages : planned_page_size_;
+    t.sizes[2] = config_.num_kv_heads;
+    t.sizes[3] = ragged ? 1 : params.num_pages;
+    t.strides[0] = ragged ? tensor.page_stride : tensor.token_stride;
+    t.strides[1] = tensor.head_stride;
+    t.strides[2] = tensor.page_stride;
+    t.box[0] = hopper::kBlockColumns;
+    t.box[1] = box_tokens;
+    return driver::encode(t, map);
+  };
+  if (encode(params.k, described.k) && encode(params.v, described.v)) described.box_tokens = box_tokens;
+  return described;
+}
+
 uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.schedule = schedule_;
   params.partial_o = partial_o_;
@@ -159,7 +197,13 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     return schedule_.header->errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  driver::launch(attention_kernel_, driver::Launch{ctas, 1, kThreads}, &params, stream);
+  const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_)};
+  if (config_.kernel == KernelKind::kHopper) {
+    const HopperParams hopper_params = describe_tensors(params);
+    driver::launch(attention_kernel_, shape, &hopper_params, stream);
+  } else {
+    driver::launch(attention_kernel_, shape, &params, stream);
+  }
   driver::launch(merge_kernel_, driver::Launch{ctas, static_cast<uint32_t>(params.max_tile_rows / kMergeRows), kMergeThreads, -1, true}, &params, stream);
   return 0;
 }

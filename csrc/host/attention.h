@@ -9,6 +9,9 @@
 
 namespace attn {
 
+/// The attention kernels, whose row tiles, KV tiles and costs a schedule is made for.
+enum class KernelKind : int32_t { kCpu = 0, kGeneric = 1, kHopper = 2 };
+
 /// Fixed when the object is made.
 struct AttentionConfig {
   int32_t num_qo_heads;
@@ -21,7 +24,7 @@ struct AttentionConfig {
   int32_t num_ctas;     // 0: as many as the device holds at once
   int32_t cascade;      // CascadeMode
   bool batch_invariant;
-  bool cuda_costs;      // row tiles and costs of the CUDA kernels, also where none runs
+  KernelKind kernel;    // that the schedule is made for; without a GPU the CPU runs it, whichever it is
   bool on_cuda;
   int32_t device;
 };
@@ -63,9 +66,12 @@ class Attention {
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
+  HopperParams describe_tensors(const AttentionParams& params) const;
+
   AttentionConfig config_;
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
+  int32_t threads_ = 0;             // of a CTA of the attention kernel
   driver::Kernel plan_kernel_, attention_kernel_, merge_kernel_;
   Schedule schedule_;
   PlanParams plan_params_{};

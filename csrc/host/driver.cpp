@@ -52,6 +52,7 @@ struct Driver {
   Result (*function_attribute)(Function, int, int);
   Result (*occupancy)(int*, Function, int, size_t);
   Result (*launch)(const LaunchConfig*, Function, void**, void**);
+  Result (*encode_tiled)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
 };
 
 template <class Pointer>
@@ -77,6 +78,7 @@ const Driver& driver() {
     find(library, "cuFuncSetAttribute", d.function_attribute);
     find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
     find(library, "cuLaunchKernelEx", d.launch);
+    find(library, "cuTensorMapEncodeTiled", d.encode_tiled);
     d.init(0);
     return d;
   }();
@@ -147,6 +149,23 @@ int32_t multiprocessor_count(int32_t device) {
   check(driver().device_get(&handle, device), "cuDeviceGet");
   check(driver().device_attribute(&count, kMultiprocessorCount, handle), "cuDeviceGetAttribute");
   return count;
+}
+
+bool encode(const Tensor4d& tensor, TensorMap& map) {
+  constexpr int kFloat16 = 6, kBFloat16 = 9;         // CU_TENSOR_MAP_DATA_TYPE_*
+  constexpr int kNoInterleave = 0, kNoFill = 0;      // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+  constexpr int kSwizzle128 = 3, kPromoteToL2_256 = 3;
+  constexpr uint64_t kBytes = 2, kUnit = 16;
+  uint64_t strides[3];
+  for (int i = 0; i < 3; ++i) {
+    // A dimension of size 1 may have any stride.
+    strides[i] = tensor.sizes[i + 1] == 1 ? kUnit : static_cast<uint64_t>(tensor.strides[i]) * kBytes;
+    if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
+  }
+  const uint32_t box[4] = {tensor.box[0], tensor.box[1], 1, 1};
+  const uint32_t steps[4] = {1, 1, 1, 1};
+  return driver().encode_tiled(&map, tensor.is_bf16 ? kBFloat16 : kFloat16, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, box, steps, kNoInterleave,
+                               kSwizzle128, kPromoteToL2_256, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "attn/params.h"
+
 namespace attn::driver {
 
 using Stream = void*;
@@ -26,6 +28,19 @@ struct Launch {
   int32_t shared_bytes = -1;        // dynamic shared memory, if less than the kernel's
   bool overlaps_previous = false;   // programmatic dependent launch: the kernel waits for the previous one itself
 };
+
+/// A tensor of 2-byte elements, and boxes of it of box[0] x box[1] x 1 x 1 elements that the copy engine brings, with chunks of 128 bytes permuted. Strides in
+/// elements; that of the first dimension is 1.
+struct Tensor4d {
+  const void* data;
+  bool is_bf16;
+  uint64_t sizes[4];
+  int64_t strides[3];
+  uint32_t box[2];
+};
+
+/// Returns whether the copy engine can: addresses and strides must be multiples of 16 bytes.
+bool encode(const Tensor4d& tensor, TensorMap& map);
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);

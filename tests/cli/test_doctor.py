@@ -40,7 +40,7 @@ def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.cubins, "nvcc", lambda: None)
     monkeypatch.setattr(doctor.cubins, "PACKAGE", doctor.cubins.PACKAGE / "nowhere")
-    monkeypatch.setattr(doctor.cubins, "kernel_sources", lambda: {"plan": None})
+    monkeypatch.setattr(doctor.cubins, "kernel_sources", lambda arch: {"plan": None})
     found = _by_subject()
     assert found["nvcc"].mark == "--"
     assert found["cubins sm_90a"].mark == "--"

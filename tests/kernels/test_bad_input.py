@@ -50,8 +50,8 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("cascade", {"cascade": None}),
         ("cascade", {"cascade": 2}),
         ("cascade", {"cascade": "auto"}),
-        ("costs", {"costs": "gpu"}),
-        ("costs", {"costs": ""}),
+        ("kernel", {"kernel": "gpu"}),
+        ("kernel", {"kernel": ""}),
     ],
 )
 def test_attention_refuses(device: torch.device, argument: str, changes: dict[str, object]) -> None:
@@ -72,7 +72,6 @@ def test_attention_refuses_other_devices() -> None:
         ("dtype", {"dtype": torch.float32}),
         ("max_batch", {"max_batch": 10**6}),
         ("max_batch", {"max_batch": 1025, "batch_invariant": True}),
-        ("costs", {"costs": "cpu"}),
     ],
 )
 def test_what_only_a_cpu_has(argument: str, changes: dict[str, object]) -> None:

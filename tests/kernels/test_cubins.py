@@ -15,10 +15,10 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 
 def test_kernel_set_is_complete() -> None:
-    names = set(cubins.kernel_sources())
-    instances = {"merge_bf16", "merge_f16"} | {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
-    expected = {"plan", "append"} | instances
-    assert expected <= names
+    attention = {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
+    expected = {"plan", "append", "merge_bf16", "merge_f16"} | attention
+    assert expected <= set(cubins.kernel_sources("sm_80"))
+    assert expected | {f"hopper_{name}" for name in attention} <= set(cubins.kernel_sources("sm_90a"))
 
 
 def test_arch_of_capability() -> None:
@@ -71,7 +71,7 @@ def test_source_that_does_not_compile_fails_the_build(tmp_path: Path, monkeypatc
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     monkeypatch.setattr(cubins, "PACKAGE", tmp_path)
-    monkeypatch.setattr(cubins, "kernel_sources", lambda: {"plan": tmp_path / "plan.cu"})
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"plan": tmp_path / "plan.cu"})
     with pytest.raises(RuntimeError, match="neither in the package nor compilable"):
         cubins.compile_kernel("plan", "sm_90a")
 

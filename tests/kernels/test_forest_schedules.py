@@ -30,7 +30,7 @@ def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, c
         max_batch=len(batch.pages) + int(rng.integers(9)),
         num_ctas=[None, 1, 3, 37, 264][rng.integers(5)],
         cascade=cascade,
-        costs="cuda" if rng.random() < 0.5 else None,
+        kernel=rng.choice(["hopper", "generic", None]),
     )
     view = batch.view(rng, device)
     attention.plan(view)

@@ -11,4 +11,10 @@ __device__ __forceinline__ int lane_id() {
   return lane;
 }
 
+__device__ __forceinline__ int thread_id() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 }  // namespace attn::ptx

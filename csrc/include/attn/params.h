@@ -111,6 +111,20 @@ struct AttentionParams {
   float logits_soft_cap;
 };
 
+/// A tensor as the copy engine sees it: encoded by the driver, read by the hardware (CUtensorMap).
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+/// Of the Hopper kernel. The copy engine brings boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are column, token (in its page; of a ragged tensor: row),
+/// head and page.
+struct HopperParams {
+  TensorMap k;
+  TensorMap v;
+  AttentionParams attention;
+  int32_t box_tokens;        // 0: no map describes these tensors; tokens are gathered one by one
+};
+
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that begins a (row tile, head) goes to a state of its
 /// own for each row, and only the parts behind it go to slots.
 ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {

@@ -98,8 +98,9 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   group.kv_len = static_cast<int32_t>(kv_len);
   group.tile_begin = 0;
   group.level = place.level;
+  // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the batch: all of them use the same kind.
   const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
-  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size, keeps_bits ? min_of(kFirstWholeRowKind, p.config.max_kind) : 0);
+  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size, keeps_bits ? p.config.max_kind : 0);
   group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
   group.unused = 0;
   return group;

@@ -158,9 +158,6 @@ struct ScheduleConfig {
   int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };
 
-/// Kinds below this one spread the KV tokens of a row over warps; from it on a row's arithmetic is the same in every kind.
-constexpr int32_t kFirstWholeRowKind = 2;
-
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
 ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows, int32_t smallest = 0) {
   int32_t kind = smallest;

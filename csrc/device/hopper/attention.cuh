@@ -1,0 +1,40 @@
+// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule. A warpgroup brings Q, K and V (producer.cuh), two compute
+// (consumer.cuh); docs/kernels.md draws how.
+#pragma once
+
+#include "attn/hopper.h"
+#include "attn/params.h"
+#include "device/hopper/consumer.cuh"
+#include "device/hopper/producer.cuh"
+#include "device/hopper/shared_memory.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/ptx/registers.cuh"
+#include "device/work.cuh"
+
+namespace attn::hopper {
+
+template <class Element, int kHeadDim, class Variant>
+__device__ __forceinline__ void attention(const HopperParams& params) {
+  extern __shared__ __align__(1024) char memory[];
+  const SharedMemory<kHeadDim> shared(memory);
+  ptx::wait_for_previous_grid();
+  const WorkCursor cursor(params.attention.schedule, blockIdx.x);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(params.k);
+    ptx::prefetch_tensor_map(params.v);
+    shared.init_barriers(params.box_tokens > 0 ? 1 : 32);
+  }
+  __syncthreads();
+  if (cursor.done()) return;
+
+  if (threadIdx.x < kProducerThreads) {
+    ptx::give_registers<producer_registers(kHeadDim)>();
+    produce<kHeadDim>(params, shared, cursor);
+  } else {
+    ptx::take_registers<consumer_registers(kHeadDim)>();
+    Consumer<Element, Variant, kHeadDim>(params.attention, shared).run();
+    ptx::allow_next_grid();
+  }
+}
+
+}  // namespace attn::hopper

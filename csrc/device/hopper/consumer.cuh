@@ -1,0 +1,342 @@
+// The consumers: two warpgroups that compute work items from what the producer has brought.
+//
+// Row tiles of 128 rows (wide): each warpgroup has 64 of the rows and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup computes the
+// softmax of the next; nothing orders the two warpgroups, which soon fall out of step, so that one's products overlap with the other's softmax.
+//
+// Smaller row tiles (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share its rows and tokens, with mma.sync: 1 x 4 for row tiles of
+// 16 rows, 2 x 2 for 32, 4 x 1 for 64. The states of all warps that share rows merge in shared memory at the end.
+#pragma once
+
+#include "attn/hopper.h"
+#include "attn/params.h"
+#include "device/element.cuh"
+#include "device/hopper/shared_memory.cuh"
+#include "device/hopper/swizzled_tile.cuh"
+#include "device/hopper/work_item.cuh"
+#include "device/output.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "device/warp_state.cuh"
+
+namespace attn::hopper {
+
+/// Named barriers.
+enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */ };
+
+__device__ __forceinline__ int consumer_thread() { return ptx::thread_id() - kProducerThreads; }
+__device__ __forceinline__ int consumer_warp() { return consumer_thread() / 32; }
+__device__ __forceinline__ int warpgroup() { return consumer_warp() / 4; }
+
+/// The threads that compute a narrow row tile together.
+struct Consumers {
+  static constexpr int kWarps = kConsumerWarps;
+
+  __device__ __forceinline__ static int thread() { return consumer_thread(); }
+  __device__ __forceinline__ static void sync() { ptx::barrier_sync<kConsumersBarrier, kConsumerThreads>(); }
+};
+
+__device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads); }
+
+/// Zeroes rows of a V tile that lie outside [first, last): what the cache holds there (NaN, or the page of another request) must not reach the output. `lane` of
+/// kLanes threads.
+template <int kHeadDim, int kLanes>
+__device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last, int lane) {
+  constexpr int kChunks = KvTile<kHeadDim>::kRowChunks;
+  for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
+    const int row = first_row + i / kChunks;
+    if (row < first || row >= last) *reinterpret_cast<uint4*>(tile + KvTile<kHeadDim>::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_async_proxy();   // before wgmma reads it, and the copy engine writes it again
+}
+
+template <class Variant>
+__device__ __forceinline__ VariantParams variant_of(const AttentionParams& params, const WorkItem& item) {
+  return VariantParams{params.sm_scale, params.logits_soft_cap, item.causal, item.window_left};
+}
+
+/// Tokens that all of the tile's rows [first_row, first_row + num_rows) see: their scores need no mask.
+template <class Variant>
+__device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& params, const WorkItem& item, int first_row, int num_rows) {
+  TokenRange range = Variant::all(variant_of<Variant>(params, item), item.rows.position(first_row, params.group_size),
+                                  item.rows.position(first_row + num_rows - 1, params.group_size), item.visible);
+  return range;
+}
+
+/// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
+template <class Variant, int kBlocks>
+__device__ __forceinline__ void finish_scores(const AttentionParams& params, const WorkItem& item, float (&s)[1][kBlocks][4], int first_row, int32_t first_token,
+                                              const TokenRange& unmasked) {
+  const VariantParams variant = variant_of<Variant>(params, item);
+  if (Variant::transforms_logits(variant)) transform_logits<Variant>(variant, s);
+  if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
+    mask_scores<Variant>(variant, s, item.rows, params.group_size, first_row, first_token, item.visible.end);
+  }
+}
+
+template <class Element, class Variant, int kHeadDim>
+struct Consumer {
+  using Shared = SharedMemory<kHeadDim>;
+  using Query = QTile<kHeadDim>;
+  using Keys = KvTile<kHeadDim>;
+  static constexpr int kTokens = kv_tile(kHeadDim);
+  static constexpr bool kIsBFloat16 = Element::kIsBFloat16;
+
+  const AttentionParams& params;
+  const Shared shared;
+  typename Shared::KvPlace kv;      // next part of the ring
+
+  __device__ __forceinline__ Consumer(const AttentionParams& params_, const Shared& shared_) : params(params_), shared(shared_) {}
+
+  __device__ __forceinline__ float scale() const {
+    return Variant::transforms_logits(VariantParams{params.sm_scale, params.logits_soft_cap, 0, -1}) ? kLog2E : params.sm_scale * kLog2E;
+  }
+
+  __device__ __forceinline__ void run() {
+    typename Shared::QPlace place;
+    shared.wait_q_full(place);
+    while (shared.item(place.slot).num_kv_tiles > 0) {
+      const WorkItem& item = shared.item(place.slot);
+      if (item.kind == kMaxKind) {
+        run_wide_items(place);
+        continue;
+      }
+      switch (item.kind) {
+        case 0: run_narrow<0>(item, place.slot); break;
+        case 1: run_narrow<1>(item, place.slot); break;
+        default: run_narrow<2>(item, place.slot);
+      }
+      shared.free_q(place);
+      place.next();
+      shared.wait_q_full(place);
+    }
+  }
+
+  // --- wide: wgmma
+
+  /// Starts s = Q K^T.
+  __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q, int slot) const {
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) ptx::wgmma_shared<kIsBFloat16>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
+    ptx::wgmma_commit();
+  }
+
+  /// Starts o += P V.
+  __device__ __forceinline__ void multiply_values(WarpState<Element, kHeadDim, 1>& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
+    constexpr int kColumns = min_of(kHeadDim, 128);   // of one product
+    const ptx::MatrixDescriptor values = Keys::rows_descriptor(ptx::shared_address(shared.kv(slot)));
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int c = 0; c < kHeadDim; c += kColumns) {
+        ptx::wgmma_registers<kIsBFloat16>(reinterpret_cast<float(&)[kColumns / 8][4]>(state.o[0][c / 8]), p[k], Keys::rows(values, k, c / kBlockColumns), 1);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  /// Scores become probabilities. Returns whether the output must be multiplied with `correction`.
+  __device__ __forceinline__ bool soften(WarpState<Element, kHeadDim, 1>& state, float (&s)[1][kTokens / 8][4], float (&correction)[2]) const {
+    const bool raised = state.raise_maximum(0, s[0], correction);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = state.base(0, half);
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+        s[0][n][2 * half] = ptx::ex2(s[0][n][2 * half] * state.scale - base);
+        s[0][n][2 * half + 1] = ptx::ex2(s[0][n][2 * half + 1] * state.scale - base);
+        state.sum[0][half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
+      }
+    }
+    return raised;
+  }
+
+  __device__ __forceinline__ static void pack(const float (&s)[1][kTokens / 8][4], uint32_t (&p)[kTokens / 16][4]) {
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[k][i] = Element::pack(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+  }
+
+  // Of the tile at a place, all parts.
+  __device__ __forceinline__ void wait_for_tile(typename Shared::KvPlace place) const {
+#pragma unroll
+    for (int part = 0; part < Shared::kParts; ++part, ++place.slot) shared.wait_kv_full(place);
+  }
+  __device__ __forceinline__ void free_tile(typename Shared::KvPlace place) const {
+#pragma unroll
+    for (int part = 0; part < Shared::kParts; ++part, ++place.slot) shared.free_kv(place, 1);
+  }
+  __device__ __forceinline__ void next_tile() { kv = kv.behind(Shared::kParts); }
+
+  /// V of the KV tile from `first_token` on is here; what must not be read of it becomes zero.
+  __device__ __forceinline__ void wait_for_values(const typename Shared::KvPlace& place, int32_t first_token, const TokenRange& visible) const {
+    wait_for_tile(place);
+    if (first_token < visible.begin || first_token + kTokens > visible.end) {
+      zero_rows<kHeadDim, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, visible.begin - first_token, visible.end - first_token,
+                                             consumer_thread() % kWarpgroupThreads);
+      sync_warpgroup();
+    }
+  }
+
+  __device__ __forceinline__ ptx::MatrixDescriptor query(int slot) const {
+    return Query::columns_descriptor(ptx::shared_address(shared.q(slot)) + warpgroup() * 64 * Query::kRowBytes);
+  }
+
+  /// Computes the wide items from `place` on, up to the first that is not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
+  /// last values of the item before, and are ready when its output has been written.
+  __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
+    float s[1][kTokens / 8][4];
+    uint32_t p[kTokens / 16][4];
+    float correction[2];
+    wait_for_tile(kv);
+    ptx::wgmma_fence();
+    multiply_keys(s, query(place.slot), kv.slot);
+
+    for (bool more = true; more;) {
+      const WorkItem& item = shared.item(place.slot);
+      const int first_row = consumer_warp() * 16;
+      WarpState<Element, kHeadDim, 1> state;
+      state.scale = scale();
+      const TokenRange unmasked = unmasked_tokens<Variant>(params, item, first_row, 16);
+      const TokenRange visible = item.visible;
+      const int num_kv_tiles = item.num_kv_tiles;
+      int32_t token = item.first_token;
+      const ptx::MatrixDescriptor q = query(place.slot);
+
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(s[0]);
+      free_tile(kv);
+      next_tile();
+      finish_scores<Variant>(params, item, s, first_row, token, unmasked);
+      soften(state, s, correction);   // nothing to be corrected yet
+      pack(s, p);
+
+      for (int i = 1; i < num_kv_tiles; ++i) {
+        const typename Shared::KvPlace values = kv;
+        next_tile();
+        wait_for_tile(kv);
+        wait_for_values(values, token, visible);
+        ptx::wgmma_fence();
+        multiply_keys(s, q, kv.slot);
+        multiply_values(state, p, values.slot);
+        token += kTokens;
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(s[0]);
+        free_tile(kv);
+        next_tile();
+        finish_scores<Variant>(params, item, s, first_row, token, unmasked);
+        const bool raised = soften(state, s, correction);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_settle(state.o[0]);
+        free_tile(values);
+        if (raised) state.scale_output(0, correction);
+        pack(s, p);
+      }
+
+      typename Shared::QPlace next = place;
+      next.next();
+      more = false;
+      if constexpr (Shared::kQSlots > 1) {
+        shared.wait_q_full(next);
+        more = shared.item(next.slot).num_kv_tiles > 0 && shared.item(next.slot).kind == kMaxKind;
+      }
+      const typename Shared::KvPlace values = kv;
+      next_tile();
+      if (more) wait_for_tile(kv);
+      wait_for_values(values, token, visible);
+      ptx::wgmma_fence();
+      multiply_values(state, p, values.slot);
+      // The keys are of no use unless there is more, but a branch here would make the products wait for each other.
+      if constexpr (Shared::kQSlots > 1) multiply_keys(s, query(next.slot), kv.slot);
+      ptx::wgmma_wait<Shared::kQSlots - 1>();
+      ptx::wgmma_settle(state.o[0]);
+      free_tile(values);
+
+      sync_warpgroup();               // all of its products with Q are done: the rows of O go through the Q tile
+      const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+      write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
+      shared.free_q(place);
+      place = next;
+    }
+    ptx::wgmma_wait<0>();
+    if constexpr (Shared::kQSlots == 1) shared.wait_q_full(place);
+  }
+
+  // --- narrow: mma.sync
+
+  template <int kKind>
+  struct NarrowLayout {
+    static constexpr int kWarpgroupKvWarps = 4 >> kKind;            // warps of a warpgroup that share rows
+    static constexpr int kKvWarps = 2 * kWarpgroupKvWarps;
+    static constexpr int kTokens = Shared::kPartTokens / kWarpgroupKvWarps;   // of a warp
+    int32_t first_row;
+    int32_t first_token;
+    int32_t kv_warp;
+
+    __device__ __forceinline__ explicit NarrowLayout(int warp)
+        : first_row(warp % 4 / kWarpgroupKvWarps * 16),
+          first_token(warp % kWarpgroupKvWarps * kTokens),
+          kv_warp(warp / 4 * kWarpgroupKvWarps + warp % kWarpgroupKvWarps) {}
+  };
+
+  template <int kKind>
+  __device__ __forceinline__ void run_narrow(const WorkItem& item, int q_slot) {
+    using Layout = NarrowLayout<kKind>;
+    const int lane = ptx::lane_id();
+    const Layout warp(consumer_warp());
+    WarpState<Element, kHeadDim, 1> state;
+    state.scale = scale();
+    const TokenRange unmasked = unmasked_tokens<Variant>(params, item, warp.first_row, 16);
+    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
+    constexpr int kParts = Shared::kParts;
+    const int part = kParts == 2 ? warpgroup() : 0;
+    const int first_row = part * Shared::kPartTokens + warp.first_token;       // of a KV tile
+
+    int32_t tile_token = item.first_token;
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile, tile_token += kTokens, kv = kv.behind(2 * kParts)) {
+      const typename Shared::KvPlace keys = kv.behind(part);
+      const typename Shared::KvPlace values = kv.behind(kParts + part);
+      if (kParts == 1 && tile % 2 != warpgroup()) {
+        // The same parts may be this warpgroup's in the ring's next round: it must not mistake this round for that one.
+        shared.wait_kv_full(keys);
+        shared.wait_kv_full(values);
+        continue;
+      }
+      shared.wait_kv_full(keys);
+      // As many tokens at a time as there are registers for.
+      constexpr int kStep = kHeadDim > 128 ? min_of(Layout::kTokens, 32) : Layout::kTokens;
+#pragma unroll 1
+      for (int row = first_row; row < first_row + Layout::kTokens; row += kStep) {
+        const int32_t token = tile_token + row;
+        float s[1][kStep / 8][4];
+        uint32_t p[1][kStep / 8][2];
+        state.template scores<kStep, Query, Keys>(s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
+        if (row + kStep == first_row + Layout::kTokens) shared.free_kv(keys, 2);
+        finish_scores<Variant>(params, item, s, warp.first_row, token, unmasked);
+        state.update(s, p);
+
+        shared.wait_kv_full(values);
+        if (token < item.visible.begin || token + kStep > item.visible.end) {
+          zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.visible.begin - tile_token, item.visible.end - tile_token, lane);
+          __syncwarp();
+        }
+        state.template accumulate<kStep, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
+      }
+      shared.free_kv(values, 2);
+    }
+
+    const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+    constexpr int kBytes = Shared::kLayout.q_slot_bytes;
+    if constexpr (kKind == 0) {
+      if (item.rows.count <= 8) {
+        write_merged_warps<Consumers, Layout, kBytes, 1>(state, target, warp, shared.q(q_slot), shared.row_states());
+        return;
+      }
+    }
+    write_merged_warps<Consumers, Layout, kBytes, 2>(state, target, warp, shared.q(q_slot), shared.row_states());
+  }
+};
+
+}  // namespace attn::hopper

@@ -1,0 +1,238 @@
+// The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is room.
+//
+// All four warps gather Q of a work item. Then each brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it
+// bring boxes of pages; where it cannot (pages of fewer than 8 tokens, strides that are no multiple of 16 bytes), by gathering rows with cp.async.
+#pragma once
+
+#include "attn/hopper.h"
+#include "attn/params.h"
+#include "device/hopper/shared_memory.cuh"
+#include "device/hopper/swizzled_tile.cuh"
+#include "device/hopper/work_item.cuh"
+#include "device/output.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/tensor_copy.cuh"
+#include "device/work.cuh"
+
+namespace attn::hopper {
+
+/// What a warp of the producer brings of each KV tile.
+template <int kHeadDim>
+struct Share {
+  using Shared = SharedMemory<kHeadDim>;
+  static constexpr int kTokens = kv_tile(kHeadDim) / 2;
+  static constexpr int kWarpsOfPart = 2 / Shared::kParts;
+
+  bool is_v;
+  int first_token;      // of the tile
+  int part;             // counted from the tile's K
+
+  __device__ __forceinline__ explicit Share(int warp)
+      : is_v(warp % 2 == 1), first_token(warp / 2 * kTokens), part(warp % 2 * Shared::kParts + first_token / Shared::kPartTokens) {}
+};
+
+/// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
+template <int kHeadDim>
+struct BoxCopier {
+  using Shared = SharedMemory<kHeadDim>;
+  using Tile = KvTile<kHeadDim>;
+  const HopperParams& params;
+  const Share<kHeadDim>& share;
+  int32_t token = 0;         // of the box, first
+  int32_t entry = 0;
+  bool wanted = false;
+
+  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
+
+  /// Starts to look up the boxes of the tile from `tile_token` on.
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    const int32_t box_token = ptx::lane_id() * params.box_tokens;
+    token = tile_token + share.first_token + box_token;
+    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.visible.end && token + params.box_tokens > tile.visible.begin;
+    if (wanted) entry = tile.entry(params.attention, token);
+  }
+
+  // Where the box that was looked up is.
+  struct Box {
+    int32_t row, page;
+    bool wanted;
+  };
+
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+    Box box{0, 0, wanted};
+    if (!wanted) return box;
+    if (tile.indices == nullptr) {
+      box.row = entry;       // behind the end of the tensor the copy engine brings zeros
+      const AttentionParams& attention = params.attention;
+      if (entry + min_of(params.box_tokens, tile.visible.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+    } else {
+      box.page = tile.page(params.attention, entry);
+      box.row = params.attention.page_size.modulo(token);
+    }
+    return box;
+  }
+
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+    const int lane = ptx::lane_id();
+    const uint32_t full = shared.kv_full(part);
+    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * kHeadDim * kElementBytes);
+    __syncwarp();
+    if (!box.wanted) return;
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
+    const TensorMap& map = share.is_v ? params.v : params.k;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page);
+    }
+  }
+};
+
+/// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
+template <int kHeadDim>
+struct RowCopier {
+  using Shared = SharedMemory<kHeadDim>;
+  using Tile = KvTile<kHeadDim>;
+  static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
+  const HopperParams& params;
+  const Share<kHeadDim>& share;
+  int32_t token = 0;         // of the lane, first
+  int32_t entry[kLaneTokens] = {};
+  bool wanted[kLaneTokens] = {};
+
+  __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
+
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    token = tile_token + share.first_token + ptx::lane_id();
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      wanted[i] = token + 32 * i >= tile.visible.begin && token + 32 * i < tile.visible.end;
+      if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
+    }
+  }
+
+  // Elements of K or V before the rows that were looked up, without their head; -1: not wanted.
+  struct Box {
+    int64_t row[kLaneTokens];
+  };
+
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    Box box;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      box.row[i] = -1;
+      if (!wanted[i]) continue;
+      const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
+      box.row[i] = tile.page(params.attention, entry[i]) * tensor.page_stride + in_page * tensor.token_stride;
+    }
+    return box;
+  }
+
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+    constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+    const int lane = ptx::lane_id();
+    const int chunk = lane % Tile::kRowChunks;
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
+    const uint32_t target = ptx::shared_address(shared.kv(part));
+#pragma unroll
+    for (int first = 0; first < Share<kHeadDim>::kTokens; first += kRowsPerPass) {
+      const int row = first % 32 + lane / Tile::kRowChunks;
+      const int64_t from = __shfl_sync(0xffffffffu, box.row[first / 32], row);
+      if (from >= 0) ptx::cp_async_16(target + Tile::offset(share.first_token + first / 32 * 32 + row, chunk), base + from * kElementBytes);
+    }
+    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
+    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
+  }
+};
+
+/// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. A warp takes a quarter of the rows, of which a lane knows one.
+template <int kHeadDim>
+__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q) {
+  using Tile = QTile<kHeadDim>;
+  constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+  const int lane = ptx::lane_id();
+  const int num_rows = tile_rows(item.kind) / 4;
+  const int first_row = ptx::thread_id() / 32 * num_rows;
+  const OutputRow mine(params, item.rows, item.kv_head, first_row + lane % num_rows);
+  const char* from = nullptr;
+  if (mine.exists) from = static_cast<const char*>(params.q) + (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
+  const int chunk = lane % Tile::kRowChunks;
+  for (int pass = 0; pass < num_rows; pass += kRowsPerPass) {
+    const int row = pass + lane / Tile::kRowChunks;
+    const char* const source = shuffle_pointer(from, row);
+    ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk), source == nullptr ? static_cast<const char*>(params.q) : source + chunk * 16, source != nullptr);
+  }
+}
+
+/// Makes a work item known and gathers its Q.
+template <int kHeadDim>
+__device__ __forceinline__ void produce_item(const AttentionParams& params, const SharedMemory<kHeadDim>& shared, const WorkItem& item,
+                                             typename SharedMemory<kHeadDim>::QPlace& place) {
+  shared.wait_q_free(place);
+  const uint32_t full = shared.q_full(place.slot);
+  if (item.num_kv_tiles > 0) gather_q<kHeadDim>(params, item, ptx::shared_address(shared.q(place.slot)));
+  ptx::mbarrier_arrive_after_cp_async(full);
+  if (ptx::thread_id() == 0) {
+    shared.item(place.slot) = item;
+    ptx::mbarrier_arrive(full);
+  }
+  place.next();
+}
+
+/// Waits until part `part` of a KV tile may be filled. While row tiles are narrow that is when no more than narrow_parts would be in use.
+template <int kHeadDim>
+__device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared, const typename SharedMemory<kHeadDim>::KvPlace& place, bool narrow) {
+  using Shared = SharedMemory<kHeadDim>;
+  if (narrow) shared.wait_kv_free(place.behind(Shared::kKvParts - narrow_parts(kHeadDim)));
+  shared.wait_kv_free(place);
+}
+
+template <int kHeadDim, class Copier>
+__device__ __forceinline__ void produce_with(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, WorkCursor cursor) {
+  using Shared = SharedMemory<kHeadDim>;
+  const AttentionParams& params = hopper_params.attention;
+  const Share<kHeadDim> share(ptx::thread_id() / 32);
+  typename Shared::QPlace q_place;
+  typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
+  LoadedRowTile tile(params, cursor.now.tile);
+  Copier copier(hopper_params, share);
+
+  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
+  look_up();
+  while (!cursor.done()) {
+    produce_item<kHeadDim>(params, shared, WorkItem(params, tile, cursor), q_place);
+    const int32_t tile_number = cursor.now.tile;
+    const int32_t head = cursor.now.head;
+    const bool narrow = tile.kind < kMaxKind;
+    bool last;
+    do {
+      const auto box = copier.found(tile);
+      wait_for_part<kHeadDim>(shared, place, narrow);
+      copier.copy(shared, box, head, place.slot);
+      place = place.behind(2 * Shared::kParts);
+      // The pages of the next KV tile are looked up before anything is waited for.
+      last = ++cursor.now.kv_tile == cursor.last_kv_tile(tile.num_kv_tiles);
+      if (last) {
+        cursor.next_pair(params.num_kv_heads);
+        if (cursor.done()) break;
+        if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
+      }
+      look_up();
+    } while (!last);
+  }
+  produce_item<kHeadDim>(params, shared, WorkItem{}, q_place);
+  ptx::cp_async_wait<0>();
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void produce(const HopperParams& params, const SharedMemory<kHeadDim>& shared, const WorkCursor& cursor) {
+  if (params.box_tokens > 0) {
+    produce_with<kHeadDim, BoxCopier<kHeadDim>>(params, shared, cursor);
+  } else {
+    produce_with<kHeadDim, RowCopier<kHeadDim>>(params, shared, cursor);
+  }
+}
+
+}  // namespace attn::hopper

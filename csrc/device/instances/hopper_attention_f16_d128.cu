@@ -1,0 +1,5 @@
+#include "device/hopper/attention.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::hopper::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
+  attn::hopper::attention<attn::Float16, 128, attn::StandardVariant>(params);
+}

@@ -1,0 +1,46 @@
+// mbarrier: barriers in shared memory that count arrivals of threads and bytes of copies, in phases of alternating parity.
+#pragma once
+
+#include "attn/platform.h"
+
+namespace attn::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+/// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+/// Arrives, and announces bytes that the copy engine will bring in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+/// Arrives when all earlier cp.async of this thread have completed; counts as one of the arrivals that the barrier was initialised with.
+__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/// Waits until the phase of this parity has completed.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+/// Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and of wgmma. Waits for all its stores, to global memory too.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace attn::ptx

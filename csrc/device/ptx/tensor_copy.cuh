@@ -1,0 +1,18 @@
+// cp.async.bulk.tensor: the copy engine brings a box of a tensor into shared memory. One thread issues it; an mbarrier counts its bytes.
+#pragma once
+
+#include "attn/params.h"
+
+namespace attn::ptx {
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared), "l"(&map),
+               "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+}  // namespace attn::ptx
