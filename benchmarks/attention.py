@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.backends import Batch, ours, reference
 from benchmarks.cases import Case, all_cases
-from benchmarks.peers import flash_attention_3, time_of
+from benchmarks.peers import flash_attention_3, flashinfer_backends, time_of
 from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.timing import Machine, Timer
 
-PEERS = {"FA3": flash_attention_3}
+PEERS = ("FA3", "FlashInfer")
 
 
 def error_of(out: torch.Tensor, batch: Batch) -> float:
@@ -47,8 +47,12 @@ def measure(case: Case, timer: Timer, machine: Machine, batch_invariant: bool) -
     else:
         line["ours"] = timer(default.run)
     line |= {"plan": timer(default.plan), "error": error_of(default.run(), batch)}
-    for name, peer in PEERS.items():
-        line[name], _ = time_of(name, case.name, lambda peer=peer: peer(batch), timer)     # type: ignore[misc]
+    line["FA3"], _ = time_of("FA3", case.name, lambda: flash_attention_3(batch), timer)
+    line["FlashInfer"] = None
+    for backend, make in flashinfer_backends(batch).items():
+        time, _ = time_of(f"FlashInfer, {backend}", case.name, lambda make=make: make(batch), timer)     # type: ignore[misc]
+        if time is not None and (line["FlashInfer"] is None or time < line["FlashInfer"]):
+            line["FlashInfer"], line["FlashInfer backend"] = time, backend
     return line
 
 

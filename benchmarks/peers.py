@@ -68,17 +68,13 @@ def flash_attention_3(batch: Batch) -> Run:
     return run
 
 
-def flashinfer_decode(batch: Batch) -> Run:
-    """FlashInfer's decode on tensor cores; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
+def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
+    """FlashInfer's decode; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
-    pages = (batch.kv_lens + case.page_size - 1) // case.page_size
-    used = torch.arange(batch.block_table.shape[1], device="cuda")[None] < pages[:, None]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=use_tensor_cores)
     wrapper.plan(
-        torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
-        batch.block_table[used],
-        (batch.kv_lens - 1) % case.page_size + 1,
+        *_page_table(batch),
         case.num_qo_heads,
         case.num_kv_heads,
         case.head_dim,
@@ -88,6 +84,33 @@ def flashinfer_decode(batch: Batch) -> Run:
     )
     out = torch.empty_like(batch.q)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
+
+
+def flashinfer_prefill(batch: Batch, backend: str) -> Run:
+    """FlashInfer's prefill over pages, "fa2" or "fa3". Its plan copies lengths to the host and is not timed."""
+    flashinfer = import_module("flashinfer")
+    case = batch.case
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    wrapper.plan(
+        batch.qo_indptr,
+        *_page_table(batch),
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.page_size,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    out = torch.empty_like(batch.q)
+    return lambda: wrapper.run(batch.q, batch.cache, out=out)
+
+
+def flashinfer_backends(batch: Batch) -> dict[str, Callable[[Batch], Run]]:
+    """Those of FlashInfer's kernels that may be its best for a batch."""
+    if all(length == 1 for length in batch.case.qo_lens):
+        return {"tensor cores": flashinfer_decode, "CUDA cores": lambda b: flashinfer_decode(b, False)}
+    return {"fa2": lambda b: flashinfer_prefill(b, "fa2"), "fa3": lambda b: flashinfer_prefill(b, "fa3")}
 
 
 def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
@@ -110,6 +133,14 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
         kv_data_type=torch.bfloat16,
     )
     return lambda: wrapper.run(batch.grouped.q, batch.grouped.cache)
+
+
+def _page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """kv_indptr, kv_indices, kv_last_page_len."""
+    page_size = batch.case.page_size
+    pages = (batch.kv_lens + page_size - 1) // page_size
+    used = torch.arange(batch.block_table.shape[1], device="cuda")[None] < pages[:, None]
+    return torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % page_size + 1
 
 
 def _workspace() -> torch.Tensor:

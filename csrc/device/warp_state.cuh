@@ -59,8 +59,10 @@ struct WarpState {
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
-    // The next fragment of K is on its way while this one is multiplied.
+    // The next fragment of K is on its way while this one is multiplied. Where there are few products, every other one has a sum of its own: each waits for the last.
     constexpr int kFragments = kTokens / 16;
+    constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
+    float other[2][4] = {};
     uint32_t keys[2][4];
     ptx::ldmatrix_x4(keys[0], k);
 #pragma unroll
@@ -77,9 +79,18 @@ struct WarpState {
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
-          Element::mma(s[b][2 * n], a[b], keys[i % 2][0], keys[i % 2][1]);
-          Element::mma(s[b][2 * n + 1], a[b], keys[i % 2][2], keys[i % 2][3]);
+          float(&sum)[4] = kTwoSums && d % 2 == 1 ? other[0] : s[b][2 * n];
+          float(&next_sum)[4] = kTwoSums && d % 2 == 1 ? other[1] : s[b][2 * n + 1];
+          Element::mma(sum, a[b], keys[i % 2][0], keys[i % 2][1]);
+          Element::mma(next_sum, a[b], keys[i % 2][2], keys[i % 2][3]);
         }
+      }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[0][0][c] += other[0][c];
+        s[0][1][c] += other[1][c];
       }
     }
   }
@@ -88,19 +99,22 @@ struct WarpState {
   /// is seldom scaled. Returns whether it did (for the whole warp); then the output must be multiplied with `correction`.
   template <int kBlocks>
   __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
-    float highest[2];
+    float highest[2];   // of this lane's columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float m = s[0][2 * half];
+      float m[4];           // not one maximum after another, each waiting for the last
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-      highest[half] = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) m[n % 4] = fmaxf(m[n % 4], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+      highest[half] = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
     }
     const float slack = __fdividef(kSlack, scale);
     if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack)) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
       // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
       const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
       correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);

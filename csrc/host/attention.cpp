@@ -5,6 +5,7 @@
 #include "attn/planning.h"
 #include "attn/tile.h"
 #include "cpu/executor.h"
+#include "host/checks.h"
 #include "host/planner.h"
 
 namespace attn {
@@ -19,7 +20,7 @@ struct Costs {
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{5, 5, 6, 9}, {4, 4, 6, 21}, 9, 235, 2600};
+constexpr Costs kHopperCosts{{6, 6, 8, 9}, {8, 8, 10, 17}, 9, 352, 3900};
 constexpr Costs kGenericCosts{{4, 4, 5, 7}, {2, 2, 8, 18}, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}, 64, 16, 0};
 
@@ -88,6 +89,17 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   return schedule;
 }
 
+/// Largest power of two, up to 2^12, that divides the strides between rows of K and V.
+int32_t unit_shift(const AttentionParams& params) {
+  constexpr int32_t kMaxShift = 12;
+  const int64_t strides = params.k.page_stride | params.k.token_stride | params.v.page_stride | params.v.token_stride;
+  int32_t shift = 0;
+  while (shift < kMaxShift && (strides >> shift & 1) == 0) ++shift;
+  const int64_t extent = max_of(params.k.page_stride, params.v.page_stride) * params.num_pages;
+  if (extent >> shift >= int64_t{0xffffffff}) refuse("k.stride(0)", params.k.page_stride, "smaller, or of a larger power of two: a row lies too far from the first");
+  return shift;
+}
+
 /// Dynamic shared memory of the device planner: the first row tile of each row group, and the forest.
 int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
   return num_groups * static_cast<int32_t>(sizeof(int32_t)) + forest_shared_bytes(num_requests);
@@ -153,6 +165,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
 HopperParams Attention::describe_tensors(const AttentionParams& params) const {
   HopperParams described{};
   described.attention = params;
+  described.unit_shift = unit_shift(params);
   const bool ragged = plan_params_.levels[0].table.indices == nullptr;
   for (int32_t level = 1; level < plan_params_.num_levels; ++level) {
     if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;

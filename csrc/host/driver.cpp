@@ -154,7 +154,8 @@ int32_t multiprocessor_count(int32_t device) {
 bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kFloat16 = 6, kBFloat16 = 9;         // CU_TENSOR_MAP_DATA_TYPE_*
   constexpr int kNoInterleave = 0, kNoFill = 0;      // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-  constexpr int kSwizzle128 = 3, kPromoteToL2_256 = 3;
+  // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones are slower too (docs/decisions.md).
+  constexpr int kSwizzle128 = 3, kPromoteToL2_128 = 2;
   constexpr uint64_t kBytes = 2, kUnit = 16;
   uint64_t strides[3];
   for (int i = 0; i < 3; ++i) {
@@ -165,7 +166,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   const uint32_t box[4] = {tensor.box[0], tensor.box[1], 1, 1};
   const uint32_t steps[4] = {1, 1, 1, 1};
   return driver().encode_tiled(&map, tensor.is_bf16 ? kBFloat16 : kFloat16, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, box, steps, kNoInterleave,
-                               kSwizzle128, kPromoteToL2_256, kNoFill) == 0;
+                               kSwizzle128, kPromoteToL2_128, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

@@ -49,27 +49,27 @@ __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row
   ptx::fence_async_proxy();   // before wgmma reads it, and the copy engine writes it again
 }
 
-template <class Variant>
 __device__ __forceinline__ VariantParams variant_of(const AttentionParams& params, const WorkItem& item) {
   return VariantParams{params.sm_scale, params.logits_soft_cap, item.causal, item.window_left};
 }
 
+/// Of all items: what the logits functor may depend on.
+__device__ __forceinline__ VariantParams logits_variant(const AttentionParams& params) { return VariantParams{params.sm_scale, params.logits_soft_cap, 0, -1}; }
+
 /// Tokens that all of the tile's rows [first_row, first_row + num_rows) see: their scores need no mask.
 template <class Variant>
 __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& params, const WorkItem& item, int first_row, int num_rows) {
-  TokenRange range = Variant::all(variant_of<Variant>(params, item), item.rows.position(first_row, params.group_size),
-                                  item.rows.position(first_row + num_rows - 1, params.group_size), item.visible);
-  return range;
+  return Variant::all(variant_of(params, item), item.rows.position(first_row, params.group_size), item.rows.position(first_row + num_rows - 1, params.group_size),
+                      item.visible);
 }
 
 /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
 template <class Variant, int kBlocks>
 __device__ __forceinline__ void finish_scores(const AttentionParams& params, const WorkItem& item, float (&s)[1][kBlocks][4], int first_row, int32_t first_token,
                                               const TokenRange& unmasked) {
-  const VariantParams variant = variant_of<Variant>(params, item);
-  if (Variant::transforms_logits(variant)) transform_logits<Variant>(variant, s);
+  if (Variant::transforms_logits(logits_variant(params))) transform_logits<Variant>(logits_variant(params), s);
   if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
-    mask_scores<Variant>(variant, s, item.rows, params.group_size, first_row, first_token, item.visible.end);
+    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token, item.visible.end);
   }
 }
 
@@ -88,7 +88,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const AttentionParams& params_, const Shared& shared_) : params(params_), shared(shared_) {}
 
   __device__ __forceinline__ float scale() const {
-    return Variant::transforms_logits(VariantParams{params.sm_scale, params.logits_soft_cap, 0, -1}) ? kLog2E : params.sm_scale * kLog2E;
+    return Variant::transforms_logits(logits_variant(params)) ? kLog2E : params.sm_scale * kLog2E;
   }
 
   __device__ __forceinline__ void run() {
@@ -160,6 +160,12 @@ struct Consumer {
   }
 
   // Of the tile at a place, all parts.
+  __device__ __forceinline__ bool is_tile_full(typename Shared::KvPlace place) const {
+    bool full = true;
+#pragma unroll
+    for (int part = 0; part < Shared::kParts; ++part, ++place.slot) full = full & shared.is_kv_full(place);
+    return full;
+  }
   __device__ __forceinline__ void wait_for_tile(typename Shared::KvPlace place) const {
 #pragma unroll
     for (int part = 0; part < Shared::kParts; ++part, ++place.slot) shared.wait_kv_full(place);
@@ -170,9 +176,15 @@ struct Consumer {
   }
   __device__ __forceinline__ void next_tile() { kv = kv.behind(Shared::kParts); }
 
-  /// V of the KV tile from `first_token` on is here; what must not be read of it becomes zero.
-  __device__ __forceinline__ void wait_for_values(const typename Shared::KvPlace& place, int32_t first_token, const TokenRange& visible) const {
-    wait_for_tile(place);
+  /// Waits for K and V. They are mostly here: asking for all at once takes a fraction of the time of one after another.
+  __device__ __forceinline__ void wait_for_tiles(typename Shared::KvPlace keys, typename Shared::KvPlace values) const {
+    if (is_tile_full(keys) & is_tile_full(values)) return;
+    wait_for_tile(values);
+    wait_for_tile(keys);
+  }
+
+  /// What must not be read of a V tile becomes zero.
+  __device__ __forceinline__ void clear_unseen(const typename Shared::KvPlace& place, int32_t first_token, const TokenRange& visible) const {
     if (first_token < visible.begin || first_token + kTokens > visible.end) {
       zero_rows<kHeadDim, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, visible.begin - first_token, visible.end - first_token,
                                              consumer_thread() % kWarpgroupThreads);
@@ -216,8 +228,8 @@ struct Consumer {
       for (int i = 1; i < num_kv_tiles; ++i) {
         const typename Shared::KvPlace values = kv;
         next_tile();
-        wait_for_tile(kv);
-        wait_for_values(values, token, visible);
+        wait_for_tiles(kv, values);
+        clear_unseen(values, token, visible);
         ptx::wgmma_fence();
         multiply_keys(s, q, kv.slot);
         multiply_values(state, p, values.slot);
@@ -228,6 +240,7 @@ struct Consumer {
         next_tile();
         finish_scores<Variant>(params, item, s, first_row, token, unmasked);
         const bool raised = soften(state, s, correction);
+        ptx::wgmma_settle(s[0]);      // or the compiler puts the exponentials behind the wait
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(state.o[0]);
         free_tile(values);
@@ -244,8 +257,10 @@ struct Consumer {
       }
       const typename Shared::KvPlace values = kv;
       next_tile();
-      if (more) wait_for_tile(kv);
-      wait_for_values(values, token, visible);
+      typename Shared::KvPlace keys = values;
+      if (more) keys = kv;
+      wait_for_tiles(keys, values);
+      clear_unseen(values, token, visible);
       ptx::wgmma_fence();
       multiply_values(state, p, values.slot);
       // The keys are of no use unless there is more, but a branch here would make the products wait for each other.

@@ -34,6 +34,7 @@ struct Share {
 /// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
 template <int kHeadDim>
 struct BoxCopier {
+  static constexpr bool kLooksUpFirst = false;   // it has few pages to wait for, and the boxes should be under way
   using Shared = SharedMemory<kHeadDim>;
   using Tile = KvTile<kHeadDim>;
   const HopperParams& params;
@@ -91,6 +92,7 @@ struct BoxCopier {
 /// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
 template <int kHeadDim>
 struct RowCopier {
+  static constexpr bool kLooksUpFirst = true;    // copying takes long enough for the entries to arrive
   using Shared = SharedMemory<kHeadDim>;
   using Tile = KvTile<kHeadDim>;
   static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
@@ -111,20 +113,21 @@ struct RowCopier {
     }
   }
 
-  // Elements of K or V before the rows that were looked up, without their head; -1: not wanted.
+  // The rows that were looked up: where they begin in K or V, without their head, in units.
   struct Box {
-    int64_t row[kLaneTokens];
+    uint32_t row[kLaneTokens];
   };
+  static constexpr uint32_t kNotWanted = 0xffffffff;
 
   __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     Box box;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      box.row[i] = -1;
+      box.row[i] = kNotWanted;
       if (!wanted[i]) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
-      box.row[i] = tile.page(params.attention, entry[i]) * tensor.page_stride + in_page * tensor.token_stride;
+      box.row[i] = static_cast<uint32_t>((tile.page(params.attention, entry[i]) * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
     }
     return box;
   }
@@ -136,11 +139,12 @@ struct RowCopier {
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
     const uint32_t target = ptx::shared_address(shared.kv(part));
+    const uint32_t unit_bytes = static_cast<uint32_t>(kElementBytes) << params.unit_shift;
 #pragma unroll
     for (int first = 0; first < Share<kHeadDim>::kTokens; first += kRowsPerPass) {
       const int row = first % 32 + lane / Tile::kRowChunks;
-      const int64_t from = __shfl_sync(0xffffffffu, box.row[first / 32], row);
-      if (from >= 0) ptx::cp_async_16(target + Tile::offset(share.first_token + first / 32 * 32 + row, chunk), base + from * kElementBytes);
+      const uint32_t from = __shfl_sync(0xffffffffu, box.row[first / 32], row);
+      if (from != kNotWanted) ptx::cp_async_16(target + Tile::offset(share.first_token + first / 32 * 32 + row, chunk), base + static_cast<uint64_t>(from) * unit_bytes);
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
@@ -206,21 +210,21 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind < kMaxKind;
-    bool last;
-    do {
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    while (true) {
       const auto box = copier.found(tile);
+      const bool last = ++cursor.now.kv_tile == end;
+      if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
       wait_for_part<kHeadDim>(shared, place, narrow);
       copier.copy(shared, box, head, place.slot);
       place = place.behind(2 * Shared::kParts);
-      // The pages of the next KV tile are looked up before anything is waited for.
-      last = ++cursor.now.kv_tile == cursor.last_kv_tile(tile.num_kv_tiles);
-      if (last) {
-        cursor.next_pair(params.num_kv_heads);
-        if (cursor.done()) break;
-        if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
-      }
-      look_up();
-    } while (!last);
+      if (last) break;
+      if (!Copier::kLooksUpFirst) look_up();
+    }
+    cursor.next_pair(params.num_kv_heads);
+    if (cursor.done()) break;
+    if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
+    look_up();
   }
   produce_item<kHeadDim>(params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();

@@ -72,6 +72,7 @@ struct SharedMemory {
   __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const { ptx::mbarrier_wait(kv_free(place.slot), place.parity ^ 1); }
 
   __device__ __forceinline__ void wait_q_full(const QPlace& place) const { ptx::mbarrier_wait(q_full(place.slot), place.parity); }
+  __device__ __forceinline__ bool is_kv_full(const KvPlace& place) const { return ptx::mbarrier_test(kv_full(place.slot), place.parity); }
   __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const { ptx::mbarrier_wait(kv_full(place.slot), place.parity); }
 
   /// A consumer warp has read what it needs; it speaks for `warps` warps.

@@ -26,6 +26,19 @@ __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier)
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+/// Whether the phase of this parity has completed.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n"
+      "}" : "=r"(done) : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 /// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

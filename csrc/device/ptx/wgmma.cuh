@@ -20,7 +20,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// Accumulators are read and written from here on, not before: after a wait for products that write them.
+/// What is computed of these values before stays before, what is computed after stays after: around waits for products.
 template <int kBlocks>
 __device__ __forceinline__ void wgmma_settle(float (&c)[kBlocks][4]) {
 #pragma unroll
