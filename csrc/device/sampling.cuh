@@ -711,9 +711,8 @@ struct RowSampler {
         mass = filter_again(row_mass, threshold);
         if (samples) token = draw_segment(draw_share(seed, position, mass), threshold, true);
       }
-    } else if (samples && !settings.greedy) {
-      token = draw_segment(draw_share(seed, position, mass), kWholeRow, false);
     }
+    if (samples && !settings.greedy && !filters) token = draw_segment(draw_share(seed, position, row_mass), kWholeRow, false);
     if (!samples) {
       write_values(threshold, mass, true);
     } else if (token >= 0 && threadIdx.x == 0 && (!settings.greedy || rank == 0)) {
