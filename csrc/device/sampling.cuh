@@ -18,7 +18,7 @@ struct RowSampler : Row<Source> {
   using Base = Row<Source>;
   using typename Base::Weights;
   using Base::filters;
-  using Base::for_segments;
+  using Base::for_vectors;
   using Base::is_tempered;
   using Base::lane;
   using Base::logprob_of;
@@ -56,16 +56,17 @@ struct RowSampler : Row<Source> {
     uint64_t items[kItems];
 #pragma unroll
     for (int32_t i = 0; i < kItems; ++i) {
-      const int32_t s = segment_begin() + static_cast<int32_t>(threadIdx.x) * kItems + i;
-      items[i] = s < segment_end() ? mass[s] : 0;
+      const int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x) * kItems + i;
+      items[i] = s < segment_end ? mass[s] : 0;
     }
     const Crossing crossing = find_crossing(shared.scratch, items, share + 1);
     share -= crossing.before;
-    const int32_t segment = segment_begin() + crossing.index;
+    const int32_t segment = segment_begin + crossing.index;
     if (warp() == 0) {
-      const float reference = is_filtered ? weights.reference : reference_table()[segment];
-      const uint64_t factor = is_filtered ? uint64_t{1} << kWeightBits : segment_factor(weights, reference);
-      const Weights local(reference, weights);
+      const Weights of_row = weights();
+      const float reference = is_filtered ? of_row.reference : reference_table()[segment];
+      const uint64_t factor = is_filtered ? uint64_t{1} << kWeightBits : segment_factor(of_row, reference);
+      const Weights local(reference, of_row);
       const int32_t begin = segment * kSegmentTokens + lane() * kLaneTokens;
       float v[kLaneTokens];
 #pragma unroll
@@ -99,10 +100,10 @@ struct RowSampler : Row<Source> {
     for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
       uint64_t next = 0;
       if (last != 0) {
-        for_segments([&](int32_t segment, const float (&v)[kLaneTokens]) {
+        for_vectors([&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
 #pragma unroll
-          for (int32_t i = 0; i < kLaneTokens; ++i) {
-            const uint64_t ranked = static_cast<uint64_t>(order_key(v[i])) << 32 | ~static_cast<uint32_t>(source.token(segment, lane(), i));
+          for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
+            const uint64_t ranked = static_cast<uint64_t>(order_key(v[i])) << 32 | ~static_cast<uint32_t>(Base::token(segment, j, i));
             if (v[i] > kMinusInfinity && ranked < last) next = max_of(next, ranked);
           }
         });
@@ -129,7 +130,7 @@ struct RowSampler : Row<Source> {
     if (rank != 0) return;
     uint32_t first = 0xffffffffu;
     if (params.token_mask != nullptr) {
-      const uint32_t* words = params.token_mask + row * params.mask_stride;
+      const uint32_t* words = params.token_mask + static_cast<int64_t>(row) * params.mask_stride;
       for (int32_t w = static_cast<int32_t>(threadIdx.x); w < ceil_div(params.vocab, 32) && first == 0xffffffffu; w += kSamplingThreads) {
         const int32_t rest = params.vocab - 32 * w;
         const uint32_t bits = __ldg(words + w) & (rest >= 32 ? 0xffffffffu : (1u << rest) - 1);
@@ -146,37 +147,52 @@ struct RowSampler : Row<Source> {
       if (params.logprobs != nullptr) params.logprobs[row] = __uint_as_float(0x7fc00000u);
     }
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < params.num_top_logprobs; i += kSamplingThreads) {
-      params.top_token_ids[row * params.num_top_logprobs + i] = 0;
-      params.top_logprobs[row * params.num_top_logprobs + i] = __uint_as_float(0x7fc00000u);
+      params.top_token_ids[static_cast<int64_t>(row) * params.num_top_logprobs + i] = 0;
+      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = __uint_as_float(0x7fc00000u);
     }
   }
 
   /// What kRenorm and kMaskLogits write.
   __device__ __forceinline__ void write_values(uint32_t threshold, uint64_t mass, bool is_valid) const {
-    float* out = params.written + row * params.written_stride;
+    float* out = params.written + static_cast<int64_t>(row) * params.written_stride;
     const bool masks = params.task == RowTask::kMaskLogits;
-    for_segments([&](int32_t segment, const float (&v)[kLaneTokens]) {
+    const Weights of_row = weights();
+    for_vectors([&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
 #pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) {
-        const int32_t token = source.token(segment, lane(), i);
+      for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
+        const int32_t token = Base::token(segment, j, i);
         if (token >= params.vocab) continue;
         const bool survives = is_valid && order_key(v[i]) >= threshold;
         if (masks) out[token] = survives || !is_valid ? v[i] : kMinusInfinity;
-        else out[token] = survives ? normalised(weights, v[i], weights(v[i]), mass) : 0.0f;
+        else out[token] = survives ? normalised(of_row, v[i], of_row(v[i]), mass) : 0.0f;
       }
     });
   }
 
+  /// Has the first segments of every warp on their way while the row's parameters are.
+  __device__ __forceinline__ void prefetch_row() const {
+    constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
+    const int32_t token = Base::warp_begin(warp()) * kSegmentTokens + lane() * kLineTokens;
+    if (token < params.vocab) ptx::prefetch_l2(source.reader.row + token);
+  }
+
   /// All of it. token_index: where in token_ids the token goes.
   __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
+    prefetch_row();
+    if (threadIdx.x == 0) {
+      shared.settings = row_settings(params, row);
+      shared.seed = seed;
+      shared.position = position;
+    }
+    __syncthreads();
     const bool needs_row_mass =
         samples() && settings.greedy ? false : filters() ? settings.has_top_p && this->top_p_of_all() : params.task != RowTask::kMaskLogits;
     // The mass of log-probabilities is the row's own where both have one scale, or the row's is not needed.
     const bool has_second = wants_logprobs() && needs_row_mass && !is_tempered();
-    const Weights logprob_weights(0.0f, kLog2E);
-    const Weights row_weights(0.0f, needs_row_mass || is_tempered() ? settings.scale : kLog2E);
+    const bool has_scale = needs_row_mass || is_tempered();
+    const float scale = has_scale ? settings.scale : kLog2E, floor = has_scale ? settings.floor : LogitWeights::floor_of(kLog2E);
     const bool needs_mass = needs_row_mass || wants_logprobs();
-    this->read(needs_mass, row_weights, has_second ? &logprob_weights : nullptr);
+    this->read(needs_mass, scale, floor, has_second);
     sync();
     uint64_t best = 0;
     uint32_t bound = 0;
@@ -195,19 +211,20 @@ struct RowSampler : Row<Source> {
       sync();
       return;
     }
-    weights = Weights(key_value(best_key), settings.scale);
+    const float reference = key_value(best_key);
+    if (threadIdx.x == 0) shared.reference = reference;
     const bool has_candidates = fits && bound != kNoBound;
     if (needs_mass) {
       BlockSums sums(shared.scratch);
-      const uint64_t mass = this->scale_segments(sums, 0, Weights(weights.reference, row_weights));
-      const uint64_t second = has_second ? this->scale_segments(sums, 1, Weights(weights.reference, logprob_weights)) : mass;
+      const uint64_t mass = this->scale_segments(sums, 0, Weights(reference, scale, floor));
+      const uint64_t second = has_second ? this->scale_segments(sums, 1, Weights(reference, kLog2E)) : mass;
       if (threadIdx.x == 0) {
         shared.summary.mass = mass;
         shared.summary.logprob_mass = second;
       }
     }
     if (has_candidates) this->gather_candidates(bound);
-    if (needs_mass || bound != kNoBound) sync();
+    sync();
     uint64_t row_mass = 0, logprob_mass = 0;
     if (needs_mass) {
 #pragma unroll 4
@@ -222,7 +239,7 @@ struct RowSampler : Row<Source> {
     uint32_t threshold = kWholeRow;
     uint64_t mass = row_mass;
     if (filters() || !has_top) {
-      if (rank == 0) token = ask_candidates(token, has_candidates, bound, best_key, row_mass, logprob_mass, seed, position);
+      if (rank == 0) token = ask_candidates(token, has_candidates, bound, best_key, row_mass, logprob_mass);
       sync();
       has_top = shared.decision.has_top;
       threshold = shared.decision.threshold;
@@ -232,7 +249,7 @@ struct RowSampler : Row<Source> {
         draws_segment = samples();
       }
     }
-    if (draws_segment) token = draw_segment(draw_share(seed, position, mass), threshold, filters());
+    if (draws_segment) token = draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
     if (!samples()) {
       write_values(threshold, mass, true);
     } else if (token >= 0 && threadIdx.x == 0 && (!settings.greedy || rank == 0)) {
@@ -249,7 +266,7 @@ struct RowSampler : Row<Source> {
 
   /// The first CTA's part: decides, draws if the candidates are enough, and tells the others. Returns the token, or `token`.
   __device__ __forceinline__ int32_t ask_candidates(int32_t token, bool has_candidates, uint32_t bound, uint32_t best_key, uint64_t row_mass,
-                                                    uint64_t logprob_mass, int64_t seed, int64_t position) {
+                                                    uint64_t logprob_mass) {
     const int32_t found = shared.summary.num_candidates + shared.num_gathered;
     Decision decision{row_mass, kWholeRow, false, params.num_top_logprobs == 0 || !samples()};
     if (has_candidates && found <= kMaxCandidates) {
@@ -259,10 +276,10 @@ struct RowSampler : Row<Source> {
         const bool is_few = samples() && decision.threshold >= bound && candidates.count_from(decision.threshold) <= kSamplingThreads;
         decision.settled = is_few || candidates.settle_top_p(row_mass, decision.threshold);
         if (decision.settled && (is_few || (samples() && candidates.count_from(decision.threshold) <= kSamplingThreads))) {
-          token = candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p, row_mass, seed, position);
+          token = candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p, row_mass, shared.seed, shared.position);
         } else if (decision.settled) {
           decision.mass = candidates.mass_from(decision.threshold);
-          if (samples()) token = candidates.draw_of_many(decision.threshold, draw_share(seed, position, decision.mass));
+          if (samples()) token = candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
         }
       }
       __syncthreads();        // the histogram's room is used for other things
@@ -276,9 +293,9 @@ struct RowSampler : Row<Source> {
 template <class Source>
 __device__ __forceinline__ void sample(const SamplingParams& params) {
   extern __shared__ __align__(16) char shared_bytes[];
-  const int64_t row = blockIdx.x / ptx::cluster_size();
+  const int32_t row = blockIdx.x / ptx::cluster_size();
   const Source source(params, row);
-  RowSampler<Source> sampler(params, *reinterpret_cast<SamplingShared*>(shared_bytes), source, row_settings(params, row), row);
+  RowSampler<Source> sampler(params, *reinterpret_cast<SamplingShared*>(shared_bytes), source, row);
   sampler.run(params.seed[row], params.position[row], row);
 }
 

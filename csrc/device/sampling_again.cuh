@@ -12,9 +12,8 @@ struct Rereader {
 
   const Row<Source>& row;
   SamplingShared& shared;
-  const Weights weights;
 
-  __device__ __forceinline__ explicit Rereader(const Row<Source>& row) : row(row), shared(row.shared), weights(row.weights) {}
+  __device__ __forceinline__ explicit Rereader(const Row<Source>& row) : row(row), shared(row.shared) {}
 
   /// Bin of a value in the first histogram: the top one holds the largest value, the others are 24 / 2048 powers of two apart, the lowest takes the rest.
   __device__ __forceinline__ static int32_t coarse_bin(const LogitWeights& of_row, float value) {
@@ -28,9 +27,10 @@ struct Rereader {
   __device__ __forceinline__ void count_values(bool by_mass, bool is_coarse, uint32_t low, uint32_t high, int32_t shift) const {
     clear(shared.histogram);
     __syncthreads();
-    row.for_segments([&](int32_t, const float (&v)[kLaneTokens]) {
+    const Weights weights = row.weights();
+    row.for_vectors([&](int32_t, int32_t, const float (&v)[Source::kVectorTokens]) {
 #pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) {
+      for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
         const uint32_t key = order_key(v[i]);
         const uint64_t weight = by_mass ? weights(v[i]) : 1;
         if (key >= low && key < high && weight != 0) {
@@ -54,29 +54,34 @@ struct Rereader {
   /// Sets the segments' masses to those of values with a key of at least `lowest`; with a bin, of those in bins above it, while its members become candidates.
   __device__ __forceinline__ void sum_masses(uint32_t lowest, int32_t bin) const {
     uint32_t least = 0xffffffffu, most = 0;
-    row.for_segments([&](int32_t segment, const float (&v)[kLaneTokens]) {
-      uint64_t sum = 0;
-      uint32_t members = 0;
+    uint64_t sum = 0;
+    const Weights weights = row.weights();
+    row.for_vectors(
+        [&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
+          uint32_t members = 0;
 #pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) {
-        const uint32_t key = order_key(v[i]);
-        bool counts = key >= lowest;
-        if (bin >= 0 && counts) {
-          const int32_t of_value = coarse_bin(weights, v[i]);
-          counts = of_value > bin;
-          if (of_value == bin) {
-            members |= 1u << i;
-            least = min_of(least, key);
-            most = max_of(most, key);
+          for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
+            const uint32_t key = order_key(v[i]);
+            bool counts = key >= lowest;
+            if (bin >= 0 && counts) {
+              const int32_t of_value = coarse_bin(weights, v[i]);
+              counts = of_value > bin;
+              if (of_value == bin) {
+                members |= 1u << i;
+                least = min_of(least, key);
+                most = max_of(most, key);
+              }
+            }
+            const uint64_t weight = weights(v[i]);
+            sum += counts ? weight : 0;
           }
-        }
-        const uint64_t weight = weights(v[i]);
-        sum += counts ? weight : 0;
-      }
-      sum = ptx::warp_add(sum);
-      if (row.lane() == 0) row.mass_table(0)[segment] = sum;
-      if (members != 0) row.keep(members, segment);
-    });
+          if (members != 0) row.keep(members, segment, j);
+        },
+        [&](int32_t segment) {
+          sum = ptx::warp_add(sum);
+          if (row.lane() == 0) row.mass_table(0)[segment] = sum;
+          sum = 0;
+        });
     if (bin < 0) return;
     least = ptx::warp_min(least);
     most = ptx::warp_max(most);
@@ -92,7 +97,7 @@ struct Rereader {
     const uint64_t* mass = row.mass_table(0);
     uint64_t sum = 0;
     __syncthreads();
-    for (int32_t s = row.segment_begin() + static_cast<int32_t>(threadIdx.x); s < row.segment_end(); s += kSamplingThreads) sum += mass[s];
+    for (int32_t s = row.segment_begin + static_cast<int32_t>(threadIdx.x); s < row.segment_end; s += kSamplingThreads) sum += mass[s];
     sum = sums(sum);
     if (threadIdx.x == 0) shared.summary.mass = sum;
     row.sync();
@@ -110,7 +115,7 @@ struct Rereader {
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
       keys[i] = at < members ? shared.keys[at] : 0;
-      weight[i] = at >= members ? 0 : by_mass ? weights(key_value(keys[i])) : 1;
+      weight[i] = at >= members ? 0 : by_mass ? row.weights()(key_value(keys[i])) : 1;
     }
     const uint32_t key = bisect<uint64_t>(least, most + 1, target, true, [&](uint32_t from) {
       uint64_t sum = 0;
@@ -179,12 +184,12 @@ struct Rereader {
   __device__ __forceinline__ void add_members(uint32_t threshold) const {
     const int32_t own = shared.summary.num_candidates;
     for (int32_t i = threadIdx.x; i < own; i += kSamplingThreads) {
-      if (shared.keys[i] >= threshold) shared.histogram.add(shared.tokens[i] / kSegmentTokens - row.segment_begin(), weights(key_value(shared.keys[i])));
+      if (shared.keys[i] >= threshold) shared.histogram.add(shared.tokens[i] / kSegmentTokens - row.segment_begin, row.weights()(key_value(shared.keys[i])));
     }
     __syncthreads();
     uint64_t* mass = row.mass_table(0);
-    for (int32_t s = row.segment_begin() + static_cast<int32_t>(threadIdx.x); s < row.segment_end(); s += kSamplingThreads) {
-      mass[s] += shared.histogram.sum(s - row.segment_begin());
+    for (int32_t s = row.segment_begin + static_cast<int32_t>(threadIdx.x); s < row.segment_end; s += kSamplingThreads) {
+      mass[s] += shared.histogram.sum(s - row.segment_begin);
     }
     __syncthreads();
   }
@@ -192,7 +197,7 @@ struct Rereader {
   /// Smallest surviving key and the survivors' mass; the segments' masses are then those of the survivors.
   __device__ __forceinline__ uint64_t filter(uint64_t row_mass, uint32_t& threshold) const {
     const RowSettings& settings = row.settings;
-    threshold = min_p_key(weights, settings);
+    threshold = min_p_key(row.weights(), settings);
     bool has_masses = false;
     uint64_t mass = 0;
 #pragma unroll 1

@@ -47,7 +47,7 @@ struct Candidates {
 
   /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
   __device__ __forceinline__ uint32_t settle_top_k() {
-    const uint32_t min_p = min_p_key(row.weights, row.settings);
+    const uint32_t min_p = min_p_key(row.weights(), row.settings);
     if (row.settings.top_k == 0) return min_p;
     const uint32_t from = max_of(min_p, bound);
     const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
@@ -61,7 +61,7 @@ struct Candidates {
       if (!of_all && threshold < bound) return false;
       uint64_t weight[kHeld];
 #pragma unroll
-      for (int32_t i = 0; i < kHeld; ++i) weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights(key_value(keys[i])) : 0;
+      for (int32_t i = 0; i < kHeld; ++i) weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
       const auto mass_from = [&](uint32_t key) {
         uint64_t sum = 0;
 #pragma unroll
@@ -79,7 +79,7 @@ struct Candidates {
   __device__ __forceinline__ uint64_t mass_from(uint32_t threshold) {
     uint64_t sum = 0;
 #pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= max_of(threshold, 1u) ? row.weights(key_value(keys[i])) : 0;
+    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
     return sums(sum);
   }
 
@@ -92,7 +92,7 @@ struct Candidates {
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
       if (at >= count || shared.keys[at] < threshold) continue;
-      survivors[atomicAdd(&shared.result, 1)] = Survivor{row.weights(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
+      survivors[atomicAdd(&shared.result, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
     }
     __syncthreads();
     const int32_t num_survivors = shared.result;
@@ -136,7 +136,7 @@ struct Candidates {
 #pragma unroll
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights(key_value(keys[i])) : 0;
+      weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
       from_last[i] = at < count ? static_cast<uint32_t>(kMaxVocab - 1 - shared.tokens[at]) : 0;
     }
     const uint32_t drawn = bisect<uint64_t>(0, kMaxVocab, share + 1, false, [&](uint32_t key) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/prefetch.cuh"
 #include "device/sampling_select.cuh"
 #include "device/sampling_source.cuh"
 
@@ -37,6 +38,11 @@ struct SamplingShared {
   CtaSummary summary;
   Decision decision;
   uint64_t warp_best[kSamplingWarps];
+  // Of the row: in registers they would be spilled.
+  RowSettings settings;
+  int64_t seed;
+  int64_t position;
+  float reference;          // the row's largest value, once it is known
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
   int32_t result;
 
@@ -56,14 +62,26 @@ struct Row {
   const SamplingParams& params;
   SamplingShared& shared;
   const Source& source;
-  const RowSettings settings;
-  const int64_t row;
+  const RowSettings& settings;
+  const int32_t row;
   const int32_t rank;
   const int32_t num_ctas;
-  Weights weights{1.0f, 1.0f};            // relative to the row's largest value, once that is known
+  const int32_t segment_begin;      // of this CTA
+  const int32_t segment_end;
 
-  __device__ __forceinline__ Row(const SamplingParams& params, SamplingShared& shared, const Source& source, const RowSettings& settings, int64_t row)
-      : params(params), shared(shared), source(source), settings(settings), row(row), rank(ptx::cluster_rank()), num_ctas(ptx::cluster_size()) {}
+  /// Without a barrier between: thread 0 has not yet written the settings.
+  __device__ __forceinline__ Row(const SamplingParams& params, SamplingShared& shared, const Source& source, int32_t row)
+      : params(params),
+        shared(shared),
+        source(source),
+        settings(shared.settings),
+        row(row),
+        rank(ptx::cluster_rank()),
+        num_ctas(ptx::cluster_size()),
+        segment_begin(num_segments() * rank / num_ctas),
+        segment_end(num_segments() * (rank + 1) / num_ctas) {}
+
+  __device__ __forceinline__ Weights weights() const { return Weights(shared.reference, settings.scale, settings.floor); }
 
   __device__ __forceinline__ bool samples() const { return params.task == RowTask::kSample || params.task == RowTask::kSpeculate; }
   __device__ __forceinline__ bool filters() const { return settings.filters() && !(samples() && settings.greedy); }
@@ -73,12 +91,8 @@ struct Row {
   __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
   __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ int32_t num_segments() const { return ceil_div(params.vocab, kSegmentTokens); }
-  __device__ __forceinline__ int32_t segment_begin() const { return num_segments() * rank / num_ctas; }
-  __device__ __forceinline__ int32_t segment_end() const { return num_segments() * (rank + 1) / num_ctas; }
-  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const {
-    return shared.segment_mass(which, ceil_div(num_segments(), num_ctas)) - segment_begin();
-  }
-  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(ceil_div(num_segments(), num_ctas)) - segment_begin(); }
+  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, segment_end - segment_begin) - segment_begin; }
+  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(segment_end - segment_begin) - segment_begin; }
   __device__ __forceinline__ const CtaSummary& summary_of(int32_t cta) const { return *ptx::cluster_pointer(&shared.summary, cta); }
 
   /// A barrier of all threads that work on the row.
@@ -87,29 +101,61 @@ struct Row {
     else __syncthreads();
   }
 
+  /// Token i of a lane's vector j.
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j, int32_t i) { return Source::Reader::vector_token(segment, lane(), j) + i; }
+
+  __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const { return segment_begin + (segment_end - segment_begin) * of_warp / kSamplingWarps; }
+
   /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
-  /// every warp before its first segment's body.
+  /// every warp before its first segment's body. Token i of the lane is token(segment, i / kVectorTokens, i % kVectorTokens).
   template <class First, class Body>
   __device__ __forceinline__ void for_segments(const First& first, const Body& body) const {
-    const int32_t segments = segment_end() - segment_begin();
-    const int32_t begin = segment_begin() + segments * warp() / kSamplingWarps;
-    const int32_t end = segment_begin() + segments * (warp() + 1) / kSamplingWarps;
-    typename Source::Raw raw;
+    const int32_t begin = warp_begin(warp());
+    const int32_t end = warp_begin(warp() + 1);
+    typename Source::Vector raw[Source::kVectors];
     float v[kLaneTokens];
     // The round before the first only loads: one copy of the loading code.
 #pragma unroll 1
     for (int32_t segment = begin - 1; segment < max_of(end, begin + 1); ++segment) {
       const bool works = segment >= begin && segment < end;
-      if (works) source.values(raw, v);
-      if (segment + 1 < end) source.load(segment + 1, lane(), raw);
+      if (works) {
+        source.template values<0>(raw[0], v);
+        source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
+        if constexpr (Source::kVectors == 4) {
+          source.template values<8>(raw[2], v);
+          source.template values<12>(raw[3], v);
+        }
+      }
+      if (segment + 1 < end) {
+#pragma unroll
+        for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment + 1, lane(), j, raw[j]);
+      }
       if (segment == begin) first(works, v);
       if (works) body(segment, v);
     }
   }
 
+  /// body(segment, vector, values) for every vector of this warp's segments, then end(segment): for passes that are rare, so it is small.
+  template <class Body, class End>
+  __device__ __forceinline__ void for_vectors(const Body& body, const End& end) const {
+    const int32_t last = warp_begin(warp() + 1);
+    typename Source::Vector raw;
+    float v[Source::kVectorTokens];
+#pragma unroll 1
+    for (int32_t segment = warp_begin(warp()); segment < last; ++segment) {
+#pragma unroll 1
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        source.load(segment, lane(), j, raw);
+        source.template values<0>(raw, v);
+        body(segment, j, v);
+      }
+      end(segment);
+    }
+  }
+
   template <class Body>
-  __device__ __forceinline__ void for_segments(const Body& body) const {
-    for_segments([](bool, const float (&)[kLaneTokens]) {}, body);
+  __device__ __forceinline__ void for_vectors(const Body& body) const {
+    for_vectors(body, [](int32_t) {});
   }
 
   __device__ __forceinline__ static uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
@@ -135,27 +181,27 @@ struct Row {
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 2) return 0;
     const int32_t wanted = clamp(3 * needed, 512, kMaxCandidates * 3 / 4);
-    const int32_t share = min_of(segment_end() - segment_begin(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
+    const int32_t share = min_of(segment_end - segment_begin, kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 8, kSamplingThreads / 2);
   }
 
-  /// Keeps the lane's tokens i with bit i set. Values come from memory again (they are in the L1 cache): a register array has no index.
-  __device__ __forceinline__ void keep(uint32_t chosen, int32_t segment) const {
+  /// Keeps the lane's tokens i with bit i set, counted from vector j on. Values come from memory again (they are in the L1 cache): a register array has no index.
+  __device__ __forceinline__ void keep(uint32_t chosen, int32_t segment, int32_t j) const {
 #pragma unroll 1
     while (chosen != 0) {
       const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1;
       chosen &= chosen - 1;
-      const int32_t token = source.token(segment, lane(), i);
+      const int32_t of_value = token(segment, j + i / Source::kVectorTokens, i % Source::kVectorTokens);
       const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
       if (at < kMaxCandidates) {
-        shared.keys[at] = order_key(source.one(token));
-        shared.tokens[at] = token;
+        shared.keys[at] = order_key(source.one(of_value));
+        shared.tokens[at] = of_value;
       }
     }
   }
 
-  /// Sets the CTA's summary, without a barrier behind it. second: nullptr if there is no use for a second mass.
-  __device__ __forceinline__ void read(bool needs_mass, const Weights& first, const Weights* second) {
+  /// Sets the CTA's summary, without a barrier behind it. second: also the masses at temperature 1, for log-probabilities.
+  __device__ __forceinline__ void read(bool needs_mass, float scale, float floor, bool has_second) {
     const int32_t lanes = lanes_at_bound();
     uint32_t bound = lanes > 0 ? kWholeRow : kNoBound;
     if (threadIdx.x == 0) {
@@ -178,7 +224,7 @@ struct Row {
             uint32_t first_token = 0xffffffffu;
 #pragma unroll
             for (int32_t i = kLaneTokens - 1; i >= 0; --i) {
-              if (v[i] == reference) first_token = source.token(segment, lane(), i);
+              if (v[i] == reference) first_token = token(segment, i / Source::kVectorTokens, i % Source::kVectorTokens);
             }
             best_token = ptx::warp_min(first_token);
           }
@@ -188,15 +234,15 @@ struct Row {
             uint32_t chosen = 0;
 #pragma unroll
             for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
-            keep(chosen, segment);
+            keep(chosen, segment, 0);
           }
           if (!needs_mass) return;
           const bool has_mass = key > kExcludedKey && key < kInfiniteKey;
 #pragma unroll 1
-          for (int32_t which = 0; which < (second != nullptr ? 2 : 1); ++which) {
+          for (int32_t which = 0; which < (has_second ? 2 : 1); ++which) {
             uint64_t sum = 0;
             if (has_mass) {
-              const Weights local(reference, which == 0 ? first : *second);
+              const Weights local(reference, which == 0 ? scale : kLog2E, which == 0 ? floor : LogitWeights::floor_of(kLog2E));
 #pragma unroll
               for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
             }
@@ -221,7 +267,7 @@ struct Row {
     const float* references = reference_table();
     uint64_t sum = 0;
 #pragma unroll 1
-    for (int32_t s = segment_begin() + static_cast<int32_t>(threadIdx.x); s < segment_end(); s += kSamplingThreads) {
+    for (int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x); s < segment_end; s += kSamplingThreads) {
       const uint64_t scaled = references[s] > kMinusInfinity ? scale_mass(mass[s], segment_factor(of_row, references[s])) : 0;
       mass[s] = scaled;
       sum += scaled;
@@ -257,12 +303,12 @@ struct Row {
   __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
 
   __device__ __forceinline__ float logprob_of(float value, uint64_t mass) const {
-    return logprob(value, weights.reference, is_tempered() ? settings.inverse_temperature : 1.0f, mass);
+    return logprob(value, shared.reference, is_tempered() ? settings.inverse_temperature : 1.0f, mass);
   }
 
   /// `ranked`: key and ~token; 0: no such token.
   __device__ __forceinline__ void store_top(int32_t place, uint64_t ranked, uint64_t logprob_mass) const {
-    const int64_t at = row * params.num_top_logprobs + place;
+    const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
     params.top_token_ids[at] = ranked == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(ranked));
     params.top_logprobs[at] = ranked == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(ranked >> 32)), logprob_mass);
   }
