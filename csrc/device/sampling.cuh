@@ -53,13 +53,10 @@ struct RowSampler : Row<Source> {
     share -= before;
     constexpr int32_t kItems = kMaxVocab / kSegmentTokens / kSamplingThreads;
     const uint64_t* mass = mass_table(0);
-    uint64_t items[kItems];
-#pragma unroll
-    for (int32_t i = 0; i < kItems; ++i) {
+    const Crossing crossing = find_crossing<kItems>(shared.scratch, share + 1, [&](int32_t i) {
       const int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x) * kItems + i;
-      items[i] = s < segment_end ? mass[s] : 0;
-    }
-    const Crossing crossing = find_crossing(shared.scratch, items, share + 1);
+      return s < segment_end ? mass[s] : 0;
+    });
     share -= crossing.before;
     const int32_t segment = segment_begin + crossing.index;
     if (warp() == 0) {
@@ -94,7 +91,7 @@ struct RowSampler : Row<Source> {
   }
 
   /// The same where the candidates do not tell: one read of the row for each. Rare (thousands of equal values, or a row in ascending order).
-  __device__ __forceinline__ void write_top_again(uint64_t logprob_mass) const {
+  __device__ __forceinline__ void write_top_again() const {
     uint64_t last = ~uint64_t{0};
 #pragma unroll 1
     for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
@@ -121,7 +118,7 @@ struct RowSampler : Row<Source> {
       last = 0;
       for (int32_t cta = 0; cta < num_ctas; ++cta) last = max_of(last, summary_of(cta).best);
       sync();
-      if (rank == 0 && threadIdx.x == 0) store_top(place, last, logprob_mass);
+      if (rank == 0 && threadIdx.x == 0) store_top(place, last);
     }
   }
 
@@ -225,27 +222,32 @@ struct RowSampler : Row<Source> {
     }
     if (has_candidates) this->gather_candidates(bound);
     sync();
-    uint64_t row_mass = 0, logprob_mass = 0;
     if (needs_mass) {
+      uint64_t mass = 0, second = 0;
 #pragma unroll 4
       for (int32_t cta = 0; cta < num_ctas; ++cta) {
-        row_mass += summary_of(cta).mass;
-        logprob_mass += summary_of(cta).logprob_mass;
+        mass += summary_of(cta).mass;
+        second += summary_of(cta).logprob_mass;
       }
+      if (threadIdx.x == 0) {
+        shared.row_mass = mass;
+        shared.logprob_mass = second;
+      }
+      __syncthreads();
     }
     int32_t token = samples() && settings.greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : -1;
     bool has_top = params.num_top_logprobs == 0 || !samples();
     bool draws_segment = samples() && !settings.greedy && !filters();
     uint32_t threshold = kWholeRow;
-    uint64_t mass = row_mass;
+    uint64_t mass = shared.row_mass;
     if (filters() || !has_top) {
-      if (rank == 0) token = ask_candidates(token, has_candidates, bound, best_key, row_mass, logprob_mass);
+      if (rank == 0) token = ask_candidates(token, has_candidates, bound, best_key);
       sync();
       has_top = shared.decision.has_top;
       threshold = shared.decision.threshold;
-      mass = draws_segment ? row_mass : shared.decision.mass;
+      if (!draws_segment) mass = shared.decision.mass;
       if (filters() && !shared.decision.settled) {
-        mass = Rereader<Source>(*this).filter(row_mass, threshold);
+        mass = Rereader<Source>(*this).filter(threshold);
         draws_segment = samples();
       }
     }
@@ -255,35 +257,34 @@ struct RowSampler : Row<Source> {
     } else if (token >= 0 && threadIdx.x == 0 && (!settings.greedy || rank == 0)) {
       store_token(token_index, token);
       params.valid[row] = 1;
-      if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(token), logprob_mass);
+      if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(token));
     }
     if (!has_top) {
       sync();
-      write_top_again(logprob_mass);
+      write_top_again();
     }
     sync();                   // shared memory of every CTA is read until here
   }
 
   /// The first CTA's part: decides, draws if the candidates are enough, and tells the others. Returns the token, or `token`.
-  __device__ __forceinline__ int32_t ask_candidates(int32_t token, bool has_candidates, uint32_t bound, uint32_t best_key, uint64_t row_mass,
-                                                    uint64_t logprob_mass) {
+  __device__ __forceinline__ int32_t ask_candidates(int32_t token, bool has_candidates, uint32_t bound, uint32_t best_key) {
     const int32_t found = shared.summary.num_candidates + shared.num_gathered;
-    Decision decision{row_mass, kWholeRow, false, params.num_top_logprobs == 0 || !samples()};
+    Decision decision{shared.row_mass, kWholeRow, false, params.num_top_logprobs == 0 || !samples()};
     if (has_candidates && found <= kMaxCandidates) {
       Candidates<Source> candidates(*this, found, bound, best_key);
       if (filters()) {
         decision.threshold = candidates.settle_top_k();
         const bool is_few = samples() && decision.threshold >= bound && candidates.count_from(decision.threshold) <= kSamplingThreads;
-        decision.settled = is_few || candidates.settle_top_p(row_mass, decision.threshold);
+        decision.settled = is_few || candidates.settle_top_p(decision.threshold);
         if (decision.settled && (is_few || (samples() && candidates.count_from(decision.threshold) <= kSamplingThreads))) {
-          token = candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p, row_mass, shared.seed, shared.position);
+          token = candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p);
         } else if (decision.settled) {
           decision.mass = candidates.mass_from(decision.threshold);
           if (samples()) token = candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
         }
       }
       __syncthreads();        // the histogram's room is used for other things
-      if (!decision.has_top) decision.has_top = candidates.write_top(logprob_mass);
+      if (!decision.has_top) decision.has_top = candidates.write_top();
     }
     if (static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;
     return token;

@@ -15,9 +15,9 @@ struct Rereader {
 
   __device__ __forceinline__ explicit Rereader(const Row<Source>& row) : row(row), shared(row.shared) {}
 
-  /// Bin of a value in the first histogram: the top one holds the largest value, the others are 24 / 2048 powers of two apart, the lowest takes the rest.
+  /// Bin of a value in the first histogram: the top one holds the largest value, they are 16 / 2048 powers of two wide, the lowest takes the rest.
   __device__ __forceinline__ static int32_t coarse_bin(const LogitWeights& of_row, float value) {
-    return kBins - 1 - static_cast<int32_t>(min_of((of_row.reference - value) * (of_row.scale * (kBins / 24.0f)), static_cast<float>(kBins - 1)));
+    return kBins - 1 - static_cast<int32_t>(min_of((of_row.reference - value) * (of_row.scale * (kBins / 16.0f)), static_cast<float>(kBins - 1)));
   }
   __device__ __forceinline__ static int32_t coarse_bin(const ProbWeights& of_row, float value) {
     return kBins - 1 - static_cast<int32_t>(min_of((order_key(of_row.reference) - order_key(value)) >> 17, static_cast<uint32_t>(kBins - 1)));
@@ -195,7 +195,7 @@ struct Rereader {
   }
 
   /// Smallest surviving key and the survivors' mass; the segments' masses are then those of the survivors.
-  __device__ __forceinline__ uint64_t filter(uint64_t row_mass, uint32_t& threshold) const {
+  __device__ __forceinline__ uint64_t filter(uint32_t& threshold) const {
     const RowSettings& settings = row.settings;
     threshold = min_p_key(row.weights(), settings);
     bool has_masses = false;
@@ -205,7 +205,7 @@ struct Rereader {
       const bool is_top_p = step >= 2;
       if (step % 2 == 0) {
         if (is_top_p ? !settings.has_top_p : settings.top_k == 0) continue;
-        const uint64_t target = is_top_p ? top_p_target(settings, row.top_p_of_all() ? row_mass : mass) : static_cast<uint64_t>(settings.top_k);
+        const uint64_t target = is_top_p ? top_p_target(settings, row.top_p_of_all() ? shared.row_mass : mass) : static_cast<uint64_t>(settings.top_k);
         row.sync();
         has_masses = find(is_top_p, target, threshold, threshold) == Found::kMasses;
       } else {

@@ -55,7 +55,7 @@ struct Candidates {
   }
 
   /// Goes on with top-p. False if the candidates do not tell.
-  __device__ __forceinline__ bool settle_top_p(uint64_t row_mass, uint32_t& threshold) {
+  __device__ __forceinline__ bool settle_top_p(uint32_t& threshold) {
     if (row.settings.has_top_p) {
       const bool of_all = row.top_p_of_all();
       if (!of_all && threshold < bound) return false;
@@ -70,7 +70,7 @@ struct Candidates {
       };
       const uint32_t from = max_of(threshold, bound);
       const uint64_t available = mass_from(from);
-      const uint64_t target = top_p_target(row.settings, of_all ? row_mass : available);
+      const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
       if (available >= target) threshold = bisect<uint64_t>(from, best_key + 1, target, true, mass_from);
     }
     return threshold >= bound;
@@ -84,7 +84,7 @@ struct Candidates {
   }
 
   /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
-  __device__ __forceinline__ int32_t draw_of_few(uint32_t threshold, bool cuts_top_p, uint64_t row_mass, int64_t seed, int64_t position) {
+  __device__ __forceinline__ int32_t draw_of_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.histogram.low);
     if (threadIdx.x == 0) shared.result = 0;
     __syncthreads();
@@ -109,7 +109,7 @@ struct Candidates {
           total += other.weight;
         }
       }
-      survives = is_one && above < top_p_target(row.settings, row.top_p_of_all() ? row_mass : total);
+      survives = is_one && above < top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total);
       __syncthreads();
       if (is_one && !survives) survivors[threadIdx.x].weight = 0;
     }
@@ -122,7 +122,7 @@ struct Candidates {
         before += other.token < own.token ? other.weight : 0;
         total += other.weight;
       }
-      const uint64_t share = draw_share(seed, position, total);
+      const uint64_t share = draw_share(shared.seed, shared.position, total);
       if (survives && before <= share && share - before < own.weight) shared.result = own.token;
     }
     __syncthreads();
@@ -149,7 +149,7 @@ struct Candidates {
   }
 
   /// The most likely tokens, in order. False if the candidates do not tell.
-  __device__ __forceinline__ bool write_top(uint64_t logprob_mass) {
+  __device__ __forceinline__ bool write_top() {
     const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
     const uint32_t available = count_from(bound);
     if (available < wanted && bound != kWholeRow) return false;
@@ -168,9 +168,9 @@ struct Candidates {
       uint32_t place = 0;
 #pragma unroll 4
       for (int32_t j = 0; j < found; ++j) place += ranked[j] > ranked[i] ? 1 : 0;
-      if (place < wanted) row.store_top(static_cast<int32_t>(place), ranked[i], logprob_mass);
+      if (place < wanted) row.store_top(static_cast<int32_t>(place), ranked[i]);
     }
-    for (uint32_t place = found + threadIdx.x; place < wanted; place += kSamplingThreads) row.store_top(static_cast<int32_t>(place), 0, logprob_mass);
+    for (uint32_t place = found + threadIdx.x; place < wanted; place += kSamplingThreads) row.store_top(static_cast<int32_t>(place), 0);
     __syncthreads();
     return true;
   }

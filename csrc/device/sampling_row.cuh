@@ -42,6 +42,8 @@ struct SamplingShared {
   RowSettings settings;
   int64_t seed;
   int64_t position;
+  uint64_t row_mass;
+  uint64_t logprob_mass;
   float reference;          // the row's largest value, once it is known
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
   int32_t result;
@@ -180,7 +182,7 @@ struct Row {
     const int32_t top_k = filters() ? settings.top_k : 0;
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 2) return 0;
-    const int32_t wanted = clamp(3 * needed, 512, kMaxCandidates * 3 / 4);
+    const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates * 3 / 4);
     const int32_t share = min_of(segment_end - segment_begin, kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 8, kSamplingThreads / 2);
   }
@@ -302,15 +304,15 @@ struct Row {
   __device__ __forceinline__ bool wants_logprobs() const { return samples() && (params.logprobs != nullptr || params.num_top_logprobs > 0); }
   __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
 
-  __device__ __forceinline__ float logprob_of(float value, uint64_t mass) const {
-    return logprob(value, shared.reference, is_tempered() ? settings.inverse_temperature : 1.0f, mass);
+  __device__ __forceinline__ float logprob_of(float value) const {
+    return logprob(value, shared.reference, is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
   }
 
   /// `ranked`: key and ~token; 0: no such token.
-  __device__ __forceinline__ void store_top(int32_t place, uint64_t ranked, uint64_t logprob_mass) const {
+  __device__ __forceinline__ void store_top(int32_t place, uint64_t ranked) const {
     const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
     params.top_token_ids[at] = ranked == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(ranked));
-    params.top_logprobs[at] = ranked == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(ranked >> 32)), logprob_mass);
+    params.top_logprobs[at] = ranked == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(ranked >> 32)));
   }
 };
 

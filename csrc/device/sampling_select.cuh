@@ -10,7 +10,7 @@ namespace attn {
 constexpr int32_t kBins = 2048;
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kThreadBins = kBins / kSamplingThreads;
-constexpr int32_t kMaxCandidates = 2048;
+constexpr int32_t kMaxCandidates = 1024;
 constexpr int32_t kHeld = kMaxCandidates / kSamplingThreads;      // candidates of a thread
 
 /// Sums of 64 bits as two arrays of words, since shared memory adds 32 bits at a time.
@@ -84,33 +84,26 @@ __device__ __forceinline__ uint32_t bisect(uint32_t low, uint32_t high, Sum targ
   return low;
 }
 
-/// Every thread has kItems numbers, thread 0 the first ones: finds the first item with which the running sum is at least `target`.
-template <int32_t kItems>
-__device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, const uint64_t (&items)[kItems], uint64_t target) {
+/// Every thread has kItems numbers item(i), thread 0 the first ones: finds the first item with which the running sum is at least `target`.
+template <int32_t kItems, class Item>
+__device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64_t target, const Item& item) {
   uint64_t mine = 0;
 #pragma unroll
-  for (int32_t i = 0; i < kItems; ++i) mine += items[i];
+  for (int32_t i = 0; i < kItems; ++i) mine += item(i);
   const int32_t lane = ptx::lane_id();
-  const int32_t warp = threadIdx.x / 32;
-  uint64_t before = ptx::warp_inclusive_sum(mine, lane);
+  uint64_t through = ptx::warp_inclusive_sum(mine, lane);
   __syncthreads();      // the scratch may still be read
-  if (lane == 31) scratch.sums[0][warp] = before;
+  if (lane == 31) scratch.sums[0][threadIdx.x / 32] = through;
   if (threadIdx.x == 0) scratch.crossing = Crossing{0, 0, false};
   __syncthreads();
 #pragma unroll
-  for (int32_t w = 0; w < kSamplingWarps; ++w) before += w < warp ? scratch.sums[0][w] : 0;
-  const uint64_t through = before;
-  before -= mine;
-  if (before < target && target <= through) {
-    int32_t index = static_cast<int32_t>(threadIdx.x) * kItems;
-    bool passed = false;
-#pragma unroll
-    for (int32_t i = 0; i < kItems; ++i) {
-      passed = passed || before + items[i] >= target;
-      before += passed ? 0 : items[i];
-      index += passed ? 0 : 1;
-    }
-    scratch.crossing = Crossing{before, index, true};
+  for (int32_t w = 0; w < kSamplingWarps; ++w) through += w < static_cast<int32_t>(threadIdx.x / 32) ? scratch.sums[0][w] : 0;
+  if (through - mine < target && target <= through) {
+    uint64_t before = through - mine;
+    int32_t i = 0;
+#pragma unroll 1
+    for (; i < kItems - 1 && before + item(i) < target; ++i) before += item(i);
+    scratch.crossing = Crossing{before, static_cast<int32_t>(threadIdx.x) * kItems + i, true};
   }
   __syncthreads();
   return scratch.crossing;
@@ -126,11 +119,8 @@ __device__ __forceinline__ void clear(Histogram& histogram) {
 
 /// The highest bin from which on upwards the sum is at least `target`, above 0. Everything has been added, with a barrier behind it.
 __device__ __forceinline__ Crossing find_bin(SelectScratch& scratch, const Histogram& histogram, uint64_t target) {
-  uint64_t items[kThreadBins];
   const int32_t top = kBins - 1 - static_cast<int32_t>(threadIdx.x) * kThreadBins;
-#pragma unroll
-  for (int32_t i = 0; i < kThreadBins; ++i) items[i] = histogram.sum(top - i);
-  Crossing crossing = find_crossing(scratch, items, target);
+  Crossing crossing = find_crossing<kThreadBins>(scratch, target, [&](int32_t i) { return histogram.sum(top - i); });
   crossing.index = kBins - 1 - crossing.index;
   return crossing;
 }
