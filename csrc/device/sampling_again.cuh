@@ -28,9 +28,9 @@ struct Rereader {
     clear(shared.histogram);
     __syncthreads();
     const Weights weights = row.weights();
-    row.for_vectors([&](int32_t, int32_t, const float (&v)[Source::kVectorTokens]) {
+    row.for_fours([&](int32_t, const float (&v)[4]) {
 #pragma unroll
-      for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
+      for (int32_t i = 0; i < 4; ++i) {
         const uint32_t key = order_key(v[i]);
         const uint64_t weight = by_mass ? weights(v[i]) : 1;
         if (key >= low && key < high && weight != 0) {
@@ -56,11 +56,11 @@ struct Rereader {
     uint32_t least = 0xffffffffu, most = 0;
     uint64_t sum = 0;
     const Weights weights = row.weights();
-    row.for_vectors(
-        [&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
+    row.for_fours(
+        [&](int32_t token, const float (&v)[4]) {
           uint32_t members = 0;
 #pragma unroll
-          for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
+          for (int32_t i = 0; i < 4; ++i) {
             const uint32_t key = order_key(v[i]);
             bool counts = key >= lowest;
             if (bin >= 0 && counts) {
@@ -75,7 +75,8 @@ struct Rereader {
             const uint64_t weight = weights(v[i]);
             sum += counts ? weight : 0;
           }
-          if (members != 0) row.keep(members, segment, j);
+#pragma unroll 1
+          for (; members != 0; members &= members - 1) row.keep(token + __ffs(static_cast<int32_t>(members)) - 1);
         },
         [&](int32_t segment) {
           sum = ptx::warp_add(sum);
