@@ -249,7 +249,7 @@ struct RowSampler : Row<Source> {
       threshold = shared.decision.threshold;
       if (!draws_segment) mass = shared.decision.mass;
       if (filters() && !shared.decision.settled) {
-        mass = Rereader<Source>(*this).filter(threshold);
+        mass = Rereader<Source>(*this).filter(best_key, threshold);
         draws_segment = samples();
       }
     }
@@ -285,7 +285,7 @@ struct RowSampler : Row<Source> {
           if (samples()) candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
         }
       }
-      __syncthreads();        // the histogram's room is used for other things
+      __syncthreads();        // the bins' room is used for other things
       if (!decision.has_top) decision.has_top = candidates.write_top();
     }
     if (static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;

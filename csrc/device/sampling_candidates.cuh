@@ -85,7 +85,7 @@ struct Candidates {
 
   /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
   __device__ __forceinline__ void draw_of_few(uint32_t threshold, bool cuts_top_p) {
-    Survivor* survivors = reinterpret_cast<Survivor*>(shared.histogram.low);
+    Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
@@ -153,7 +153,7 @@ struct Candidates {
     const uint32_t available = count_from(bound);
     if (available < wanted && bound != kWholeRow) return false;
     const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
-    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.histogram.low);      // key, then ~token
+    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);      // key, then ~token
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1

@@ -18,7 +18,7 @@ struct CtaSummary {
   uint64_t logprob_mass;
   uint32_t bound;           // candidates are complete from this key on
   int32_t num_candidates;   // of this CTA; may exceed what there is room for
-  uint32_t least_key;       // of a bin's members
+  uint32_t least_key;       // of a window's members
   uint32_t most_key;
 };
 
@@ -33,7 +33,7 @@ struct Decision {
 struct SamplingShared {
   uint32_t keys[kMaxCandidates];
   int32_t tokens[kMaxCandidates];
-  Histogram histogram;
+  alignas(16) uint32_t bins[kBins];     // or a list of survivors, or of the most likely tokens
   SelectScratch scratch;
   CtaSummary summary;
   Decision decision;
@@ -49,6 +49,7 @@ struct SamplingShared {
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
   int32_t token;            // that was drawn, in the CTA that drew it
   int32_t num_listed;
+  uint32_t ends[2];         // least and largest key of a window's members
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
