@@ -91,39 +91,6 @@ def test_only_survivors_are_drawn(device: torch.device, number: int) -> None:
         assert bool(kept[i][tokens[:, i]].all()), row(settings, i)
 
 
-@pytest.mark.parametrize("order", ["top_k_first", "joint"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_survivors_are_the_engines(engine: str, order: str) -> None:
-    """The sets of survivors of vLLM's and SGLang's torch implementations, on rows without ties; vLLM's is top_k_first, SGLang's joint."""
-    if (engine == "vllm") != (order == "top_k_first"):
-        pytest.skip("not that engine's order")
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(64, 300, generator=generator) * 2
-    k = torch.randint(1, 60, (64,), generator=generator)
-    p = torch.rand(64, generator=generator) * 0.9 + 0.05
-    if engine == "vllm":
-        ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
-        theirs = ops.apply_top_k_top_p_pytorch(logits.clone(), k, p) > -INF
-    else:
-        sampler = pytest.importorskip("sglang.srt.layers.sampler")
-        # It samples right after filtering: its survivors are what it can draw with every seed, which its own filter gives when multinomial is asked for all.
-        probs = torch.softmax(logits, -1)
-        theirs = torch.zeros_like(probs, dtype=torch.bool)
-        ordered: list[torch.Tensor] = []
-        original = torch.multinomial
-        try:
-            torch.multinomial = lambda weights, **_: ordered.append(weights.clone()) or original(weights, num_samples=1)      # type: ignore[assignment]
-            sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), k, p, torch.zeros(64), False, None, torch.zeros(64, dtype=torch.int64))
-        finally:
-            torch.multinomial = original
-        theirs.scatter_(1, probs.sort(dim=-1, descending=True).indices, ordered[0] > 0)
-    ours = torch.stack([keeps(logits[i], top_k=int(k[i]), top_p=float(p[i]), filter_order=order) for i in range(64)])
-    assert torch.equal(ours, theirs)
-    draws = 400
-    tokens = sample(logits.repeat(draws, 1), top_k=k.int().repeat(draws), top_p=p.repeat(draws), filter_order=order, seed=torch.arange(64 * draws)).token_ids
-    assert bool(theirs.gather(1, tokens.view(draws, 64).T.long()).all())
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_greedy_takes_the_first_of_the_largest(device: torch.device, dtype: torch.dtype) -> None:
     logits = torch.randint(-3, 3, (50, 3001), generator=torch.Generator().manual_seed(4)).to(dtype)
