@@ -240,19 +240,17 @@ struct RowSampler : Row<Source> {
     if (has_token && threadIdx.x == 0) shared.token = static_cast<int32_t>(~static_cast<uint32_t>(best));
     bool has_top = params.num_top_logprobs == 0 || !samples();
     bool draws_segment = samples() && !settings.greedy && !filters();
-    uint32_t threshold = kWholeRow;
-    uint64_t mass = shared.row_mass;
     if (filters() || !has_top) {
       if (rank == 0) has_token |= ask_candidates(has_candidates, bound, best_key);
       sync();
       has_top = shared.decision.has_top;
-      threshold = shared.decision.threshold;
-      if (!draws_segment) mass = shared.decision.mass;
       if (filters() && !shared.decision.settled) {
-        mass = Rereader<Source>(*this).filter(best_key, threshold);
+        Rereader<Source>(*this).filter();
         draws_segment = samples();
       }
     }
+    const uint32_t threshold = filters() ? shared.decision.threshold : kWholeRow;
+    const uint64_t mass = filters() ? shared.decision.mass : shared.row_mass;
     if (draws_segment) has_token = draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
     if (!samples()) {
       write_values(threshold, mass, true);

@@ -47,20 +47,28 @@ struct Rereader {
     static constexpr int32_t kShift = 15;       // of 23 bits of a mantissa: 256 bins to an octave
   };
 
-  __device__ __forceinline__ static LogitBins bins_of(const LogitWeights& weights) { return LogitBins(weights); }
-  __device__ __forceinline__ static ProbBins bins_of(const ProbWeights& weights) { return ProbBins(weights); }
+  __device__ __forceinline__ static LogitBins coarse_bins(const LogitWeights& weights) { return LogitBins(weights); }
+  __device__ __forceinline__ static ProbBins coarse_bins(const ProbWeights& weights) { return ProbBins(weights); }
 
-  /// Counts the cluster's values with a key of at least `lowest` by bins.
-  __device__ __forceinline__ void count_values(uint32_t lowest) const {
+  /// Fine bins: a range of keys, -1 standing for what comes before. The last one takes the rest.
+  __device__ __forceinline__ static int32_t fine_bin(uint32_t first_key, int32_t shift, float value) {
+    const uint32_t key = order_key(value);
+    return key > first_key ? -1 : static_cast<int32_t>(min_of((first_key - key) >> shift, static_cast<uint32_t>(kBins - 1)));
+  }
+
+  /// Counts the cluster's values by bins.
+  __device__ __forceinline__ void count_values() const {
     for (int32_t i = threadIdx.x; i < kBins; i += kSamplingThreads) shared.bins[i] = 0;
     __syncthreads();
-    const auto bin_of = bins_of(row.weights());
-    const float least = key_value(lowest);
+    const auto coarse_bin = coarse_bins(row.weights());
+    const float least = key_value(shared.search.lowest);
+    const int32_t shift = shared.search.shift;
+    const uint32_t first_key = shared.search.ends[1];
     row.for_fours([&](int32_t, const float (&v)[4]) {
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        const int32_t bin = bin_of(v[i]);
-        if (bin < kBins - 1 && v[i] >= least) atomicAdd(&shared.bins[bin], 1u);
+        const int32_t bin = shift < 0 ? coarse_bin(v[i]) : fine_bin(first_key, shift, v[i]);
+        if (bin >= 0 && bin < kBins - 1 && v[i] >= least) atomicAdd(&shared.bins[bin], 1u);
       }
     });
     row.sync();
@@ -84,17 +92,28 @@ struct Rereader {
     int32_t last;
   };
 
-  /// No member of a bin weighs less than 2^(-1/256) of what none weighs more than, so that two sums over the bins enclose the mass.
-  __device__ __forceinline__ Window find_window(bool by_mass, uint64_t target) const {
-    const auto bin_of = bins_of(row.weights());
+  /// A member of a bin weighs what its middle does, nearly: that suggests a window of few bins. What is sure is only that no member of a coarse bin weighs less than
+  /// 2^(-1/256) = 1 - 0.0027 of what none weighs more than.
+  __device__ __forceinline__ Window find_window() const {
+    const Search& search = shared.search;
+    const auto coarse_bin = coarse_bins(row.weights());
+    const bool by_mass = search.by_mass;
+    const uint64_t target = search.target - search.base;
     const auto most_of = [&](int32_t i) -> uint64_t {
       const int32_t bin = static_cast<int32_t>(threadIdx.x) * kThreadBins + i;
       const uint64_t count = bin < kBins - 1 ? shared.bins[bin] : 0;
-      return by_mass ? count * (bin_of.most(bin) + 1) : count;
+      if (!by_mass || count == 0) return count;
+      return count * (1 + (search.shift < 0 ? coarse_bin.most(bin) : row.weights()(key_value(search.ends[1] - (static_cast<uint32_t>(bin) << search.shift)))));
     };
-    // Rounding is allowed for with 2^-12 of the target at either end: 2^(-1/256) is 1 - 0.0027.
-    const Crossing first = find_crossing<kThreadBins>(shared.scratch, by_mass ? target - (target >> 12) : target, most_of);
-    const Crossing last = find_crossing<kThreadBins>(shared.scratch, by_mass ? target + (target >> 8) : target, most_of);
+    // Of sums of what the members weigh at most: those of what they weigh are 0.00135 less by the middles of coarse bins. A fine bin has no width to speak of.
+    uint64_t low = target, high = target;
+    if (by_mass) {
+      const uint64_t middle = search.shift < 0 ? target + (target >> 10) + (target >> 11) - (target >> 13) : target;     // 1.00134
+      low = search.is_wide ? target - (target >> 12) : middle - (target >> 12);
+      high = search.is_wide ? target + (target >> 8) : middle + (target >> 12);
+    }
+    const Crossing first = find_crossing<kThreadBins>(shared.scratch, max_of<uint64_t>(low, 1), most_of);
+    const Crossing last = find_crossing<kThreadBins>(shared.scratch, max_of<uint64_t>(high, 1), most_of);
     return Window{first.before, first.found ? first.index : kBins - 1, last.found ? last.index : kBins - 1};
   }
 
@@ -103,14 +122,16 @@ struct Rereader {
     uint32_t least = 0xffffffffu, most = 0;
     uint64_t sum = 0;
     const Weights weights = row.weights();
-    const auto bin_of = bins_of(weights);
+    const auto coarse_bin = coarse_bins(weights);
     const float least_value = key_value(lowest);
+    const int32_t shift = shared.search.shift;
+    const uint32_t first_key = shared.search.ends[1];
     row.for_fours(
         [&](int32_t token, const float (&v)[4]) {
           uint32_t members = 0;
 #pragma unroll
           for (int32_t i = 0; i < 4; ++i) {
-            const int32_t bin = bin_of(v[i]);
+            const int32_t bin = shift < 0 ? coarse_bin(v[i]) : fine_bin(first_key, shift, v[i]);
             const bool counts = v[i] >= least_value;
             if (counts && bin >= window.first && bin <= window.last) members |= 1u << i;
             if (counts && bin < window.first) sum += by_mass ? weights(v[i]) : 1;
@@ -137,9 +158,6 @@ struct Rereader {
     }
   }
 
-  /// All values with a key of at least `lowest`.
-  __device__ __forceinline__ void sum_all(uint32_t lowest, bool by_mass) const { sum_masses(lowest, Window{0, kBins, kBins}, by_mass); }
-
   /// The row's mass from the segments' masses; every CTA's is then in its summary.
   __device__ __forceinline__ uint64_t total_mass() const {
     BlockSums sums(shared.scratch);
@@ -157,8 +175,10 @@ struct Rereader {
   }
 
   /// The first CTA's part of find(): the threshold among the window's members, told to all; 0 if it is not among them.
-  __device__ __forceinline__ void select_member(bool by_mass, uint64_t target, int32_t members, uint32_t least, uint32_t most) const {
+  __device__ __forceinline__ void select_member(uint64_t target, int32_t members) const {
     BlockSums sums(shared.scratch);
+    const uint32_t least = shared.search.ends[0], most = shared.search.ends[1];
+    const bool by_mass = shared.search.by_mass;
     uint32_t keys[kHeld];
     uint64_t weight[kHeld];
 #pragma unroll
@@ -187,8 +207,11 @@ struct Rereader {
     __syncthreads();
   }
 
-  /// Whether the threshold is among the window's members, before which values weigh or count `above`; it is in the decision then, and the masses are complete.
-  __device__ __forceinline__ bool look_at_members(bool by_mass, uint64_t target, uint64_t above) const {
+  enum class Look { kFound, kTooMany, kMissed };
+
+  /// Looks for the threshold among the window's members, before which values weigh or count `above`. Found: it is in the decision, and the masses are complete.
+  /// Else the search has the members' ends.
+  __device__ __forceinline__ Look look_at_members(uint64_t above) const {
     int32_t members = 0;
     uint32_t least = 0xffffffffu, most = 0;
 #pragma unroll 4
@@ -198,84 +221,130 @@ struct Rereader {
       least = min_of(least, other.least_key);
       most = max_of(most, other.most_key);
     }
+    row.sync();               // summaries and the search were read
     if (threadIdx.x == 0) {
-      shared.ends[0] = least;
-      shared.ends[1] = most;
+      shared.search.ends[0] = least;
+      shared.search.ends[1] = most;
     }
-    if (members == 0 || members > kMaxCandidates || above >= target) return false;
+    if (members == 0 || above >= shared.search.target) return Look::kMissed;
+    if (members > kMaxCandidates) return Look::kTooMany;
     row.gather_candidates(0);
     row.sync();
-    if (row.rank == 0) select_member(by_mass, target - above, members, least, most);
+    if (row.rank == 0) select_member(shared.search.target - above, members);
     row.sync();
-    if (shared.decision.threshold == 0) return false;
+    if (shared.decision.threshold == 0) return Look::kMissed;
     add_members(shared.decision.threshold);
-    return true;
+    return Look::kFound;
   }
 
   enum class Found { kNothing, kKey, kMasses };
 
-  /// Largest key such that values at or above weigh, or count, at least `target`, none below `lowest` being looked at. kMasses: the segments' masses are then
-  /// those of the values at or above.
-  __device__ __forceinline__ Found find(bool by_mass, uint64_t target, uint32_t lowest, uint32_t best_key, uint32_t& threshold) const {
-    if (threadIdx.x == 0) {
-      shared.summary.num_candidates = 0;
-      shared.num_gathered = 0;
-      shared.summary.least_key = 0xffffffffu;
-      shared.summary.most_key = 0;
-    }
-    count_values(lowest);
-    const Window window = find_window(by_mass, target);
-    uint32_t low = lowest, high = best_key + 1;
-    // The first round looks into the window. Others only follow where thousands of equal values are in it, or a sum is at the edge of a bin: a bisection, each
-    // round a read of the row, first at the lowest key, then at the ends of the window, where equal values lie.
+  /// Largest key such that values at or above weigh, or count, at least the target: goes to the decision. kMasses: the segments' masses are then those of the
+  /// values at or above.
+  __device__ __forceinline__ Found find() const {
+    Search& search = shared.search;
+    // Windows: the coarse bins', then that of fine bins between the ends of the first, if it has too many members; a wide one, if the threshold is not in it.
+    // Then, where equal values are too many, or a sum is at the edge of a bin, a bisection: a read of the row each round, first at the lowest key, then at the
+    // ends of the last window.
+    constexpr int32_t kWindows = 4;
+    bool counts = true;
+    bool looks = true;
+    int32_t round = 0;
 #pragma unroll 1
-    for (int32_t round = 0; round < 4 + 32 && (round < 2 || high - low > 1); ++round) {
-      const uint32_t end = round == 2 ? shared.ends[1] : round == 3 ? shared.ends[0] : 0;
-      const uint32_t middle = round < 2 ? lowest : end > low && end < high ? end : low + (high - low) / 2;
-      sum_masses(middle, round == 0 ? window : Window{0, kBins, kBins}, by_mass || round == 0);
-      const uint64_t sum = total_mass();      // its barrier is that of the members too
-      if (round == 0) {
-        if (look_at_members(by_mass, target, by_mass ? sum : window.before)) {
-          threshold = shared.decision.threshold;
-          return Found::kMasses;
-        }
-      } else if (sum >= target) {
-        low = middle;
-        if (sum == target) break;
+    for (int32_t reads = 0; reads < kWindows + 3 + 32; ++reads) {
+      looks = looks && reads < kWindows;
+      uint32_t middle = search.lowest;
+      Window window{0, kBins, kBins};         // everything is summed
+      if (looks) {
+        if (counts) count_values();
+        window = find_window();
       } else {
-        if (round == 1) return Found::kNothing;
-        high = middle;
+        const uint32_t end = round == 1 ? search.ends[1] : round == 2 ? search.ends[0] : 0;
+        if (round > 0) middle = end > search.low && end < search.high ? end : search.low + (search.high - search.low) / 2;
       }
-      row.sync();             // masses were read
+      sum_masses(middle, window, search.by_mass || looks);
+      const uint64_t sum = total_mass();      // its barrier is that of the members too
+      if (looks) {
+        const uint64_t above = search.by_mass ? sum : search.base + window.before;
+        const Look look = look_at_members(above);
+        if (look == Look::kFound) return Found::kMasses;
+        __syncthreads();      // the ends are known
+        const uint32_t range = search.ends[1] - search.ends[0];
+        counts = look == Look::kTooMany && range > 0;
+        looks = counts || (look == Look::kMissed && !search.is_wide && window.last < kBins - 1);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          search.is_wide = look == Look::kMissed;
+          if (counts) {
+            search.base = above;
+            search.shift = max_of(32 - __clz(range) - 11, 0);       // at most 2048 bins
+          }
+          shared.num_gathered = 0;
+          shared.summary.num_candidates = 0;
+          shared.summary.least_key = 0xffffffffu;
+          shared.summary.most_key = 0;
+        }
+        row.sync();
+        continue;
+      }
+      const bool reaches = sum >= search.target;
+      if (round == 0 && !reaches) return Found::kNothing;
+      __syncthreads();        // the search was read
+      if (threadIdx.x == 0) (reaches ? search.low : search.high) = middle;
+      row.sync();             // so were the masses
+      if (sum == search.target || search.high - search.low <= 1) break;
+      ++round;
     }
-    threshold = low;
+    if (threadIdx.x == 0) shared.decision.threshold = search.low;
+    __syncthreads();
     return Found::kKey;
   }
 
-  /// Smallest surviving key and the survivors' mass; the segments' masses are then those of the survivors.
-  __device__ __forceinline__ uint64_t filter(uint32_t best_key, uint32_t& threshold) const {
+  /// Sets the decision's threshold to the smallest surviving key and its mass to the survivors'; the segments' masses are then those of the survivors.
+  __device__ __forceinline__ void filter() const {
     const RowSettings& settings = row.settings;
-    threshold = min_p_key(row.weights(), settings);
     bool has_masses = false;
-    uint64_t mass = 0;
+    if (threadIdx.x == 0) shared.decision.threshold = min_p_key(row.weights(), settings);
+    __syncthreads();
 #pragma unroll 1
     for (int32_t step = 0; step < 4; ++step) {      // top-k, its masses, top-p, its masses: one copy of the code of each kind
       const bool is_top_p = step >= 2;
+      row.sync();                                   // what the step before left was read
       if (step % 2 == 0) {
         if (is_top_p ? !settings.has_top_p : settings.top_k == 0) continue;
-        const uint64_t target = is_top_p ? top_p_target(settings, row.top_p_of_all() ? shared.row_mass : mass) : static_cast<uint64_t>(settings.top_k);
-        row.sync();
-        has_masses = find(is_top_p, target, threshold, best_key, threshold) == Found::kMasses;
+        if (threadIdx.x == 0) {
+          shared.num_gathered = 0;
+          shared.summary.num_candidates = 0;
+          shared.summary.least_key = 0xffffffffu;
+          shared.summary.most_key = 0;
+          const uint32_t lowest = shared.decision.threshold;
+          const uint64_t mass = row.top_p_of_all() ? shared.row_mass : shared.decision.mass;
+          shared.search.target = is_top_p ? top_p_target(settings, mass) : static_cast<uint64_t>(settings.top_k);
+          shared.search.lowest = shared.search.low = lowest;
+          shared.search.high = order_key(shared.reference) + 1;
+          shared.search.by_mass = is_top_p;
+          shared.search.base = 0;
+          shared.search.shift = -1;
+          shared.search.is_wide = false;
+        }
+        __syncthreads();
+        const Found found = find();
+        has_masses = found == Found::kMasses;
+        if (found == Found::kNothing) {
+          __syncthreads();
+          if (threadIdx.x == 0) shared.decision.threshold = shared.search.lowest;
+          __syncthreads();
+        }
       } else {
         if (!is_top_p && settings.has_top_p && row.top_p_of_all()) continue;
-        row.sync();
-        if (!has_masses) sum_all(threshold, true);
+        if (!has_masses) sum_masses(shared.decision.threshold, Window{0, kBins, kBins}, true);
         has_masses = true;
-        mass = total_mass();
+        const uint64_t mass = total_mass();
+        if (threadIdx.x == 0) shared.decision.mass = mass;
+        __syncthreads();
         if (!settings.has_top_p) break;
       }
     }
-    return mass;
   }
 };
 

@@ -30,6 +30,19 @@ struct Decision {
   bool has_top;             // also for the top log-probabilities
 };
 
+/// What is looked for when the row is read again: the threshold lies in [low, high). In shared memory, as all of it would not fit in registers.
+struct Search {
+  uint64_t target;
+  uint64_t base;            // what lies before the bins weighs or counts
+  uint32_t lowest;          // nothing below is looked at
+  uint32_t low;
+  uint32_t high;
+  uint32_t ends[2];         // least and largest key of a window's members
+  int32_t shift;            // fine bins have 2^shift keys, ends[1] in the first one; -1: coarse bins
+  bool by_mass;
+  bool is_wide;             // the window is what the bins prove, not what they suggest
+};
+
 struct SamplingShared {
   uint32_t keys[kMaxCandidates];
   int32_t tokens[kMaxCandidates];
@@ -49,7 +62,7 @@ struct SamplingShared {
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
   int32_t token;            // that was drawn, in the CTA that drew it
   int32_t num_listed;
-  uint32_t ends[2];         // least and largest key of a window's members
+  Search search;
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
