@@ -249,10 +249,10 @@ struct Rereader {
     constexpr int32_t kWindows = 4;
     bool counts = true;
     bool looks = true;
-    int32_t round = 0;
 #pragma unroll 1
-    for (int32_t reads = 0; reads < kWindows + 3 + 32; ++reads) {
-      looks = looks && reads < kWindows;
+    for (int32_t round = -kWindows; round < 3 + 32; ++round) {      // from 0 on a bisection
+      if (round < 0 && !looks) round = 0;
+      looks = round < 0;
       uint32_t middle = search.lowest;
       Window window{0, kBins, kBins};         // everything is summed
       if (looks) {
@@ -293,7 +293,6 @@ struct Rereader {
       if (threadIdx.x == 0) (reaches ? search.low : search.high) = middle;
       row.sync();             // so were the masses
       if (sum == search.target || search.high - search.low <= 1) break;
-      ++round;
     }
     if (threadIdx.x == 0) shared.decision.threshold = search.low;
     __syncthreads();
