@@ -163,16 +163,9 @@ struct RowSampler : Row<Source> {
     });
   }
 
-  /// Has the first segments of every warp on their way while the row's parameters are.
-  __device__ __forceinline__ void prefetch_row() const {
-    constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
-    const int32_t token = Base::warp_begin(warp()) * kSegmentTokens + lane() * kLineTokens;
-    if (token < params.vocab) ptx::prefetch_l2(source.reader.row + token);
-  }
-
   /// All of it. token_index: where in token_ids the token goes.
   __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
-    prefetch_row();
+    this->prefetch(Base::warp_begin(warp()));      // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
       shared.settings = row_settings(params, row);
       shared.seed = seed;
