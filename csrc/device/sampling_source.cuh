@@ -111,17 +111,18 @@ struct LogitSource {
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
     reader.load(first, vector.words);
-    if (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
+    if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
   template <int32_t kFirst, int32_t kCount>
   __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
-    if (!kMasked) return;
+    if constexpr (kMasked) {
 #pragma unroll
-    for (int32_t i = 0; i < kVectorTokens; ++i) {
-      if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
+      for (int32_t i = 0; i < kVectorTokens; ++i) {
+        if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
+      }
     }
   }
 
