@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -161,3 +164,18 @@ def test_a_captured_launch_reads_seeds_and_positions_anew() -> None:
         graph.replay()
         eager = sample(logits, temperature=temperature, top_k=50, top_p=0.9, seed=seed, position=position)
         assert out.tolist() == eager.token_ids.tolist()
+
+
+def test_every_instruction_set_of_a_cpu_draws_the_same() -> None:
+    """Baseline code has no fused multiply-add instruction, and calls the library's."""
+    program = (
+        "import torch, attn_backend as a; g = torch.Generator().manual_seed(4); x = torch.randn(64, 3000, generator=g) * 3; s = torch.arange(64);"
+        "print([a.sample(x, seed=s, temperature=t, top_p=p).token_ids.tolist() for t, p in ((0.7, None), (1.0, 0.9), (1.3, 0.99))],"
+        "a.softmax(x, 0.6).view(torch.int32).sum().item())"
+    )
+
+    def run(isa: str) -> str:
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env={**os.environ, "ATTN_BACKEND_CPU_ISA": isa})
+        return done.stdout
+
+    assert len({run(isa) for isa in ("baseline", "avx2", "avx512")}) == 1
