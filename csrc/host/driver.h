@@ -27,6 +27,7 @@ struct Launch {
   uint32_t threads;
   int32_t shared_bytes = -1;        // dynamic shared memory, if less than the kernel's
   bool overlaps_previous = false;   // programmatic dependent launch: the kernel waits for the previous one itself
+  uint32_t cluster_x = 1;           // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
 };
 
 /// A tensor of 2-byte elements, and boxes of it of box[0] x box[1] x 1 x 1 elements that the copy engine brings, with chunks of 128 bytes permuted. Strides in
@@ -44,6 +45,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map);
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
+
+/// Lets launches of this kernel have clusters of up to 16 CTAs.
+void allow_large_clusters(const Kernel& kernel);
 
 /// CTAs of `threads` threads that one multiprocessor holds.
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);

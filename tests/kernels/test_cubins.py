@@ -16,7 +16,8 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 def test_kernel_set_is_complete() -> None:
     attention = {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
-    expected = {"plan", "append", "merge_bf16", "merge_f16"} | attention
+    samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
+    expected = {"plan", "append", "merge_bf16", "merge_f16"} | attention | samplers
     assert expected <= set(cubins.kernel_sources("sm_80"))
     assert expected | {f"hopper_{name}" for name in attention} <= set(cubins.kernel_sources("sm_90a"))
 
