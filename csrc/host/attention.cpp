@@ -127,10 +127,9 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   prepare_forest(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
-    driver::Launch shape{1, 1, kPlanThreads};
+    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};
     if (params.seeks_forest) {
       const int32_t num_requests = params.levels[0].num_groups;
-      shape.grid_x = static_cast<uint32_t>(min_of(num_requests, kMaxPlanCtas));
       shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);
     }
     driver::launch(plan_kernel_, shape, &params, stream);

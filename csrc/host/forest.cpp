@@ -130,7 +130,7 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     f.qo_begin[i] = group.qo_begin;
     f.qo_len[i] = group.qo_len;
     tables.begin[static_cast<size_t>(i)] = group.table_begin;
-    tables.pages[static_cast<size_t>(i)] = shareable_pages(p.config, p.levels[0], group);
+    tables.pages[static_cast<size_t>(i)] = shareable_pages(p.config, p.levels[0], group, read_first_entry(p.levels[0].table, group.table_begin));
   }
   if (!find_attachments(tables, f)) return;
   const std::vector<int32_t> nodes = find_nodes(p, f);
@@ -145,17 +145,17 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     planned.num_links = max_of(planned.num_links, f.taken_depth[f.taken[innermost]] + 1);
   }
   planned.num_merge_rows = own_states;
-  int32_t states = own_states;
+  int32_t rows = 0;
   for (const int32_t n : nodes) {
     if (f.taken[n] != n) continue;
-    f.state_begin[n] = states;
-    states += f.rows[n];
+    f.row_begin[n] = rows;
+    rows += f.rows[n];
     f.group[n] = planned.num_groups;
     p.schedule.groups[planned.num_groups++] = node_group(p, f, n, tables.begin[static_cast<size_t>(n)], own_states);
     int32_t rank = 0;
     for (int32_t i = 0; i < size; ++i) {
       if (f.taken_at(i, f.taken_depth[n]) != n) continue;
-      for (int32_t row = 0; row < f.qo_len[i]; ++row) link_node_row(p, f, n, i, row, rank++, own_states);
+      for (int32_t row = 0; row < f.qo_len[i]; ++row) link_node_row(p, f, n, i, row, rank++);
     }
   }
   for (int32_t i = 0; i < size; ++i) {

@@ -29,20 +29,23 @@ constexpr int32_t kMaxSharedPages = 1 << 20;
 /// Row states that a forest may use.
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
-/// Leading pages of a request that it can share.
-ATTN_HD int32_t shareable_pages(const ScheduleConfig& config, const PlanLevel& level, const RowGroup& group) {
+/// Leading pages of a request that it can share. `first_entry`: of its pages, -1 if it has none.
+ATTN_HD int32_t shareable_pages(const ScheduleConfig& config, const PlanLevel& level, const RowGroup& group, int32_t first_entry) {
   if (group.qo_len == 0) return 0;
   // Full row tiles read no less KV when they are shared; their states would only take the room of rows that gain.
   if (config.cascade != kCascadeAlways && static_cast<int64_t>(group.qo_len) * config.group_size >= tile_rows(config.max_kind)) return 0;
   if (level.window_left >= 0 && group.kv_len - 1 > level.window_left) return 0;   // a window hides the first token from the last row
   const int32_t seen = level.causal ? group.kv_len - group.qo_len + 1 : group.kv_len;
   const int32_t pages = min_of(max_of(seen, 0) / level.table.page_size, kMaxSharedPages);
-  return pages > 0 && level.table.indices[group.table_begin] >= 0 ? pages : 0;
+  return first_entry >= 0 ? pages : 0;
 }
+
+/// The first entry of a request's pages: a request without pages may read another's, which its length then hides. -1: there is none.
+ATTN_HD int32_t read_first_entry(const PageTable& table, int64_t table_begin) { return table_begin < table.num_entries ? table.indices[table_begin] : -1; }
 
 /// The forest while it is planned: arrays of one int32 for each request or node. A node has the number of the smallest request that attaches there.
 struct Forest {
-  static constexpr int32_t kArrays = 16;
+  static constexpr int32_t kArrays = 17;
 
   int32_t size;              // requests
   // Of requests.
@@ -50,6 +53,7 @@ struct Forest {
   int32_t* pages;
   int32_t* qo_begin;         // RowGroup
   int32_t* qo_len;
+  int32_t* kv_len;
   int32_t* node;             // where it attaches; -1: nowhere
   int32_t* deepest;          // deepest node on its own path, as (pages << kNodeBits | node); -1: none
   int32_t* merge_begin;      // first of its rows among the rows to be merged; -1: none of its nodes was taken
@@ -62,7 +66,7 @@ struct Forest {
   int32_t* taken;            // it or the nearest ancestor that was taken; -1: none
   int32_t* taken_depth;      // taken nodes on the path from the root to it
   int32_t* group;            // of a taken node
-  int32_t* state_begin;
+  int32_t* row_begin;        // of its rows in the row list
 
   static constexpr int32_t kNodeBits = 10;
   static_assert(kMaxForestRequests <= 1 << kNodeBits && static_cast<int64_t>(kMaxSharedPages) << kNodeBits <= int64_t{1} << 30, "deepest fits into an int32");
@@ -74,7 +78,8 @@ struct Forest {
         pages(leader + size),
         qo_begin(pages + size),
         qo_len(qo_begin + size),
-        node(qo_len + size),
+        kv_len(qo_len + size),
+        node(kv_len + size),
         deepest(node + size),
         merge_begin(deepest + size),
         parent(merge_begin + size),
@@ -85,7 +90,7 @@ struct Forest {
         taken(weight + size),
         taken_depth(taken + size),
         group(taken_depth + size),
-        state_begin(group + size) {}
+        row_begin(group + size) {}
 
   ATTN_HD bool is_node(int32_t n) const { return node[n] == n; }
 
@@ -118,9 +123,10 @@ ATTN_HD int32_t forest_hash_slots(int32_t requests) {
   return slots;
 }
 
-/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: for each request two int32, an int64 and the arrays above.
+/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64, five int32
+/// and the arrays above.
 ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
-  return requests == 0 ? 0 : requests * (16 + Forest::kArrays * 4) + forest_hash_slots(requests) * 8;
+  return requests == 0 ? 0 : forest_hash_slots(requests) * 8 + requests * (8 + (5 + Forest::kArrays) * 4);
 }
 
 /// A node on the same path that could be node n's parent: of those the deepest is. `best`: the best so far, -1: none.
@@ -152,8 +158,10 @@ ATTN_HD NodeCost node_cost(const ScheduleConfig& config, const Forest& f, int32_
   const int64_t pairs = row_tiles_of(packed_rows, kind);
   const int64_t states = node_states(f, n);
   NodeCost cost;
-  cost.saved = static_cast<int64_t>(tokens / config.kv_tile) * f.weight[n];
-  cost.added = pairs * (config.pair_cost[kind] + ceil_div(tokens, config.kv_tile) * config.kv_tile_cost[kind]) + ((states * config.state_cost + 63) >> 6);
+  const int32_t whole_kv_tiles = tokens / config.kv_tile;
+  const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * config.kv_tile < tokens);
+  cost.saved = static_cast<int64_t>(whole_kv_tiles) * f.weight[n];
+  cost.added = pairs * (config.pair_cost[kind] + kv_tiles * config.kv_tile_cost[kind]) + ((states * config.state_cost + 63) >> 6);
   return cost;
 }
 
@@ -184,20 +192,21 @@ ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
   f.taken[n] = -1;
 }
 
-/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: of the requests' own row groups, which come first.
+/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: row states of the requests' own row groups, which come
+/// first.
 ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
   p.schedule.nodes[n].group = f.group[n];
   const PageTable& table = p.levels[0].table;
   const int32_t begin = f.begin_page(n);
   RowGroup group;
   group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
-  group.qo_begin = f.state_begin[n] - own_states;
+  group.qo_begin = f.row_begin[n];
   group.qo_len = f.rows[n];
   group.kv_len = (f.pages[n] - begin) * table.page_size;
   group.tile_begin = 0;
   group.level = 1;
   group.kind = choose_kind(p.config, static_cast<int64_t>(f.rows[n]) * p.config.group_size);
-  group.state_begin = f.state_begin[n];
+  group.state_begin = own_states + f.row_begin[n];
   group.unused = 0;
   return group;
 }
@@ -212,8 +221,8 @@ ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t request,
 }
 
 /// Puts a request's row number `index` into a taken node, as row `rank` of it.
-ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int32_t request, int32_t index, int32_t rank, int32_t own_states) {
-  p.schedule.rows[f.state_begin[n] - own_states + rank] = f.qo_begin[request] + index;
+ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int32_t request, int32_t index, int32_t rank) {
+  p.schedule.rows[f.row_begin[n] + rank] = f.qo_begin[request] + index;
   p.schedule.links[static_cast<int64_t>(f.taken_depth[n]) * p.config.max_merge_rows + f.merge_begin[request] + index] = RowLink{f.group[n], rank};
 }
 

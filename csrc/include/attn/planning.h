@@ -7,9 +7,16 @@
 
 namespace attn {
 
-/// Threads of a CTA of the device planner, and the most CTAs that search for shared prefixes: more would wait for each other on every GPU.
+/// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request at a
+/// time, and there are no more of them than fit onto a GPU at once.
 constexpr int32_t kPlanThreads = 512;
-constexpr int32_t kMaxPlanCtas = 256;
+constexpr int32_t kSearchTeams = 4;
+constexpr int32_t kMaxSearchCtas = 128;
+
+/// CTAs of the device planner.
+inline int32_t plan_ctas(const PlanParams& p) {
+  return p.seeks_forest ? 1 + min_of(ceil_div(p.levels[0].num_groups, kSearchTeams), kMaxSearchCtas) : 1;
+}
 
 /// Row tiles whose place on the line it keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
@@ -49,8 +56,30 @@ inline void prepare_forest(PlanParams& p) {
 /// Levels of the schedule: those of the composition, and one of the forest's row groups.
 ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
 
-/// Reads row group i of a level. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
-ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
+/// Elements of a level's `indices` that belong to a row group.
+struct TableRange {
+  int64_t begin;
+  int64_t entries;
+};
+
+/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
+ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t& errors) {
+  if (table.indptr) {
+    const int64_t first = table.indptr[i];
+    const int64_t last = table.indptr[i + 1];
+    const int64_t begin = clamp<int64_t>(first, 0, table.num_entries);
+    const int64_t end = clamp<int64_t>(last, begin, table.num_entries);
+    if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
+    return TableRange{begin, end - begin};
+  }
+  const int64_t wanted = table.rows ? table.rows[i] : i;
+  const int64_t row = clamp<int64_t>(wanted, 0, table.num_rows - 1);
+  if (row != wanted) errors |= kTableRowInvalid;
+  return TableRange{row * table.row_stride, table.row_entries};
+}
+
+/// Reads the rest of row group i of a level, likewise.
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, TableRange range, uint32_t& errors) {
   const PlanLevel& level = p.levels[place.level];
   const PageTable& table = level.table;
   const int32_t i = place.index;
@@ -61,33 +90,17 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   const int64_t qo_begin = clamp<int64_t>(qo_first, 0, level.max_rows);
   const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, level.max_rows);
   if (qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
+  group.table_begin = range.begin;
   group.qo_begin = static_cast<int32_t>(qo_begin);
   group.qo_len = static_cast<int32_t>(qo_end - qo_begin);
 
-  int64_t entries;                       // elements of `indices` that belong to this group
-  if (table.indptr) {
-    const int64_t first = table.indptr[i];
-    const int64_t last = table.indptr[i + 1];
-    const int64_t begin = clamp<int64_t>(first, 0, table.num_entries);
-    const int64_t end = clamp<int64_t>(last, begin, table.num_entries);
-    if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
-    group.table_begin = begin;
-    entries = end - begin;
-  } else {
-    const int64_t wanted = table.rows ? table.rows[i] : i;
-    const int64_t row = clamp<int64_t>(wanted, 0, table.num_rows - 1);
-    if (row != wanted) errors |= kTableRowInvalid;
-    group.table_begin = row * table.row_stride;
-    entries = table.row_entries;
-  }
-
-  const int64_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
+  const int64_t pages = table.entry_step == 1 ? range.entries : divide(range.entries, table.entry_step);
   const int64_t capacity = min_of<int64_t>(pages * table.page_size, kMaxInt32);
   int64_t kv_len = capacity;
   if (table.kv_lens) {
     kv_len = table.kv_lens[i];
     // One entry a token: the last page may be partly filled.
-    const int64_t limit = table.entry_step == 1 ? capacity : min_of<int64_t>(entries, kMaxInt32);
+    const int64_t limit = table.entry_step == 1 ? capacity : min_of<int64_t>(range.entries, kMaxInt32);
     if (kv_len < 0 || kv_len > limit) errors |= kKvLengthInvalid;
     kv_len = clamp<int64_t>(kv_len, 0, limit);
   } else if (table.last_page_len && pages > 0) {
@@ -103,6 +116,10 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
   group.unused = 0;
   return group;
+}
+
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
+  return read_row_group(p, place, read_table_range(p.levels[place.level].table, place.index, errors), errors);
 }
 
 /// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
@@ -152,15 +169,18 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   tile.kind = group.kind;
   tile.packed_begin = index * tile_rows(tile.kind);
 
-  const int64_t packed_end = min_of<int64_t>(tile.packed_begin + tile_rows(tile.kind), packed_rows);
+  // Divisions are what this costs: the last row of a group is known without one, and only windows ask for the first of a tile.
+  const PlanLevel& level = p.levels[group.level];
   const int32_t offset = group.kv_len - group.qo_len;
-  const int32_t first = offset + tile.packed_begin / config.group_size;
-  const int32_t last = offset + static_cast<int32_t>((packed_end - 1) / config.group_size);
-  const VariantParams variant{1.0f, 0.0f, p.levels[group.level].causal, p.levels[group.level].window_left};
-  const TokenRange range = StandardVariant::any(variant, first, last, TokenRange{0, group.kv_len});
+  const int64_t packed_end = static_cast<int64_t>(tile.packed_begin) + tile_rows(tile.kind);
+  const int32_t last = packed_end >= packed_rows ? group.qo_len - 1 : static_cast<int32_t>(divide(packed_end - 1, config.group_size));
+  const int32_t first = level.window_left >= 0 ? tile.packed_begin / config.group_size : 0;
+  const VariantParams variant{1.0f, 0.0f, level.causal, level.window_left};
+  const TokenRange range = StandardVariant::any(variant, offset + first, offset + last, TokenRange{0, group.kv_len});
   tile.kv_end = max_of(range.end, 0);
-  tile.kv_begin = round_down(min_of(max_of(range.begin, 0), tile.kv_end), config.kv_tile);
-  tile.num_kv_tiles = max_of(static_cast<int32_t>(ceil_div<int64_t>(tile.kv_end - tile.kv_begin, config.kv_tile)), 1);
+  const int32_t hidden = range.begin > 0 ? min_of(range.begin, tile.kv_end) / config.kv_tile : 0;   // KV tiles that no row sees
+  tile.kv_begin = hidden * config.kv_tile;
+  tile.num_kv_tiles = max_of(static_cast<int32_t>(divide(static_cast<int64_t>(tile.kv_end) + config.kv_tile - 1, config.kv_tile)) - hidden, 1);
   return tile;
 }
 

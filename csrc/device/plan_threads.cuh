@@ -1,0 +1,61 @@
+// What the parts of the device planner have in common: loops, barriers and sums of the threads that work together.
+#pragma once
+
+#include "attn/planning.h"
+#include "device/ptx/named_barrier.cuh"
+
+namespace attn {
+
+/// The first `count` threads of a CTA, whole warps, or all of them.
+struct PlanTeam {
+  int32_t barrier;
+  int32_t count;
+
+  __device__ void sync() const { ptx::barrier_sync(barrier, count); }
+  __device__ bool sync_or(bool value) const { return ptx::barrier_sync_or(barrier, count, value); }
+
+  /// Runs `body(i)` for every i below `end`; the threads share them.
+  template <class Body>
+  __device__ __forceinline__ void for_each(int32_t end, const Body& body) const {
+#pragma unroll 1   // most loops run once: what they cost is fetching their code
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < end; i += count) body(i);
+  }
+};
+
+/// What is summed up at once.
+struct PlanSums {
+  int64_t a;
+  int32_t b;
+};
+
+__device__ __forceinline__ PlanSums operator+(PlanSums x, PlanSums y) { return PlanSums{x.a + y.a, x.b + y.b}; }
+
+/// Sums of warps on their way to the others. A second sum needs memory of its own, a third may have the first's.
+struct SumMemory {
+  PlanSums of_warp[kPlanThreads / 32];
+};
+
+/// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread.
+__device__ __forceinline__ PlanSums sum_before(const PlanTeam& team, SumMemory& memory, PlanSums own, PlanSums& total, bool& any) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  PlanSums sum = own;
+#pragma unroll 1
+  for (int32_t distance = 1; distance < 32; distance *= 2) {
+    const PlanSums below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
+    if (lane >= distance) sum = sum + below;
+  }
+  if (lane == 31) memory.of_warp[warp] = sum;
+  any = team.sync_or(any);
+  PlanSums before{sum.a - own.a, sum.b - own.b};
+  total = PlanSums{0, 0};
+#pragma unroll 4
+  for (int32_t w = 0; w < team.count / 32; ++w) {
+    const PlanSums of_warp = memory.of_warp[w];
+    if (w < warp) before = before + of_warp;
+    total = total + of_warp;
+  }
+  return before;
+}
+
+}  // namespace attn

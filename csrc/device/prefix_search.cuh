@@ -1,0 +1,159 @@
+// The search for shared prefixes. The first CTA plans (forest.cuh); all others compare page tables, each those of some requests with those of the requests before
+// them, and tell the first CTA where its requests attach. They read only what they need and wait for nobody.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "attn/forest.h"
+#include "attn/planning.h"
+#include "device/plan_threads.cuh"
+
+namespace attn {
+
+/// The requests of a plan, in shared memory.
+struct PlannedRequests {
+  int64_t* table_begin;   // RowGroup
+  int32_t* qo_begin;
+  int32_t* qo_len;
+  int32_t* kv_len;
+  int32_t* pages;         // that it can share
+  int32_t* first_entry;
+};
+
+/// Reads the first `count` requests; `team`: all threads.
+__device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const PlannedRequests& m, int32_t count, uint32_t& errors) {
+  team.for_each(count, [&](int32_t i) {
+    const PlanLevel& level = p.levels[0];
+    const TableRange range = read_table_range(level.table, i, errors);
+    const int32_t first_entry = read_first_entry(level.table, range.begin);
+    const RowGroup group = read_row_group(p, GroupPlace{0, i}, range, errors);
+    m.table_begin[i] = group.table_begin;
+    m.qo_begin[i] = group.qo_begin;
+    m.qo_len[i] = group.qo_len;
+    m.kv_len[i] = group.kv_len;
+    m.pages[i] = shareable_pages(p.config, level, group, first_entry);
+    m.first_entry[i] = first_entry;
+  });
+}
+
+/// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its arrival
+/// says all, no other memory has to be made visible.
+class AttachmentMail {
+ public:
+  __device__ explicit AttachmentMail(Attachment* slot) : word_(*reinterpret_cast<uint64_t*>(slot)) {}
+
+  __device__ void send(Attachment attachment) const {
+    word().store(static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
+  }
+
+  /// Waits for it, and empties the slot for the next plan.
+  __device__ Attachment receive() const {
+    uint64_t value;
+    do {
+      value = word().load(cuda::memory_order_relaxed);
+    } while (value == 0);
+    word().store(0, cuda::memory_order_relaxed);
+    return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)};
+  }
+
+ private:
+  __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
+
+  uint64_t& word_;
+};
+
+/// The threads that look after one request.
+struct SearchTeam {
+  static constexpr int32_t kThreads = kPlanThreads / kSearchTeams;
+  static constexpr int32_t kWarps = kThreads / 32;
+
+  int32_t index;
+  int32_t thread;
+  int32_t uses;
+  int32_t (*minima)[kPlanThreads / 32];   // [2]: one for every second use
+
+  /// The smallest value of all threads.
+  __device__ int32_t minimum(int32_t value) {
+    int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
+    const int32_t smallest = __reduce_min_sync(0xffffffffu, value);
+    if (thread % 32 == 0) of_warp[thread / 32] = smallest;
+    ptx::barrier_sync(1 + index, kThreads);
+    int32_t result = of_warp[0];
+#pragma unroll
+    for (int32_t warp = 1; warp < kWarps; ++warp) result = min_of(result, of_warp[warp]);
+    return result;
+  }
+};
+
+/// Leading pages that requests a and b share.
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const PlannedRequests& m, SearchTeam& team, int32_t a, int32_t b) {
+  constexpr int32_t kBatch = 8;
+  const int32_t limit = min_of(m.pages[a], m.pages[b]);
+  const int32_t* x = table.indices + m.table_begin[a];
+  const int32_t* y = table.indices + m.table_begin[b];
+  int32_t differs = limit;    // the first page that this warp sees to differ
+#pragma unroll 1
+  for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
+    int32_t of_x[kBatch], of_y[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t page = first + i * 32 + team.thread % 32;
+      of_x[i] = of_y[i] = 0;
+      if (page < limit) {
+        of_x[i] = __ldg(x + static_cast<int64_t>(page) * table.entry_step);
+        of_y[i] = __ldg(y + static_cast<int64_t>(page) * table.entry_step);
+      }
+    }
+#pragma unroll
+    for (int32_t i = kBatch - 1; i >= 0; --i) {
+      if (of_x[i] != of_y[i]) differs = first + i * 32 + team.thread % 32;
+    }
+    differs = __reduce_min_sync(0xffffffffu, differs);
+  }
+  return team.minimum(differs);
+}
+
+/// Where a request attaches.
+__device__ __forceinline__ Attachment attach(const PageTable& table, const PlannedRequests& m, SearchTeam& team, int32_t request) {
+  const int32_t own = m.pages[request];
+  const int32_t first_entry = m.first_entry[request];
+  Attachment best{-1, 0};
+  int32_t other = -1;
+#pragma unroll 1
+  for (int32_t comparisons = 0; comparisons < kMaxComparisons && best.pages < own; ++comparisons) {
+    // The next one that may share more than the best so far: it has the same first page, and the same behind the best.
+    const int64_t at = static_cast<int64_t>(best.pages) * table.entry_step;
+    const int32_t wanted = best.pages == 0 ? first_entry : __ldg(table.indices + m.table_begin[request] + at);
+    int32_t next = request;
+#pragma unroll 1
+    for (int32_t i = other + 1 + team.thread; i < next; i += SearchTeam::kThreads) {
+      if (m.pages[i] <= best.pages || m.first_entry[i] != first_entry) continue;
+      if (best.pages == 0 || __ldg(table.indices + m.table_begin[i] + at) == wanted) next = i;
+    }
+    other = team.minimum(next);
+    if (other == request) break;
+    const int32_t common = common_pages(table, m, team, request, other);
+    if (common > best.pages) best = Attachment{other, common};
+  }
+  return best;
+}
+
+/// The work of every CTA but the first.
+__device__ __forceinline__ void search_prefixes(const PlanParams& p, const PlannedRequests& m) {
+  __shared__ int32_t minima[2][kPlanThreads / 32];
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  SearchTeam team{thread / SearchTeam::kThreads, thread % SearchTeam::kThreads, 0, minima};
+  const int32_t size = p.levels[0].num_groups;
+  const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
+  const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;
+  uint32_t errors = 0;     // the first CTA sees them too
+  read_requests(p, PlanTeam{0, kPlanThreads}, m, begin + step < size ? size : min_of(begin + kSearchTeams, size), errors);
+  __syncthreads();
+#pragma unroll 1
+  for (int32_t request = begin + team.index; request < size; request += step) {
+    const Attachment attachment = attach(p.levels[0].table, m, team, request);
+    if (team.thread == 0 && attachment.leader >= 0) AttachmentMail(p.schedule.attachments + request).send(attachment);
+  }
+}
+
+}  // namespace attn
