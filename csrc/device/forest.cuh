@@ -12,101 +12,122 @@
 
 namespace attn {
 
-/// Groups keys that are at least 0: the smallest number that was inserted with a key.
-struct SmallestOfKey {
-  static constexpr int32_t kEmpty = -1;
-  int32_t* keys;        // [slots]
-  uint32_t* smallest;   // [slots], behind the keys
-  int32_t slots;        // a power of two, at least twice the number of keys
-
-  __device__ __forceinline__ void clear(const PlanTeam& team) const {
-    team.for_each(slots / 2, [&](int32_t i) { reinterpret_cast<int4*>(keys)[i] = int4{kEmpty, kEmpty, kEmpty, kEmpty}; });
-  }
-
-  /// Returns the key's slot; for a key below 0: -1. For whole warps, whose numbers increase: if all have the same key, the first one inserts for all.
-  __device__ __forceinline__ int32_t insert(int32_t key, int32_t number) const {
-    int same;
-    __match_all_sync(0xffffffffu, key, &same);
-    int32_t slot = -1;
-    if (key >= 0 && (!same || threadIdx.x % 32 == 0)) {
-      slot = static_cast<int32_t>((static_cast<uint32_t>(key) * 2654435761u) >> 12) & (slots - 1);
-#pragma unroll 1
-      for (;; slot = (slot + 1) & (slots - 1)) {
-        const int32_t was = atomicCAS(keys + slot, kEmpty, key);
-        if (was == kEmpty || was == key) break;
-      }
-      atomicMin(smallest + slot, static_cast<uint32_t>(number));
-    }
-    return same ? __shfl_sync(0xffffffffu, slot, 0) : slot;
-  }
-};
-
 /// Dynamic shared memory of the forest.
 struct ForestMemory {
-  SmallestOfKey groups;
+  int32_t* slots;         // [1 << slot_bits]: hash table; then counts of rows (count_node_rows)
+  int32_t slot_bits;
   int64_t* table_begin;   // [requests]
   Forest forest;
-  int32_t* first_entry;   // [requests]: of the page table
+  int32_t* keys;          // [requests]: the first entry of the page table; then what makes a node
+  int32_t* smallest;      // [requests]: of a group, in the place of its representative
+  int32_t* tile_cost;     // [requests]: cost of a KV tile
   int32_t* newest;        // [leaders]: a node on the leader's path; -1: none
   int32_t* next;          // [nodes]: another one on the same path; -1: none
   int32_t* top;           // [requests]: the deepest taken node that a request is in; -1: none
   int32_t* taken;         // the taken nodes in order
 
   __device__ ForestMemory(char* memory, int32_t requests)
-      : groups{reinterpret_cast<int32_t*>(memory), nullptr, forest_hash_slots(requests)},
-        table_begin(reinterpret_cast<int64_t*>(memory + 8 * groups.slots)),
+      : slots(reinterpret_cast<int32_t*>(memory)),
+        slot_bits(forest_slot_bits(requests)),
+        table_begin(reinterpret_cast<int64_t*>(slots + (1 << slot_bits))),
         forest(reinterpret_cast<int32_t*>(table_begin + requests), requests) {
-    groups.smallest = reinterpret_cast<uint32_t*>(groups.keys + groups.slots);
-    first_entry = forest.leader + Forest::kArrays * requests;
-    newest = first_entry + requests;
+    keys = forest.leader + Forest::kArrays * requests;
+    smallest = keys + requests;
+    tile_cost = smallest + requests;
+    newest = tile_cost + requests;
     next = newest + requests;
     top = next + requests;
     taken = top + requests;
   }
 
-  __device__ PlannedRequests requests() const { return PlannedRequests{table_begin, forest.qo_begin, forest.qo_len, forest.kv_len, forest.pages, first_entry}; }
+  __device__ PlannedRequests requests() const { return PlannedRequests{table_begin, forest.qo_begin, forest.qo_len, forest.kv_len, forest.pages, keys}; }
 };
 
 struct ForestShared {
-  SumMemory sums;
-  unsigned long long saved;
+  SumMemory<int32_t> sums;
+  int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
+  int32_t saved_low;
   int32_t states;            // that taking every node would need
   int32_t max_depth;
   int32_t max_taken_depth;   // 0: no node was taken
 };
 
+constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be added up
+
+/// Groups requests by their keys. `representative`: kGrouped where a request takes part; receives a request of the same key, the same one for all of that key.
+/// Nothing has to be cleared, and nothing is atomic: whoever writes to a slot last wins it for its key, and who finds another key there tries another slot.
+constexpr int32_t kGrouped = -2;
+
+__device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTeam& team, int32_t* representative) {
+  const int32_t size = m.forest.size;
+  const auto slot = [&](int32_t i, uint32_t factor) { return m.slots + (static_cast<uint32_t>(m.keys[i]) * factor >> (32 - m.slot_bits)); };
+  bool more;
+  uint32_t factor = 2654435761u;
+  do {
+    team.for_each(size, [&](int32_t i) {
+      if (representative[i] == kGrouped) *slot(i, factor) = i;
+    });
+    team.sync();
+    more = false;
+    team.for_each(size, [&](int32_t i) {
+      if (representative[i] != kGrouped) return;
+      const int32_t winner = *slot(i, factor);
+      if (m.keys[winner] == m.keys[i]) representative[i] = winner;
+      else more = true;
+    });
+    factor = factor * 1664525u + 2u;
+    more = team.sync_or(more);
+  } while (more);
+}
+
+/// The smallest request of each group, in the place of its representative. Whole warps; a barrier must follow.
+__device__ __forceinline__ void find_smallest(const ForestMemory& m, const PlanTeam& team, const int32_t* representative) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+#pragma unroll 1
+  for (int32_t i = thread; i - thread < m.forest.size; i += team.count) {
+    const int32_t group = i < m.forest.size ? representative[i] : -1;
+    const uint32_t same = __match_any_sync(0xffffffffu, group);
+    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) atomicMin(m.smallest + group, i);
+  }
+}
+
 /// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this thread.
 __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
   const Forest& f = m.forest;
   if (threadIdx.x == 0) {
-    shared.saved = 0;
-    shared.states = shared.max_taken_depth = 0;
+    shared.saved_high = shared.saved_low = shared.states = shared.max_taken_depth = 0;
     shared.max_depth = 1;
   }
-  m.groups.clear(team);
   read_requests(p, team, m.requests(), f.size, errors);
-  const bool wrong = team.sync_or(errors != 0);
-#pragma unroll 1
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i - static_cast<int32_t>(threadIdx.x) < f.size; i += team.count) {
-    const int32_t slot = m.groups.insert(i < f.size && f.pages[i] > 0 ? m.first_entry[i] : -1, i);
-    if (i < f.size) f.node[i] = slot;
-  }
-  team.sync();
-  bool shares = false;
   team.for_each(f.size, [&](int32_t i) {
-    const bool attaches = f.node[i] >= 0 && m.groups.smallest[f.node[i]] != static_cast<uint32_t>(i);
-    f.leader[i] = attaches ? 0 : -1;
-    shares |= attaches;
+    f.node[i] = f.pages[i] > 0 ? kGrouped : -1;
+    m.smallest[i] = i;
   });
-  if (!team.sync_or(shares)) return false;
-  m.groups.clear(team);
+  group_by_key(m, team, f.node);
+  bool shares = false;
+  team.for_each(f.size, [&](int32_t i) { shares |= f.node[i] >= 0 && f.node[i] != i; });
+  shares = team.sync_or(shares);
+  if (!shares) return false;
+  find_smallest(m, team, f.node);
+  const bool wrong = team.sync_or(errors != 0);
   team.for_each(f.size, [&](int32_t i) {
-    if (f.leader[i] < 0) return;
+    f.leader[i] = -1;
+    m.keys[i] = f.node[i] >= 0 && m.smallest[f.node[i]] != i;   // whether it attaches
+    m.tile_cost[i] = kv_tile_cost_of_rows(p.config, f.qo_len[i]);
+    f.deepest[i] = m.newest[i] = -1;
+    f.depth[i] = f.rows[i] = f.requests[i] = f.weight[i] = 0;
+  });
+  team.sync();
+  team.for_each(f.size, [&](int32_t i) {
+    f.node[i] = -1;
+    m.smallest[i] = i;
+    if (m.keys[i] == 0) return;
     const Attachment attachment = AttachmentMail(p.schedule.attachments + i).receive();
     f.leader[i] = attachment.leader;
     f.pages[i] = attachment.pages;
+    f.node[i] = kGrouped;
+    m.keys[i] = attachment.pages << Forest::kNodeBits | attachment.leader;
   });
-  team.sync();
   return !wrong;   // what is wrong is not shared; the mail had to be received all the same
 }
 
@@ -114,17 +135,11 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
 __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-#pragma unroll 1
-  for (int32_t i = thread; i - thread < f.size; i += team.count) {
-    const int32_t slot = m.groups.insert(i < f.size && f.leader[i] >= 0 ? f.pages[i] << Forest::kNodeBits | f.leader[i] : -1, i);
-    if (i >= f.size) continue;
-    f.node[i] = slot;
-    f.deepest[i] = m.newest[i] = -1;
-    f.depth[i] = f.rows[i] = f.requests[i] = f.weight[i] = 0;
-  }
+  group_by_key(m, team, f.node);
+  find_smallest(m, team, f.node);
   team.sync();
   team.for_each(f.size, [&](int32_t i) {
-    const int32_t node = f.node[i] >= 0 ? static_cast<int32_t>(m.groups.smallest[f.node[i]]) : -1;
+    const int32_t node = f.node[i] >= 0 ? m.smallest[f.node[i]] : -1;
     f.node[i] = node;
     if (node != i) {
       p.schedule.nodes[i].leader = -1;
@@ -138,10 +153,14 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
 #pragma unroll 1
   for (int32_t i = thread; i - thread < f.size; i += team.count) {
     if (i < f.size && f.is_node(i)) {
+      const int32_t leader = f.leader[i];
+      int32_t other = m.newest[leader];
       int32_t parent = -1;
+      if (other != i || m.next[i] >= 0) {   // not the only one on its path
 #pragma unroll 1
-      for (int32_t other = m.newest[f.leader[i]]; other >= 0; other = m.next[other]) parent = closer_parent(f, i, other, parent);
-      if (parent < 0) parent = f.node[f.leader[i]];
+        for (; other >= 0; other = m.next[other]) parent = closer_parent(f, i, other, parent);
+      }
+      if (parent < 0) parent = f.node[leader];
       f.parent[i] = parent;
       f.depth[i] = 1;
       deep |= parent >= 0;
@@ -149,18 +168,22 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     // A warp whose requests are all in the same node adds them up.
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
     int32_t rows = innermost >= 0 ? f.qo_len[i] : 0;
-    int32_t requests = innermost >= 0 ? 1 : 0;
-    int32_t weight = innermost >= 0 ? kv_tile_cost_of_rows(p.config, rows) : 0;
+    int32_t weight = innermost >= 0 ? m.tile_cost[i] : 0;
+    int32_t requests = 1;
     const int32_t all_rows = __reduce_add_sync(0xffffffffu, rows);
+    const int32_t all_weight = __reduce_add_sync(0xffffffffu, weight);
+    const uint32_t all = __ballot_sync(0xffffffffu, innermost >= 0);
+    if (all == 0) continue;
     if (thread % 32 == 0) atomicAdd(&shared.states, 2 * all_rows);
     int uniform;
-    __match_all_sync(0xffffffffu, innermost, &uniform);
+    const int32_t first = __ffs(static_cast<int>(all)) - 1;
+    __match_all_sync(0xffffffffu, innermost >= 0 ? innermost : __shfl_sync(0xffffffffu, innermost, first), &uniform);
     if (uniform) {
       rows = all_rows;
-      requests = __reduce_add_sync(0xffffffffu, requests);
-      weight = __reduce_add_sync(0xffffffffu, weight);
+      weight = all_weight;
+      requests = __popc(all);
     }
-    if (innermost < 0 || (uniform && thread % 32 != 0)) continue;
+    if (innermost < 0 || (uniform && thread % 32 != first)) continue;
     atomicAdd(f.rows + innermost, rows);
     atomicAdd(f.requests + innermost, requests);
     atomicAdd(f.weight + innermost, weight);
@@ -208,50 +231,58 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
       if (f.depth[n] != depth) continue;
       const int64_t saved = decide_node(p, f, n, room);
       if (f.taken[n] != n) continue;
-      if (compete) room -= node_states(f, n);
-      atomicAdd(&shared.saved, static_cast<unsigned long long>(saved));
+      if (compete) room -= node_states(f, n, f.taken_above(n));
+      atomicAdd(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
+      atomicAdd(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
       atomicMax(&shared.max_taken_depth, f.taken_depth[n]);
     }
     team.sync();
   }
   if (shared.max_taken_depth == 0) return false;
-  if (forest_pays(p.config, static_cast<int64_t>(shared.saved))) return true;
+  if (forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low)) return true;
   team.for_each(f.size, [&](int32_t n) {
     if (f.is_node(n)) drop_node(p, f, n);
   });
   return false;
 }
 
+/// Columns of the counts of rows: taken nodes that are looked after at a time.
+__device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t num_taken) { return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32)); }
+
 /// Numbers the taken nodes, their rows and the rows of their requests.
 __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned) {
-  constexpr int kBits = 32;
+  constexpr int kBits = 20;
+  static_assert(kMaxForestRequests < 1 << (31 - kBits), "rows, of which there are no more than forest_states(), and nodes fit into a sum");
   const Forest& f = m.forest;
-  PlanSums before_all{0, 0};     // rows of requests in taken nodes, and above them rows of taken nodes; taken nodes
+  PlanSums<int32_t> before_all{0, 0};     // rows of requests in taken nodes, and above them taken nodes; rows of taken nodes
 #pragma unroll 1
   for (int32_t first = 0; first < f.size; first += team.count) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
     const int32_t top = innermost >= 0 ? f.taken[innermost] : -1;
     const bool is_taken = i < f.size && f.is_node(i) && f.taken[i] == i;
-    const PlanSums own{(top >= 0 ? f.qo_len[i] : 0) + (is_taken ? static_cast<int64_t>(f.rows[i]) << kBits : 0), is_taken};
-    PlanSums total;
+    const PlanSums<int32_t> own{(top >= 0 ? f.qo_len[i] : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f.rows[i] : 0};
+    PlanSums<int32_t> total;
     bool any = false;
     if (first > 0) team.sync();
-    const PlanSums before = before_all + sum_before(team, shared.sums, own, total, any);
+    const PlanSums<int32_t> before = before_all + sum_before(team, shared.sums, f.size - first, own, total, any);
     before_all = before_all + total;
     if (i < f.size) {
       m.top[i] = top;
-      f.merge_begin[i] = top >= 0 ? static_cast<int32_t>(before.a) : -1;
+      f.merge_begin[i] = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
     }
     if (is_taken) {
-      f.row_begin[i] = static_cast<int32_t>(before.a >> kBits);
-      f.group[i] = f.size + before.b;
-      m.taken[before.b] = i;
+      const int32_t number = before.a >> kBits;
+      f.row_begin[i] = before.b;
+      f.group[i] = f.size + number;
+      m.taken[number] = i;
     }
   }
-  planned.num_groups += before_all.b;
-  planned.num_merge_rows = static_cast<int32_t>(before_all.a);
+  const int32_t num_taken = before_all.a >> kBits;
+  planned.num_groups += num_taken;
+  planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
   planned.num_links = shared.max_taken_depth + 1;
+  team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
 }
 
 /// Everything but the links. Returns whether anything was taken.
@@ -267,50 +298,73 @@ __device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMem
   return true;
 }
 
-/// Links the rows of a taken node, which are in the order of its requests; a warp's work.
-__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, int32_t node) {
+/// Counts the rows that every 32 requests have in each taken node from number `begin` on, as many as there are columns.
+__device__ __forceinline__ void count_node_rows(const ForestMemory& m, const PlanTeam& team, int32_t begin, int32_t columns) {
   const Forest& f = m.forest;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t depth = f.taken_depth[node];
-  int32_t rank = 0;      // of the next row
+  team.for_each(f.size, [&](int32_t i) {
 #pragma unroll 1
-  for (int32_t first = 0; rank < f.rows[node] && first < f.size; first += 32) {
-    const int32_t request = first + lane;
-    int32_t at = request < f.size ? m.top[request] : -1;
-#pragma unroll 1
-    while (at >= 0 && f.taken_depth[at] > depth) at = f.taken_above(at);
-    const int32_t rows = at == node ? f.qo_len[request] : 0;
-    const uint32_t members = __ballot_sync(0xffffffffu, rows > 0);
-    if (__all_sync(0xffffffffu, rows <= 1)) {
-      if (rows > 0) link_node_row(p, f, node, request, 0, rank + __popc(members & ((1u << lane) - 1)));
-      rank += __popc(members);
-      continue;
+    for (int32_t node = m.top[i]; node >= 0; node = f.taken_above(node)) {
+      const int32_t column = f.group[node] - f.size - begin;
+      if (column >= 0 && column < columns) atomicAdd(m.slots + i / 32 * columns + column, f.qo_len[i]);
     }
-    int32_t sum = rows;
+  });
+}
+
+/// Links the rows of those nodes: a node's rows are in the order of its requests. Whole warps.
+__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t begin, int32_t columns) {
+  const Forest& f = m.forest;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t lane = thread % 32;
 #pragma unroll 1
-    for (int32_t distance = 1; distance < 32; distance *= 2) {
-      const int32_t below = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += below;
+  for (int32_t i = thread; i - thread < f.size; i += team.count) {
+    int32_t node = i < f.size ? m.top[i] : -1;
+#pragma unroll 1
+    while (__any_sync(0xffffffffu, node >= 0)) {
+      const int32_t rows = node >= 0 ? f.qo_len[i] : 0;
+      const int32_t column = node >= 0 ? f.group[node] - f.size - begin : -1;
+      const uint32_t same = __match_any_sync(0xffffffffu, node);
+      int32_t rank = __popc(same & ((1u << lane) - 1));
+      if (__any_sync(0xffffffffu, rows > 1)) {
+        rank = 0;
+#pragma unroll 1
+        for (int32_t other = 0; other < 31; ++other) {
+          const int32_t of_other = __shfl_sync(0xffffffffu, rows, other);
+          if (other < lane && same >> other & 1) rank += of_other;
+        }
+      }
+      if (column >= 0 && column < columns) {
+#pragma unroll 4
+        for (int32_t warp = 0; warp < i / 32; ++warp) rank += m.slots[warp * columns + column];
+#pragma unroll 1
+        for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, i, row, rank + row);
+      }
+      node = node >= 0 ? f.taken_above(node) : -1;
     }
-#pragma unroll 1
-    for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, request, row, rank + sum - rows + row);
-    rank += __shfl_sync(0xffffffffu, sum, 31);
   }
 }
 
-/// Links all rows of the forest: those of nodes, a warp a node, and those of requests. Warps from `first_warp` on do it.
-__device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const Planned& planned, int32_t first_warp) {
+/// Links all rows of the forest. The rows of the first nodes have been counted.
+__device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
   const Forest& f = m.forest;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32 - first_warp;
-  const int32_t warps = kPlanThreads / 32 - first_warp;
-  if (warp < 0) return;
+  const int32_t num_taken = planned.num_groups - f.size;
+  const int32_t columns = count_columns(m, num_taken);
 #pragma unroll 1
-  for (int32_t i = f.size + warp; i < planned.num_groups; i += warps) link_node_rows(p, m, m.taken[i - f.size]);
-#pragma unroll 1
-  for (int32_t i = static_cast<int32_t>(threadIdx.x) - 32 * first_warp; i < f.size; i += 32 * warps) {
-#pragma unroll 1
-    for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
+  for (int32_t begin = 0; begin < num_taken; begin += columns) {
+    if (begin > 0) {
+      team.sync();
+      team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
+      team.sync();
+      count_node_rows(m, team, begin, columns);
+      team.sync();
+    }
+    link_node_rows(p, m, team, begin, columns);
   }
+  team.for_each(f.size, [&](int32_t i) {
+    if (f.merge_begin[i] < 0) return;
+    const int32_t depth = f.taken_depth[m.top[i]];
+#pragma unroll 1
+    for (int32_t row = 0; row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
+  });
 }
 
 }  // namespace attn

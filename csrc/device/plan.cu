@@ -7,7 +7,7 @@
 namespace attn {
 
 struct PlanSharedMemory {
-  SumMemory sums;
+  SumMemory<int64_t> sums;
   ForestShared forest;
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
   Planned planned;
@@ -68,10 +68,10 @@ __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Plann
       group = read_row_group(p, GroupPlace{0, i}, errors);
       num_chunks = count_chunks(p, group);
     }
-    PlanSums total;
+    PlanSums<int64_t> total;
     bool any = false;
     __syncthreads();
-    const int32_t before = planned.num_groups + sum_before(team, shared.sums, PlanSums{0, num_chunks}, total, any).b;
+    const int32_t before = planned.num_groups + sum_before(team, shared.sums, num_requests - first, PlanSums<int64_t>{0, num_chunks}, total, any).b;
 #pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk) p.schedule.groups[before + chunk] = make_chunk(p, group, i, chunk, num_chunks, before + chunk);
 #pragma unroll 1
@@ -97,7 +97,7 @@ struct Line {
 /// Reads row group i, as it is before it has a place on the line. `forest`: of the requests, where one was sought.
 __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const PlanSharedMemory& shared, int32_t i, uint32_t& errors) {
   if (p.config.batch_invariant) return p.schedule.groups[i];
-  if (!p.seeks_forest) return read_row_group(p, find_level(p, i), errors);
+  if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
   const Forest& f = m.forest;
   if (i >= f.size) return node_group(p, f, m.taken[i - f.size], m.table_begin[m.taken[i - f.size]], shared.planned.num_merge_rows);
   RowGroup group{m.table_begin[i], f.qo_begin[i], f.qo_len[i], f.kv_len[i], 0, 0, choose_kind(p.config, static_cast<int64_t>(f.qo_len[i]) * p.config.group_size), -1, 0};
@@ -129,9 +129,9 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
         differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
       }
     }
-    PlanSums total;
+    PlanSums<int64_t> total;
     if (first > 0) __syncthreads();
-    const PlanSums before = sum_before(team, shared.sums, PlanSums{cost * count, count}, total, differ);
+    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{cost * count, count}, total, differ);
     if (i < planned.num_groups) {
       group.tile_begin = line.num_tiles + before.b;
       tile_begin[i] = group.tile_begin;
@@ -166,9 +166,9 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
       tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
       cost = pair_cost(p.config, tile.kind, tile.num_kv_tiles) * p.config.num_kv_heads;
     }
-    PlanSums total;
+    PlanSums<int64_t> total;
     bool any = false;
-    tile.cost_begin = line.cost + sum_before(team, shared.sums, PlanSums{cost, 0}, total, any).a;
+    tile.cost_begin = line.cost + sum_before(team, shared.sums, line.num_tiles - first, PlanSums<int64_t>{cost, 0}, total, any).a;
     if (i < line.num_tiles) {
       if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
       store<int4>(p.schedule.tiles + i, tile);
@@ -177,8 +177,8 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
   }
 }
 
-/// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought.
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, Planned planned, uint32_t errors) {
+/// Everything behind the forest; all threads' work. `m`, `team`: of the forest, where one was sought.
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, PlanSharedMemory& shared, int32_t* tile_begin, Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if (p.num_levels > 1) {
@@ -203,18 +203,18 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   planned.share = cta_share(config, line.cost);
   planned.errors = shared.errors;
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
+  // The first warps write the rest, the last ones find positions: where there are fewer CTAs than threads, side by side.
+  if (thread == kPlanThreads / 4) write_header(p, planned);
+  if (thread % 32 == 0 && thread / 32 < count_levels(p)) write_level(p, thread / 32);
+  if (thread < team.count && p.seeks_forest && shared.takes_forest) link_forest(p, m, team, planned);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
   };
 #pragma unroll 1
-  for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
+  for (int32_t cta = kPlanThreads - 1 - thread; cta <= config.num_ctas; cta += kPlanThreads) {
     store<int4>(p.schedule.positions + cta, find_position(config, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
-  // Where there are fewer CTAs than threads, what follows runs beside that.
-  if (thread == kPlanThreads - 1) write_header(p, planned);
-  if (kPlanThreads - 1 - thread < 32 * count_levels(p) && thread % 32 == 0) write_level(p, (kPlanThreads - 1 - thread) / 32);
-  if (p.seeks_forest && shared.takes_forest) link_forest(p, m, planned, kPlanThreads / 64);
 }
 
 }  // namespace attn
@@ -231,11 +231,11 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
   }
   if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
   attn::Planned planned{};
-  planned.num_groups = attn::count_groups(params);
+  planned.num_groups = params.num_levels == 1 ? params.levels[0].num_groups : attn::count_groups(params);
   planned.num_links = params.num_levels;
   uint32_t errors = 0;
+  const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
   if (params.seeks_forest) {
-    const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
     if (thread < team.count) {
       const bool taken = attn::make_forest(params, m, shared.forest, team, planned, errors);
       if (thread == 0) {
@@ -245,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     }
     __syncthreads();
     planned = shared.planned;
+    if (thread < team.count && shared.takes_forest) attn::count_node_rows(m, team, 0, attn::count_columns(m, planned.num_groups - size));
   }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(memory + attn::forest_shared_bytes(size));
-  attn::plan(params, m, shared, tile_begin, planned, errors);
+  attn::plan(params, m, team, shared, tile_begin, planned, errors);
 }

@@ -23,35 +23,43 @@ struct PlanTeam {
 };
 
 /// What is summed up at once.
+template <class A>
 struct PlanSums {
-  int64_t a;
+  A a;
   int32_t b;
 };
 
-__device__ __forceinline__ PlanSums operator+(PlanSums x, PlanSums y) { return PlanSums{x.a + y.a, x.b + y.b}; }
+template <class A>
+__device__ __forceinline__ PlanSums<A> operator+(PlanSums<A> x, PlanSums<A> y) { return PlanSums<A>{x.a + y.a, x.b + y.b}; }
 
-/// Sums of warps on their way to the others. A second sum needs memory of its own, a third may have the first's.
+/// Sums of warps on their way to the others. Between two sums that use it there must be a barrier.
+template <class A>
 struct SumMemory {
-  PlanSums of_warp[kPlanThreads / 32];
+  PlanSums<A> of_warp[kPlanThreads / 32];
 };
 
-/// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread.
-__device__ __forceinline__ PlanSums sum_before(const PlanTeam& team, SumMemory& memory, PlanSums own, PlanSums& total, bool& any) {
+/// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands` threads
+/// have something to add: other warps only wait.
+template <class A>
+__device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemory<A>& memory, int32_t summands, PlanSums<A> own, PlanSums<A>& total, bool& any) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  PlanSums sum = own;
-#pragma unroll 1
-  for (int32_t distance = 1; distance < 32; distance *= 2) {
-    const PlanSums below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
-    if (lane >= distance) sum = sum + below;
+  const int32_t warps = min_of((summands + 31) / 32, kPlanThreads / 32);
+  PlanSums<A> sum = own;
+  if (warp < warps) {
+#pragma unroll
+    for (int32_t distance = 1; distance < 32; distance *= 2) {
+      const PlanSums<A> below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
+      if (lane >= distance) sum = sum + below;
+    }
+    if (lane == 31) memory.of_warp[warp] = sum;
   }
-  if (lane == 31) memory.of_warp[warp] = sum;
   any = team.sync_or(any);
-  PlanSums before{sum.a - own.a, sum.b - own.b};
-  total = PlanSums{0, 0};
+  PlanSums<A> before{sum.a - own.a, sum.b - own.b};
+  total = PlanSums<A>{0, 0};
 #pragma unroll 4
-  for (int32_t w = 0; w < team.count / 32; ++w) {
-    const PlanSums of_warp = memory.of_warp[w];
+  for (int32_t w = 0; w < warps; ++w) {
+    const PlanSums<A> of_warp = memory.of_warp[w];
     if (w < warp) before = before + of_warp;
     total = total + of_warp;
   }

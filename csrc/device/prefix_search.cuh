@@ -31,7 +31,7 @@ __device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTea
     m.qo_begin[i] = group.qo_begin;
     m.qo_len[i] = group.qo_len;
     m.kv_len[i] = group.kv_len;
-    m.pages[i] = shareable_pages(p.config, level, group, first_entry);
+    m.pages[i] = shareable_pages(p, group, first_entry);
     m.first_entry[i] = first_entry;
   });
 }
@@ -91,6 +91,7 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Pl
   const int32_t limit = min_of(m.pages[a], m.pages[b]);
   const int32_t* x = table.indices + m.table_begin[a];
   const int32_t* y = table.indices + m.table_begin[b];
+  const int64_t step = table.entry_step;
   int32_t differs = limit;    // the first page that this warp sees to differ
 #pragma unroll 1
   for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
@@ -100,8 +101,8 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Pl
       const int32_t page = first + i * 32 + team.thread % 32;
       of_x[i] = of_y[i] = 0;
       if (page < limit) {
-        of_x[i] = __ldg(x + static_cast<int64_t>(page) * table.entry_step);
-        of_y[i] = __ldg(y + static_cast<int64_t>(page) * table.entry_step);
+        of_x[i] = __ldg(x + page * step);
+        of_y[i] = __ldg(y + page * step);
       }
     }
 #pragma unroll

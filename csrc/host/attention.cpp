@@ -124,7 +124,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   params.config = schedule_config_;
   params.schedule = schedule_;
   planned_page_size_ = 0;
-  prepare_forest(params);
+  prepare_plan(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
     driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};

@@ -108,7 +108,7 @@ bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& no
     for (const int32_t n : nodes) {
       if (f.depth[n] != depth) continue;
       saved += decide_node(p, f, n, free_states);
-      if (f.taken[n] == n) free_states -= node_states(f, n);
+      if (f.taken[n] == n) free_states -= node_states(f, n, f.taken_above(n));
     }
   }
   if (!forest_pays(p.config, saved)) {
@@ -130,7 +130,7 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     f.qo_begin[i] = group.qo_begin;
     f.qo_len[i] = group.qo_len;
     tables.begin[static_cast<size_t>(i)] = group.table_begin;
-    tables.pages[static_cast<size_t>(i)] = shareable_pages(p.config, p.levels[0], group, read_first_entry(p.levels[0].table, group.table_begin));
+    tables.pages[static_cast<size_t>(i)] = shareable_pages(p, group, read_first_entry(p.levels[0].table, group.table_begin));
   }
   if (!find_attachments(tables, f)) return;
   const std::vector<int32_t> nodes = find_nodes(p, f);
@@ -160,7 +160,9 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   }
   for (int32_t i = 0; i < size; ++i) {
     cut_group(p.levels[0].table, f, i, p.schedule.groups[i]);
-    for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
+    if (f.merge_begin[i] < 0) continue;
+    const int32_t depth = f.taken_depth[f.taken[f.innermost(i)]];
+    for (int32_t row = 0; row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
   }
 }
 

@@ -65,6 +65,6 @@ extern "C" void host_planner_plan(const int32_t* config, void* workspace, const 
     level.table.page_size = static_cast<int32_t>(view.numbers[8]);
     level.table.entry_step = static_cast<int32_t>(view.numbers[9]);
   }
-  attn::prepare_forest(params);
+  attn::prepare_plan(params);
   attn::plan_on_host(params);
 }

@@ -30,13 +30,15 @@ constexpr int32_t kMaxSharedPages = 1 << 20;
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
 /// Leading pages of a request that it can share. `first_entry`: of its pages, -1 if it has none.
-ATTN_HD int32_t shareable_pages(const ScheduleConfig& config, const PlanLevel& level, const RowGroup& group, int32_t first_entry) {
+ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int32_t first_entry) {
+  const ScheduleConfig& config = p.config;
+  const PlanLevel& level = p.levels[0];
   if (group.qo_len == 0) return 0;
   // Full row tiles read no less KV when they are shared; their states would only take the room of rows that gain.
   if (config.cascade != kCascadeAlways && static_cast<int64_t>(group.qo_len) * config.group_size >= tile_rows(config.max_kind)) return 0;
   if (level.window_left >= 0 && group.kv_len - 1 > level.window_left) return 0;   // a window hides the first token from the last row
   const int32_t seen = level.causal ? group.kv_len - group.qo_len + 1 : group.kv_len;
-  const int32_t pages = min_of(max_of(seen, 0) / level.table.page_size, kMaxSharedPages);
+  const int32_t pages = min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
   return first_entry >= 0 ? pages : 0;
 }
 
@@ -116,17 +118,15 @@ struct Forest {
   }
 };
 
-/// Slots of the device planner's hash table: a power of two, at least twice the requests.
-ATTN_HD int32_t forest_hash_slots(int32_t requests) {
-  int32_t slots = 64;
-  while (slots < 2 * requests) slots *= 2;
-  return slots;
+/// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many.
+ATTN_HD int32_t forest_slot_bits(int32_t requests) {
+  return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
 }
 
-/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64, five int32
+/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64, seven int32
 /// and the arrays above.
 ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
-  return requests == 0 ? 0 : forest_hash_slots(requests) * 8 + requests * (8 + (5 + Forest::kArrays) * 4);
+  return requests == 0 ? 0 : (4 << forest_slot_bits(requests)) + requests * (8 + (7 + Forest::kArrays) * 4);
 }
 
 /// A node on the same path that could be node n's parent: of those the deepest is. `best`: the best so far, -1: none.
@@ -142,8 +142,8 @@ ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows)
   return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[kind];
 }
 
-/// Row states that taking node n needs: the first taken node of a path makes its rows' own groups keep states too.
-ATTN_HD int32_t node_states(const Forest& f, int32_t n) { return f.rows[n] * (f.taken_above(n) < 0 ? 2 : 1); }
+/// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states too.
+ATTN_HD int32_t node_states(const Forest& f, int32_t n, int32_t above) { return f.rows[n] * (above < 0 ? 2 : 1); }
 
 /// What taking a node saves and what it adds, for each KV head.
 struct NodeCost {
@@ -151,17 +151,18 @@ struct NodeCost {
   int64_t added;
 };
 
-ATTN_HD NodeCost node_cost(const ScheduleConfig& config, const Forest& f, int32_t n, int32_t page_size) {
-  const int32_t tokens = (f.pages[n] - f.begin_page(n)) * page_size;
+/// `begin`: the first page that node n would read; `states`: row states that it needs.
+ATTN_HD NodeCost node_cost(const PlanParams& p, const Forest& f, int32_t n, int32_t begin, int32_t states) {
+  const ScheduleConfig& config = p.config;
+  const int32_t tokens = (f.pages[n] - begin) * p.levels[0].table.page_size;
   const int64_t packed_rows = static_cast<int64_t>(f.rows[n]) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  const int64_t pairs = row_tiles_of(packed_rows, kind);
-  const int64_t states = node_states(f, n);
-  NodeCost cost;
-  const int32_t whole_kv_tiles = tokens / config.kv_tile;
+  const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
   const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * config.kv_tile < tokens);
+  NodeCost cost;
   cost.saved = static_cast<int64_t>(whole_kv_tiles) * f.weight[n];
-  cost.added = pairs * (config.pair_cost[kind] + kv_tiles * config.kv_tile_cost[kind]) + ((states * config.state_cost + 63) >> 6);
+  cost.added = static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * (config.pair_cost[kind] + kv_tiles * config.kv_tile_cost[kind]) +
+               ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
   return cost;
 }
 
@@ -169,13 +170,15 @@ ATTN_HD NodeCost node_cost(const ScheduleConfig& config, const Forest& f, int32_
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   const int32_t above = f.taken_above(n);
   const int32_t depth_above = above >= 0 ? f.taken_depth[above] : 0;
-  const NodeCost cost = node_cost(p.config, f, n, p.levels[0].table.page_size);
+  const int32_t begin = above >= 0 ? f.pages[above] : 0;
+  const int32_t states = node_states(f, n, above);
+  const NodeCost cost = node_cost(p, f, n, begin, states);
   int32_t reason = kNodeTaken;
   if (depth_above >= kMaxLevels - 1) reason = kNodeTooDeep;
   else if (p.config.cascade != kCascadeAlways && cost.saved <= cost.added) reason = kNodeSavesTooLittle;
-  else if (node_states(f, n) > free_states) reason = kNodeHasNoRoom;
+  else if (states > free_states) reason = kNodeHasNoRoom;
   PrefixNode& record = p.schedule.nodes[n];
-  record = PrefixNode{f.leader[n], f.parent[n], f.begin_page(n), f.pages[n], f.requests[n], f.rows[n], -1, reason, cost.saved, cost.added};
+  record = PrefixNode{f.leader[n], f.parent[n], begin, f.pages[n], f.requests[n], f.rows[n], -1, reason, cost.saved, cost.added};
   f.taken[n] = reason == kNodeTaken ? n : above;
   f.taken_depth[n] = depth_above + (reason == kNodeTaken);
   return reason == kNodeTaken ? cost.saved - cost.added : 0;
@@ -226,13 +229,11 @@ ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int3
   p.schedule.links[static_cast<int64_t>(f.taken_depth[n]) * p.config.max_merge_rows + f.merge_begin[request] + index] = RowLink{f.group[n], rank};
 }
 
-/// Links a row to its request's own row group, and to nothing where it is in fewer taken nodes than others.
-ATTN_HD void link_own_row(const PlanParams& p, const Forest& f, int32_t request, int32_t index, int32_t num_links) {
+/// Links a row to its request's own row group, and to nothing where it is in fewer taken nodes than others. `depth`: taken nodes that it is in.
+ATTN_HD void link_own_row(const PlanParams& p, const Forest& f, int32_t request, int32_t index, int32_t depth, int32_t num_links) {
   const int32_t merge_row = f.merge_begin[request] + index;
   p.schedule.links[merge_row] = RowLink{request, index};
-  for (int32_t link = f.taken_depth[f.taken[f.innermost(request)]] + 1; link < num_links; ++link) {
-    p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + merge_row] = RowLink{-1, 0};
-  }
+  for (int32_t link = depth + 1; link < num_links; ++link) p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + merge_row] = RowLink{-1, 0};
 }
 
 }  // namespace attn

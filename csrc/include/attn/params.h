@@ -26,6 +26,18 @@ struct IndexArray {
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
 #endif
   }
+
+  /// Element i as an int32: one that does not fit becomes the nearest that does.
+  ATTN_HD int32_t narrow(int32_t i) const {
+#if defined(__CUDA_ARCH__)
+    const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
+    const int32_t low = __ldg(reinterpret_cast<const int32_t*>(element));
+    const int32_t high = is_int64 ? __ldg(reinterpret_cast<const int32_t*>(element + 4)) : low >> 31;
+    return high == low >> 31 ? low : high >> 31 ^ 0x7fffffff;
+#else
+    return static_cast<int32_t>(clamp<int64_t>((*this)[i], -kMaxInt32 - 1, kMaxInt32));
+#endif
+  }
 };
 
 /// Where the tokens of each request live. Every engine's form reduces to one formula; page j of request i is
@@ -65,7 +77,11 @@ struct PlanParams {
   Schedule schedule;
   PlanLevel levels[kMaxLevels];   // one behind the last: of the prefix forest's row groups
   int32_t num_levels;
+  // From here on: prepare_plan (planning.h).
   int32_t seeks_forest;
+  FastDivisor kv_tile;            // config.kv_tile
+  FastDivisor group_size;         // config.group_size
+  FastDivisor page_size;          // of the first level
 };
 
 /// The runtime values of the built-in variants (variants.h).

@@ -39,9 +39,12 @@ ATTN_HD int32_t count_groups(const PlanParams& p) {
   return count;
 }
 
-/// Decides whether a forest is sought in what is to be planned. If so, describes the level of its row groups: the pages of the view, seen as a whole by the rows of
-/// a list that the planner writes.
-inline void prepare_forest(PlanParams& p) {
+/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row groups:
+/// the pages of the view, seen as a whole by the rows of a list that the planner writes.
+inline void prepare_plan(PlanParams& p) {
+  p.kv_tile = FastDivisor(p.config.kv_tile);
+  p.group_size = FastDivisor(p.config.group_size);
+  p.page_size = FastDivisor(p.levels[0].table.page_size);
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
   if (!p.seeks_forest) return;
@@ -72,8 +75,8 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
     if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
     return TableRange{begin, end - begin};
   }
-  const int64_t wanted = table.rows ? table.rows[i] : i;
-  const int64_t row = clamp<int64_t>(wanted, 0, table.num_rows - 1);
+  const int32_t wanted = table.rows ? table.rows.narrow(i) : i;
+  const int32_t row = clamp(wanted, 0, table.num_rows - 1);
   if (row != wanted) errors |= kTableRowInvalid;
   return TableRange{row * table.row_stride, table.row_entries};
 }
@@ -83,32 +86,32 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, TableRang
   const PlanLevel& level = p.levels[place.level];
   const PageTable& table = level.table;
   const int32_t i = place.index;
+  // All that is read, before any of it is used: a GPU waits once.
+  const int32_t qo_first = level.qo_indptr.narrow(i);
+  const int32_t qo_last = level.qo_indptr.narrow(i + 1);
+  const IndexArray& lengths = table.kv_lens ? table.kv_lens : table.last_page_len;
+  const int32_t length = lengths ? lengths.narrow(i) : 0;
+
   RowGroup group;
-
-  const int64_t qo_first = level.qo_indptr[i];
-  const int64_t qo_last = level.qo_indptr[i + 1];
-  const int64_t qo_begin = clamp<int64_t>(qo_first, 0, level.max_rows);
-  const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, level.max_rows);
-  if (qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
   group.table_begin = range.begin;
-  group.qo_begin = static_cast<int32_t>(qo_begin);
-  group.qo_len = static_cast<int32_t>(qo_end - qo_begin);
+  group.qo_begin = clamp(qo_first, 0, level.max_rows);
+  const int32_t qo_end = clamp(qo_last, group.qo_begin, level.max_rows);
+  if (group.qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
+  group.qo_len = qo_end - group.qo_begin;
 
-  const int64_t pages = table.entry_step == 1 ? range.entries : divide(range.entries, table.entry_step);
-  const int64_t capacity = min_of<int64_t>(pages * table.page_size, kMaxInt32);
-  int64_t kv_len = capacity;
+  const int32_t entries = static_cast<int32_t>(min_of(range.entries, kMaxInt32));
+  const int32_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
+  const int32_t capacity = static_cast<int32_t>(min_of<int64_t>(static_cast<int64_t>(pages) * table.page_size, kMaxInt32));
+  group.kv_len = capacity;
   if (table.kv_lens) {
-    kv_len = table.kv_lens[i];
-    // One entry a token: the last page may be partly filled.
-    const int64_t limit = table.entry_step == 1 ? capacity : min_of<int64_t>(range.entries, kMaxInt32);
-    if (kv_len < 0 || kv_len > limit) errors |= kKvLengthInvalid;
-    kv_len = clamp<int64_t>(kv_len, 0, limit);
+    const int32_t limit = table.entry_step == 1 ? capacity : entries;   // one entry a token: the last page may be partly filled
+    group.kv_len = clamp(length, 0, limit);
+    if (group.kv_len != length) errors |= kKvLengthInvalid;
   } else if (table.last_page_len && pages > 0) {
-    const int64_t last_page_len = table.last_page_len[i];
-    if (last_page_len < 1 || last_page_len > table.page_size) errors |= kLastPageLenInvalid;
-    kv_len = capacity - table.page_size + clamp<int64_t>(last_page_len, 1, table.page_size);
+    const int32_t last_page_len = clamp(length, 1, table.page_size);
+    if (last_page_len != length) errors |= kLastPageLenInvalid;
+    group.kv_len = capacity - table.page_size + last_page_len;
   }
-  group.kv_len = static_cast<int32_t>(kv_len);
   group.tile_begin = 0;
   group.level = place.level;
   const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
@@ -169,18 +172,17 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   tile.kind = group.kind;
   tile.packed_begin = index * tile_rows(tile.kind);
 
-  // Divisions are what this costs: the last row of a group is known without one, and only windows ask for the first of a tile.
   const PlanLevel& level = p.levels[group.level];
   const int32_t offset = group.kv_len - group.qo_len;
   const int64_t packed_end = static_cast<int64_t>(tile.packed_begin) + tile_rows(tile.kind);
-  const int32_t last = packed_end >= packed_rows ? group.qo_len - 1 : static_cast<int32_t>(divide(packed_end - 1, config.group_size));
-  const int32_t first = level.window_left >= 0 ? tile.packed_begin / config.group_size : 0;
+  const int32_t last = packed_end >= packed_rows ? group.qo_len - 1 : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
+  const int32_t first = level.window_left >= 0 ? p.group_size.divide(tile.packed_begin) : 0;
   const VariantParams variant{1.0f, 0.0f, level.causal, level.window_left};
   const TokenRange range = StandardVariant::any(variant, offset + first, offset + last, TokenRange{0, group.kv_len});
   tile.kv_end = max_of(range.end, 0);
-  const int32_t hidden = range.begin > 0 ? min_of(range.begin, tile.kv_end) / config.kv_tile : 0;   // KV tiles that no row sees
+  const int32_t hidden = range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;   // KV tiles that no row sees
   tile.kv_begin = hidden * config.kv_tile;
-  tile.num_kv_tiles = max_of(static_cast<int32_t>(divide(static_cast<int64_t>(tile.kv_end) + config.kv_tile - 1, config.kv_tile)) - hidden, 1);
+  tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1) + 1 - hidden : 1;
   return tile;
 }
 
@@ -205,10 +207,11 @@ struct PlacedTile {
 template <class Tiles>
 ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
   if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
-  int32_t low = 0, high = num_tiles;     // row tile `low` starts at or before `cost`, `high` behind it
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    if (tiles(middle).cost_begin <= cost) low = middle; else high = middle;
+  int32_t low = 0;                       // row tile `low` starts at or before `cost`
+  for (int32_t count = num_tiles; count > 1;) {
+    const int32_t half = count / 2;      // of the `count` tiles from `low` on, the one sought is among the first count - half, or those behind `low + half`
+    if (tiles(low + half).cost_begin <= cost) low += half;
+    count -= half;
   }
   const PlacedTile tile = tiles(low);
   const int64_t head_cost = pair_cost(config, tile.kind, tile.num_kv_tiles);
