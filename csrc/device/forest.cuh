@@ -12,37 +12,6 @@
 
 namespace attn {
 
-/// Dynamic shared memory of the forest.
-struct ForestMemory {
-  int32_t* slots;         // [1 << slot_bits]: hash table; then counts of rows (count_node_rows)
-  int32_t slot_bits;
-  int64_t* table_begin;   // [requests]
-  Forest forest;
-  int32_t* keys;          // [requests]: the first entry of the page table; then what makes a node
-  int32_t* smallest;      // [requests]: of a group, in the place of its representative
-  int32_t* tile_cost;     // [requests]: cost of a KV tile
-  int32_t* newest;        // [leaders]: a node on the leader's path; -1: none
-  int32_t* next;          // [nodes]: another one on the same path; -1: none
-  int32_t* top;           // [requests]: the deepest taken node that a request is in; -1: none
-  int32_t* taken;         // the taken nodes in order
-
-  __device__ ForestMemory(char* memory, int32_t requests)
-      : slots(reinterpret_cast<int32_t*>(memory)),
-        slot_bits(forest_slot_bits(requests)),
-        table_begin(reinterpret_cast<int64_t*>(slots + (1 << slot_bits))),
-        forest(reinterpret_cast<int32_t*>(table_begin + requests), requests) {
-    keys = forest.leader + Forest::kArrays * requests;
-    smallest = keys + requests;
-    tile_cost = smallest + requests;
-    newest = tile_cost + requests;
-    next = newest + requests;
-    top = next + requests;
-    taken = top + requests;
-  }
-
-  __device__ PlannedRequests requests() const { return PlannedRequests{table_begin, forest.qo_begin, forest.qo_len, forest.kv_len, forest.pages, keys}; }
-};
-
 struct ForestShared {
   SumMemory<int32_t> sums;
   int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
@@ -54,25 +23,27 @@ struct ForestShared {
 
 constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be added up
 
-/// Groups requests by their keys. `representative`: kGrouped where a request takes part; receives a request of the same key, the same one for all of that key.
-/// Nothing has to be cleared, and nothing is atomic: whoever writes to a slot last wins it for its key, and who finds another key there tries another slot.
+/// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
 
-__device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTeam& team, int32_t* representative) {
-  const int32_t size = m.forest.size;
-  const auto slot = [&](int32_t i, uint32_t factor) { return m.slots + (static_cast<uint32_t>(m.keys[i]) * factor >> (32 - m.slot_bits)); };
+/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key. Nothing has to
+/// be cleared, and nothing is atomic: whoever writes to a slot last wins it for its key, and who finds another key there tries another slot. A barrier must follow
+/// before keys change.
+__device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTeam& team) {
+  const Forest& f = m.forest;
+  const auto slot = [&](int32_t key, uint32_t factor) { return m.slots + (static_cast<uint32_t>(key) * factor >> (32 - m.slot_bits)); };
   bool more;
   uint32_t factor = 2654435761u;
   do {
-    team.for_each(size, [&](int32_t i) {
-      if (representative[i] == kGrouped) *slot(i, factor) = i;
+    team.for_each(f.size, [&](int32_t i) {
+      if (f[i].node == kGrouped) *slot(f[i].key, factor) = i;
     });
     team.sync();
     more = false;
-    team.for_each(size, [&](int32_t i) {
-      if (representative[i] != kGrouped) return;
-      const int32_t winner = *slot(i, factor);
-      if (m.keys[winner] == m.keys[i]) representative[i] = winner;
+    team.for_each(f.size, [&](int32_t i) {
+      if (f[i].node != kGrouped) return;
+      const int32_t winner = *slot(f[i].key, factor);
+      if (f[winner].key == f[i].key) f[i].node = winner;
       else more = true;
     });
     factor = factor * 1664525u + 2u;
@@ -80,14 +51,14 @@ __device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTe
   } while (more);
 }
 
-/// The smallest request of each group, in the place of its representative. Whole warps; a barrier must follow.
-__device__ __forceinline__ void find_smallest(const ForestMemory& m, const PlanTeam& team, const int32_t* representative) {
+/// The smallest request of each group, in the entry of the request that stands for it. Whole warps; a barrier must follow.
+__device__ __forceinline__ void find_smallest(const Forest& f, const PlanTeam& team) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
 #pragma unroll 1
-  for (int32_t i = thread; i - thread < m.forest.size; i += team.count) {
-    const int32_t group = i < m.forest.size ? representative[i] : -1;
+  for (int32_t i = thread; i - thread < f.size; i += team.count) {
+    const int32_t group = i < f.size ? f[i].node : -1;
     const uint32_t same = __match_any_sync(0xffffffffu, group);
-    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) atomicMin(m.smallest + group, i);
+    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) atomicMin(&f[group].smallest, i);
   }
 }
 
@@ -98,35 +69,35 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     shared.saved_high = shared.saved_low = shared.states = shared.max_taken_depth = 0;
     shared.max_depth = 1;
   }
-  read_requests(p, team, m.requests(), f.size, errors);
+  read_requests(p, team, m, f.size, errors);
   team.for_each(f.size, [&](int32_t i) {
-    f.node[i] = f.pages[i] > 0 ? kGrouped : -1;
-    m.smallest[i] = i;
+    f[i].node = f[i].pages > 0 ? kGrouped : -1;
+    f[i].smallest = i;
   });
-  group_by_key(m, team, f.node);
+  group_by_key(m, team);
   bool shares = false;
-  team.for_each(f.size, [&](int32_t i) { shares |= f.node[i] >= 0 && f.node[i] != i; });
+  team.for_each(f.size, [&](int32_t i) { shares |= f[i].node >= 0 && f[i].node != i; });
   shares = team.sync_or(shares);
   if (!shares) return false;
-  find_smallest(m, team, f.node);
+  find_smallest(f, team);
   const bool wrong = team.sync_or(errors != 0);
   team.for_each(f.size, [&](int32_t i) {
-    f.leader[i] = -1;
-    m.keys[i] = f.node[i] >= 0 && m.smallest[f.node[i]] != i;   // whether it attaches
-    m.tile_cost[i] = kv_tile_cost_of_rows(p.config, f.qo_len[i]);
-    f.deepest[i] = m.newest[i] = -1;
-    f.depth[i] = f.rows[i] = f.requests[i] = f.weight[i] = 0;
+    f[i].leader = -1;
+    f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
+    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len);
+    f[i].deepest = f[i].newest = -1;
+    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
   });
   team.sync();
   team.for_each(f.size, [&](int32_t i) {
-    f.node[i] = -1;
-    m.smallest[i] = i;
-    if (m.keys[i] == 0) return;
+    f[i].node = -1;
+    f[i].smallest = i;
+    if (f[i].key == 0) return;
     const Attachment attachment = AttachmentMail(p.schedule.attachments + i).receive();
-    f.leader[i] = attachment.leader;
-    f.pages[i] = attachment.pages;
-    f.node[i] = kGrouped;
-    m.keys[i] = attachment.pages << Forest::kNodeBits | attachment.leader;
+    f[i].leader = attachment.leader;
+    f[i].pages = attachment.pages;
+    f[i].node = kGrouped;
+    f[i].key = attachment.pages << Forest::kNodeBits | attachment.leader;
   });
   return !wrong;   // what is wrong is not shared; the mail had to be received all the same
 }
@@ -135,40 +106,40 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
 __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  group_by_key(m, team, f.node);
-  find_smallest(m, team, f.node);
+  group_by_key(m, team);
+  find_smallest(f, team);
   team.sync();
   team.for_each(f.size, [&](int32_t i) {
-    const int32_t node = f.node[i] >= 0 ? m.smallest[f.node[i]] : -1;
-    f.node[i] = node;
+    const int32_t node = f[i].node >= 0 ? f[f[i].node].smallest : -1;
+    f[i].node = node;
     if (node != i) {
       p.schedule.nodes[i].leader = -1;
       return;
     }
-    m.next[i] = atomicExch(m.newest + f.leader[i], i);
-    atomicMax(f.deepest + f.leader[i], f.deepest_key(i));
+    f[i].next = atomicExch(&f[f[i].leader].newest, i);
+    atomicMax(&f[f[i].leader].deepest, f.deepest_key(i));
   });
   team.sync();
   bool deep = false;
 #pragma unroll 1
   for (int32_t i = thread; i - thread < f.size; i += team.count) {
     if (i < f.size && f.is_node(i)) {
-      const int32_t leader = f.leader[i];
-      int32_t other = m.newest[leader];
+      const int32_t leader = f[i].leader;
+      int32_t other = f[leader].newest;
       int32_t parent = -1;
-      if (other != i || m.next[i] >= 0) {   // not the only one on its path
+      if (other != i || f[i].next >= 0) {   // not the only one on its path
 #pragma unroll 1
-        for (; other >= 0; other = m.next[other]) parent = closer_parent(f, i, other, parent);
+        for (; other >= 0; other = f[other].next) parent = closer_parent(f, i, other, parent);
       }
-      if (parent < 0) parent = f.node[leader];
-      f.parent[i] = parent;
-      f.depth[i] = 1;
+      if (parent < 0) parent = f[leader].node;
+      f[i].parent = parent;
+      f[i].depth = 1;
       deep |= parent >= 0;
     }
     // A warp whose requests are all in the same node adds them up.
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    int32_t rows = innermost >= 0 ? f.qo_len[i] : 0;
-    int32_t weight = innermost >= 0 ? m.tile_cost[i] : 0;
+    int32_t rows = innermost >= 0 ? f[i].qo_len : 0;
+    int32_t weight = innermost >= 0 ? f[i].tile_cost : 0;
     int32_t requests = 1;
     const int32_t all_rows = __reduce_add_sync(0xffffffffu, rows);
     const int32_t all_weight = __reduce_add_sync(0xffffffffu, weight);
@@ -184,34 +155,34 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
       requests = __popc(all);
     }
     if (innermost < 0 || (uniform && thread % 32 != first)) continue;
-    atomicAdd(f.rows + innermost, rows);
-    atomicAdd(f.requests + innermost, requests);
-    atomicAdd(f.weight + innermost, weight);
+    atomicAdd(&f[innermost].rows, rows);
+    atomicAdd(&f[innermost].requests, requests);
+    atomicAdd(&f[innermost].weight, weight);
   }
   if (!team.sync_or(deep)) return;
 
   // Nodes below nodes: what was added to each so far are the requests that are in no deeper one. It is kept in `taken` and `group` while all is added to those above.
   team.for_each(f.size, [&](int32_t n) {
-    f.taken[n] = f.rows[n];
-    f.group[n] = f.requests[n];
+    f[n].taken = f[n].rows;
+    f[n].group = f[n].requests;
   });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
     if (!f.is_node(n)) return;
     int32_t depth = 1;
 #pragma unroll 1
-    for (int32_t at = f.parent[n]; at >= 0; at = f.parent[at]) {
-      atomicAdd(f.rows + at, f.taken[n]);
-      atomicAdd(f.requests + at, f.group[n]);
+    for (int32_t at = f[n].parent; at >= 0; at = f[at].parent) {
+      atomicAdd(&f[at].rows, f[n].taken);
+      atomicAdd(&f[at].requests, f[n].group);
       ++depth;
     }
-    f.depth[n] = depth;
+    f[n].depth = depth;
     atomicMax(&shared.max_depth, depth);
-    atomicAdd(&shared.states, f.taken[n] * (depth - 1));
+    atomicAdd(&shared.states, f[n].taken * (depth - 1));
   });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
-    if (f.depth[n] > 1) atomicAdd(f.weight + f.parent[n], kv_tile_cost_of_rows(p.config, f.rows[n]));
+    if (f[n].depth > 1) atomicAdd(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
   });
   team.sync();
 }
@@ -228,13 +199,13 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
 #pragma unroll 1
     for (int32_t n = thread; n < f.size; n += compete ? 1 : team.count) {
       if (compete && thread != 0) break;
-      if (f.depth[n] != depth) continue;
+      if (f[n].depth != depth) continue;
       const int64_t saved = decide_node(p, f, n, room);
-      if (f.taken[n] != n) continue;
+      if (f[n].taken != n) continue;
       if (compete) room -= node_states(f, n, f.taken_above(n));
       atomicAdd(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
       atomicAdd(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
-      atomicMax(&shared.max_taken_depth, f.taken_depth[n]);
+      atomicMax(&shared.max_taken_depth, f[n].taken_depth);
     }
     team.sync();
   }
@@ -259,23 +230,23 @@ __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared
   for (int32_t first = 0; first < f.size; first += team.count) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    const int32_t top = innermost >= 0 ? f.taken[innermost] : -1;
-    const bool is_taken = i < f.size && f.is_node(i) && f.taken[i] == i;
-    const PlanSums<int32_t> own{(top >= 0 ? f.qo_len[i] : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f.rows[i] : 0};
+    const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
+    const bool is_taken = i < f.size && f.is_node(i) && f[i].taken == i;
+    const PlanSums<int32_t> own{(top >= 0 ? f[i].qo_len : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f[i].rows : 0};
     PlanSums<int32_t> total;
     bool any = false;
     if (first > 0) team.sync();
     const PlanSums<int32_t> before = before_all + sum_before(team, shared.sums, f.size - first, own, total, any);
     before_all = before_all + total;
     if (i < f.size) {
-      m.top[i] = top;
-      f.merge_begin[i] = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
+      f[i].top = top;
+      f[i].merge_begin = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
     }
     if (is_taken) {
       const int32_t number = before.a >> kBits;
-      f.row_begin[i] = before.b;
-      f.group[i] = f.size + number;
-      m.taken[number] = i;
+      f[i].row_begin = before.b;
+      f[i].group = f.size + number;
+      f[number].taken_node = i;
     }
   }
   const int32_t num_taken = before_all.a >> kBits;
@@ -303,9 +274,9 @@ __device__ __forceinline__ void count_node_rows(const ForestMemory& m, const Pla
   const Forest& f = m.forest;
   team.for_each(f.size, [&](int32_t i) {
 #pragma unroll 1
-    for (int32_t node = m.top[i]; node >= 0; node = f.taken_above(node)) {
-      const int32_t column = f.group[node] - f.size - begin;
-      if (column >= 0 && column < columns) atomicAdd(m.slots + i / 32 * columns + column, f.qo_len[i]);
+    for (int32_t node = f[i].top; node >= 0; node = f.taken_above(node)) {
+      const int32_t column = f[node].group - f.size - begin;
+      if (column >= 0 && column < columns) atomicAdd(m.slots + i / 32 * columns + column, f[i].qo_len);
     }
   });
 }
@@ -317,11 +288,11 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
   const int32_t lane = thread % 32;
 #pragma unroll 1
   for (int32_t i = thread; i - thread < f.size; i += team.count) {
-    int32_t node = i < f.size ? m.top[i] : -1;
+    int32_t node = i < f.size ? f[i].top : -1;
 #pragma unroll 1
     while (__any_sync(0xffffffffu, node >= 0)) {
-      const int32_t rows = node >= 0 ? f.qo_len[i] : 0;
-      const int32_t column = node >= 0 ? f.group[node] - f.size - begin : -1;
+      const int32_t rows = node >= 0 ? f[i].qo_len : 0;
+      const int32_t column = node >= 0 ? f[node].group - f.size - begin : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, node);
       int32_t rank = __popc(same & ((1u << lane) - 1));
       if (__any_sync(0xffffffffu, rows > 1)) {
@@ -360,10 +331,10 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
     link_node_rows(p, m, team, begin, columns);
   }
   team.for_each(f.size, [&](int32_t i) {
-    if (f.merge_begin[i] < 0) return;
-    const int32_t depth = f.taken_depth[m.top[i]];
+    if (f[i].merge_begin < 0) return;
+    const int32_t depth = f[f[i].top].taken_depth;
 #pragma unroll 1
-    for (int32_t row = 0; row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
+    for (int32_t row = 0; row < f[i].qo_len; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
   });
 }
 

@@ -16,6 +16,8 @@ struct PlanSharedMemory {
   int32_t num_merge_rows;
 };
 
+static_assert(sizeof(PlanSharedMemory) <= kPlanSharedBytes, "what the host asks for");
+
 /// Writes a struct in as few stores as there are, of words of 16 or 8 bytes.
 template <class Word, class T>
 __device__ __forceinline__ void store(T* to, const T& from) {
@@ -99,9 +101,9 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
   if (p.config.batch_invariant) return p.schedule.groups[i];
   if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
   const Forest& f = m.forest;
-  if (i >= f.size) return node_group(p, f, m.taken[i - f.size], m.table_begin[m.taken[i - f.size]], shared.planned.num_merge_rows);
-  RowGroup group{m.table_begin[i], f.qo_begin[i], f.qo_len[i], f.kv_len[i], 0, 0, choose_kind(p.config, static_cast<int64_t>(f.qo_len[i]) * p.config.group_size), -1, 0};
-  if (shared.takes_forest) cut_group(p.levels[0].table, f, i, group);
+  if (i >= f.size) return node_group(p, f, f[i - f.size].taken_node, m.table_begin[f[i - f.size].taken_node], shared.planned.num_merge_rows);
+  RowGroup group{m.table_begin[i], f[i].qo_begin, f[i].qo_len, f[i].kv_len, 0, 0, choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size), -1, 0};
+  if (shared.takes_forest) cut_group(p.levels[0].table, f, i, f[i].top, group);
   return group;
 }
 
@@ -220,15 +222,15 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
 }  // namespace attn
 
 extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
-  extern __shared__ __align__(16) char memory[];   // ForestMemory; then the first tile of each row group
-  __shared__ attn::PlanSharedMemory shared;
+  extern __shared__ __align__(16) char memory[];   // ForestMemory, PlanSharedMemory, the first tile of each row group
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t size = params.seeks_forest ? params.levels[0].num_groups : 0;
   const attn::ForestMemory m(memory, size);
   if (blockIdx.x > 0) {
-    attn::search_prefixes(params, m.requests());
+    attn::search_prefixes(params, m);
     return;
   }
+  attn::PlanSharedMemory& shared = *reinterpret_cast<attn::PlanSharedMemory*>(memory + attn::forest_shared_bytes(size));
   if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
   attn::Planned planned{};
   planned.num_groups = params.num_levels == 1 ? params.levels[0].num_groups : attn::count_groups(params);
@@ -247,6 +249,6 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     planned = shared.planned;
     if (thread < team.count && shared.takes_forest) attn::count_node_rows(m, team, 0, attn::count_columns(m, planned.num_groups - size));
   }
-  int32_t* tile_begin = reinterpret_cast<int32_t*>(memory + attn::forest_shared_bytes(size));
+  int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
   attn::plan(params, m, team, shared, tile_begin, planned, errors);
 }

@@ -10,29 +10,34 @@
 
 namespace attn {
 
-/// The requests of a plan, in shared memory.
-struct PlannedRequests {
-  int64_t* table_begin;   // RowGroup
-  int32_t* qo_begin;
-  int32_t* qo_len;
-  int32_t* kv_len;
-  int32_t* pages;         // that it can share
-  int32_t* first_entry;
+/// Dynamic shared memory of a forest. No static shared memory goes with it: its address would be worked out again wherever it is used.
+struct ForestMemory {
+  int32_t* slots;         // [1 << slot_bits]: of group_by_key(), then of count_node_rows(); other CTAs keep what their teams tell each other here
+  int32_t slot_bits;
+  int64_t* table_begin;   // [requests]
+  Forest forest;
+
+  __device__ __forceinline__ ForestMemory(char* memory, int32_t requests)
+      : slots(reinterpret_cast<int32_t*>(memory)),
+        slot_bits(forest_slot_bits(requests)),
+        table_begin(reinterpret_cast<int64_t*>(slots + (1 << slot_bits))),
+        forest{reinterpret_cast<ForestEntry*>(table_begin + requests), requests} {}
 };
 
-/// Reads the first `count` requests; `team`: all threads.
-__device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const PlannedRequests& m, int32_t count, uint32_t& errors) {
+/// Reads the first `count` requests.
+__device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const ForestMemory& m, int32_t count, uint32_t& errors) {
   team.for_each(count, [&](int32_t i) {
     const PlanLevel& level = p.levels[0];
     const TableRange range = read_table_range(level.table, i, errors);
     const int32_t first_entry = read_first_entry(level.table, range.begin);
     const RowGroup group = read_row_group(p, GroupPlace{0, i}, range, errors);
+    ForestEntry& entry = m.forest[i];
     m.table_begin[i] = group.table_begin;
-    m.qo_begin[i] = group.qo_begin;
-    m.qo_len[i] = group.qo_len;
-    m.kv_len[i] = group.kv_len;
-    m.pages[i] = shareable_pages(p, group, first_entry);
-    m.first_entry[i] = first_entry;
+    entry.qo_begin = group.qo_begin;
+    entry.qo_len = group.qo_len;
+    entry.kv_len = group.kv_len;
+    entry.pages = shareable_pages(p, group, first_entry);
+    entry.key = first_entry;
   });
 }
 
@@ -70,11 +75,11 @@ struct SearchTeam {
   int32_t index;
   int32_t thread;
   int32_t uses;
-  int32_t (*minima)[kPlanThreads / 32];   // [2]: one for every second use
+  int32_t* minima;   // [2][warps of the CTA]: one for every second use
 
   /// The smallest value of all threads.
   __device__ int32_t minimum(int32_t value) {
-    int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
+    int32_t* of_warp = minima + uses++ % 2 * (kPlanThreads / 32) + index * kWarps;
     const int32_t smallest = __reduce_min_sync(0xffffffffu, value);
     if (thread % 32 == 0) of_warp[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
@@ -86,9 +91,9 @@ struct SearchTeam {
 };
 
 /// Leading pages that requests a and b share.
-__device__ __forceinline__ int32_t common_pages(const PageTable& table, const PlannedRequests& m, SearchTeam& team, int32_t a, int32_t b) {
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
   constexpr int32_t kBatch = 8;
-  const int32_t limit = min_of(m.pages[a], m.pages[b]);
+  const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
   const int32_t* x = table.indices + m.table_begin[a];
   const int32_t* y = table.indices + m.table_begin[b];
   const int64_t step = table.entry_step;
@@ -115,9 +120,10 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Pl
 }
 
 /// Where a request attaches.
-__device__ __forceinline__ Attachment attach(const PageTable& table, const PlannedRequests& m, SearchTeam& team, int32_t request) {
-  const int32_t own = m.pages[request];
-  const int32_t first_entry = m.first_entry[request];
+__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
+  const Forest& f = m.forest;
+  const int32_t own = f[request].pages;
+  const int32_t first_entry = f[request].key;
   Attachment best{-1, 0};
   int32_t other = -1;
 #pragma unroll 1
@@ -128,7 +134,7 @@ __device__ __forceinline__ Attachment attach(const PageTable& table, const Plann
     int32_t next = request;
 #pragma unroll 1
     for (int32_t i = other + 1 + team.thread; i < next; i += SearchTeam::kThreads) {
-      if (m.pages[i] <= best.pages || m.first_entry[i] != first_entry) continue;
+      if (f[i].pages <= best.pages || f[i].key != first_entry) continue;
       if (best.pages == 0 || __ldg(table.indices + m.table_begin[i] + at) == wanted) next = i;
     }
     other = team.minimum(next);
@@ -140,10 +146,9 @@ __device__ __forceinline__ Attachment attach(const PageTable& table, const Plann
 }
 
 /// The work of every CTA but the first.
-__device__ __forceinline__ void search_prefixes(const PlanParams& p, const PlannedRequests& m) {
-  __shared__ int32_t minima[2][kPlanThreads / 32];
+__device__ __forceinline__ void search_prefixes(const PlanParams& p, const ForestMemory& m) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  SearchTeam team{thread / SearchTeam::kThreads, thread % SearchTeam::kThreads, 0, minima};
+  SearchTeam team{thread / SearchTeam::kThreads, thread % SearchTeam::kThreads, 0, m.slots};
   const int32_t size = p.levels[0].num_groups;
   const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
   const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;

@@ -84,9 +84,9 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   return schedule;
 }
 
-/// Dynamic shared memory of the device planner: the first row tile of each row group, and the forest.
+/// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row group.
 int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
-  return num_groups * static_cast<int32_t>(sizeof(int32_t)) + forest_shared_bytes(num_requests);
+  return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
 }
 
 }  // namespace

@@ -13,6 +13,9 @@ constexpr int32_t kPlanThreads = 512;
 constexpr int32_t kSearchTeams = 4;
 constexpr int32_t kMaxSearchCtas = 128;
 
+/// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory (device/plan.cu).
+constexpr int32_t kPlanSharedBytes = 16 * 1024 + 768;
+
 /// CTAs of the device planner.
 inline int32_t plan_ctas(const PlanParams& p) {
   return p.seeks_forest ? 1 + min_of(ceil_div(p.levels[0].num_groups, kSearchTeams), kMaxSearchCtas) : 1;
