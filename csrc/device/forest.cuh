@@ -148,7 +148,8 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     if (thread % 32 == 0) atomicAdd(&shared.states, 2 * all_rows);
     int uniform;
     const int32_t first = __ffs(static_cast<int>(all)) - 1;
-    __match_all_sync(0xffffffffu, innermost >= 0 ? innermost : __shfl_sync(0xffffffffu, innermost, first), &uniform);
+    const int32_t of_first = __shfl_sync(0xffffffffu, innermost, first);
+    __match_all_sync(0xffffffffu, innermost >= 0 ? innermost : of_first, &uniform);
     if (uniform) {
       rows = all_rows;
       weight = all_weight;
