@@ -28,9 +28,10 @@ struct ForestMemory {
 __device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const ForestMemory& m, int32_t count, uint32_t& errors) {
   team.for_each(count, [&](int32_t i) {
     const PlanLevel& level = p.levels[0];
+    const GroupLengths lengths = read_lengths(level, i);
     const TableRange range = read_table_range(level.table, i, errors);
     const int32_t first_entry = read_first_entry(level.table, range.begin);
-    const RowGroup group = read_row_group(p, GroupPlace{0, i}, range, errors);
+    const RowGroup group = make_row_group(p, GroupPlace{0, i}, lengths, range, errors);
     ForestEntry& entry = m.forest[i];
     m.table_begin[i] = group.table_begin;
     entry.qo_begin = group.qo_begin;
@@ -94,9 +95,10 @@ struct SearchTeam {
 __device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
   constexpr int32_t kBatch = 8;
   const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
-  const int32_t* x = table.indices + m.table_begin[a];
-  const int32_t* y = table.indices + m.table_begin[b];
-  const int64_t step = table.entry_step;
+  const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
+  const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
+  const int32_t* x = table.indices + m.table_begin[a] + begin;
+  const int32_t* y = table.indices + m.table_begin[b] + begin;
   int32_t differs = limit;    // the first page that this warp sees to differ
 #pragma unroll 1
   for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
@@ -106,10 +108,14 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
       const int32_t page = first + i * 32 + team.thread % 32;
       of_x[i] = of_y[i] = 0;
       if (page < limit) {
-        of_x[i] = __ldg(x + page * step);
-        of_y[i] = __ldg(y + page * step);
+        of_x[i] = __ldg(x);
+        of_y[i] = __ldg(y);
       }
+      x += stride;
+      y += stride;
     }
+    x += stride * kBatch * (SearchTeam::kWarps - 1);
+    y += stride * kBatch * (SearchTeam::kWarps - 1);
 #pragma unroll
     for (int32_t i = kBatch - 1; i >= 0; --i) {
       if (of_x[i] != of_y[i]) differs = first + i * 32 + team.thread % 32;

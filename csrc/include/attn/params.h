@@ -27,17 +27,23 @@ struct IndexArray {
 #endif
   }
 
-  /// Element i as an int32: one that does not fit becomes the nearest that does.
-  ATTN_HD int32_t narrow(int32_t i) const {
-#if defined(__CUDA_ARCH__)
+  /// Element i as it lies in memory; an int32 in its low half. What is read is not touched before narrow(): loads from several arrays are under way together.
+  struct Words {
+    int32_t low;
+    int32_t high;
+  };
+  ATTN_HD Words words(int32_t i) const {
     const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
-    const int32_t low = __ldg(reinterpret_cast<const int32_t*>(element));
-    const int32_t high = is_int64 ? __ldg(reinterpret_cast<const int32_t*>(element + 4)) : low >> 31;
-    return high == low >> 31 ? low : high >> 31 ^ 0x7fffffff;
+    const int32_t* at = reinterpret_cast<const int32_t*>(element);
+#if defined(__CUDA_ARCH__)
+    return Words{__ldg(at), is_int64 ? __ldg(at + 1) : 0};
 #else
-    return static_cast<int32_t>(clamp<int64_t>((*this)[i], -kMaxInt32 - 1, kMaxInt32));
+    return Words{at[0], is_int64 ? at[1] : 0};
 #endif
   }
+
+  /// An element as an int32: one that does not fit becomes the nearest that does.
+  ATTN_HD int32_t narrow(Words element) const { return !is_int64 || element.high == element.low >> 31 ? element.low : element.high >> 31 ^ 0x7fffffff; }
 };
 
 /// Where the tokens of each request live. Every engine's form reduces to one formula; page j of request i is

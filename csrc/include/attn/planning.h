@@ -78,28 +78,41 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
     if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
     return TableRange{begin, end - begin};
   }
-  const int32_t wanted = table.rows ? table.rows.narrow(i) : i;
+  const int32_t wanted = table.rows ? table.rows.narrow(table.rows.words(i)) : i;
   const int32_t row = clamp(wanted, 0, table.num_rows - 1);
   if (row != wanted) errors |= kTableRowInvalid;
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
-/// Reads the rest of row group i of a level, likewise.
-ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, TableRange range, uint32_t& errors) {
+/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens or else last_page_len. As read, so that a GPU
+/// waits once for all of them and for what is read after them.
+struct GroupLengths {
+  IndexArray::Words qo_first;
+  IndexArray::Words qo_last;
+  IndexArray::Words kv;
+};
+
+/// kv_lens, or else last_page_len; or an array that has as many elements and is not used.
+ATTN_HD const IndexArray& kv_length_array(const PlanLevel& level) {
+  return level.table.kv_lens ? level.table.kv_lens : level.table.last_page_len ? level.table.last_page_len : level.qo_indptr;
+}
+
+ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
+  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), kv_length_array(level).words(i)};
+}
+
+/// Row group i of a level. What cannot be right is clamped and reported, as above.
+ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range, uint32_t& errors) {
   const PlanLevel& level = p.levels[place.level];
   const PageTable& table = level.table;
-  const int32_t i = place.index;
-  // All that is read, before any of it is used: a GPU waits once.
-  const int32_t qo_first = level.qo_indptr.narrow(i);
-  const int32_t qo_last = level.qo_indptr.narrow(i + 1);
-  const IndexArray& lengths = table.kv_lens ? table.kv_lens : table.last_page_len;
-  const int32_t length = lengths ? lengths.narrow(i) : 0;
-
+  const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
+  const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
+  const int32_t length = kv_length_array(level).narrow(lengths.kv);
   RowGroup group;
   group.table_begin = range.begin;
   group.qo_begin = clamp(qo_first, 0, level.max_rows);
   const int32_t qo_end = clamp(qo_last, group.qo_begin, level.max_rows);
-  if (group.qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
+  if (group.qo_begin != qo_first || qo_end != qo_last || (place.index == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
   group.qo_len = qo_end - group.qo_begin;
 
   const int32_t entries = static_cast<int32_t>(min_of(range.entries, kMaxInt32));
@@ -125,7 +138,9 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, TableRang
 }
 
 ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
-  return read_row_group(p, place, read_table_range(p.levels[place.level].table, place.index, errors), errors);
+  const PlanLevel& level = p.levels[place.level];
+  const GroupLengths lengths = read_lengths(level, place.index);
+  return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
 }
 
 /// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
