@@ -9,6 +9,7 @@
 #include "attn/planning.h"
 #include "device/plan_threads.cuh"
 #include "device/prefix_search.cuh"
+#include "device/ptx/shared_reduction.cuh"
 
 namespace attn {
 
@@ -58,7 +59,7 @@ __device__ __forceinline__ void find_smallest(const Forest& f, const PlanTeam& t
   for (int32_t i = thread; i - thread < f.size; i += team.count) {
     const int32_t group = i < f.size ? f[i].node : -1;
     const uint32_t same = __match_any_sync(0xffffffffu, group);
-    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) atomicMin(&f[group].smallest, i);
+    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) ptx::shared_min(&f[group].smallest, i);
   }
 }
 
@@ -117,7 +118,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
       return;
     }
     f[i].next = atomicExch(&f[f[i].leader].newest, i);
-    atomicMax(&f[f[i].leader].deepest, f.deepest_key(i));
+    ptx::shared_max(&f[f[i].leader].deepest, f.deepest_key(i));
   });
   team.sync();
   bool deep = false;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     const int32_t all_weight = __reduce_add_sync(0xffffffffu, weight);
     const uint32_t all = __ballot_sync(0xffffffffu, innermost >= 0);
     if (all == 0) continue;
-    if (thread % 32 == 0) atomicAdd(&shared.states, 2 * all_rows);
+    if (thread % 32 == 0) ptx::shared_add(&shared.states, 2 * all_rows);
     int uniform;
     const int32_t first = __ffs(static_cast<int>(all)) - 1;
     const int32_t of_first = __shfl_sync(0xffffffffu, innermost, first);
@@ -156,9 +157,9 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
       requests = __popc(all);
     }
     if (innermost < 0 || (uniform && thread % 32 != first)) continue;
-    atomicAdd(&f[innermost].rows, rows);
-    atomicAdd(&f[innermost].requests, requests);
-    atomicAdd(&f[innermost].weight, weight);
+    ptx::shared_add(&f[innermost].rows, rows);
+    ptx::shared_add(&f[innermost].requests, requests);
+    ptx::shared_add(&f[innermost].weight, weight);
   }
   if (!team.sync_or(deep)) return;
 
@@ -173,17 +174,17 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     int32_t depth = 1;
 #pragma unroll 1
     for (int32_t at = f[n].parent; at >= 0; at = f[at].parent) {
-      atomicAdd(&f[at].rows, f[n].taken);
-      atomicAdd(&f[at].requests, f[n].group);
+      ptx::shared_add(&f[at].rows, f[n].taken);
+      ptx::shared_add(&f[at].requests, f[n].group);
       ++depth;
     }
     f[n].depth = depth;
-    atomicMax(&shared.max_depth, depth);
-    atomicAdd(&shared.states, f[n].taken * (depth - 1));
+    ptx::shared_max(&shared.max_depth, depth);
+    ptx::shared_add(&shared.states, f[n].taken * (depth - 1));
   });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
-    if (f[n].depth > 1) atomicAdd(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
+    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
   });
   team.sync();
 }
@@ -204,9 +205,9 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
       const int64_t saved = decide_node(p, f, n, room);
       if (f[n].taken != n) continue;
       if (compete) room -= node_states(f, n, f.taken_above(n));
-      atomicAdd(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
-      atomicAdd(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
-      atomicMax(&shared.max_taken_depth, f[n].taken_depth);
+      ptx::shared_add(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
+      ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
+      ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
     }
     team.sync();
   }
@@ -277,7 +278,7 @@ __device__ __forceinline__ void count_node_rows(const ForestMemory& m, const Pla
 #pragma unroll 1
     for (int32_t node = f[i].top; node >= 0; node = f.taken_above(node)) {
       const int32_t column = f[node].group - f.size - begin;
-      if (column >= 0 && column < columns) atomicAdd(m.slots + i / 32 * columns + column, f[i].qo_len);
+      if (column >= 0 && column < columns) ptx::shared_add(m.slots + i / 32 * columns + column, f[i].qo_len);
     }
   });
 }

@@ -6,10 +6,17 @@
 
 namespace attn {
 
+/// Row groups of a warp on their way to global memory.
+struct StagedGroups {
+  static constexpr int32_t kGroups = 16;
+  int2 words[kGroups * sizeof(RowGroup) / sizeof(int2)];
+};
+
 struct PlanSharedMemory {
   SumMemory<int64_t> sums;
   ForestShared forest;
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
+  StagedGroups staged[kPlanThreads / 32];
   Planned planned;
   int32_t takes_forest;
   uint32_t errors;
@@ -29,6 +36,23 @@ __device__ __forceinline__ void store(T* to, const T& from) {
   } copy{from};
 #pragma unroll
   for (size_t i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = copy.words[i];
+}
+
+/// Writes the row groups of a warp from `to` on, a lane one, of which there are `count`: by way of shared memory, so that whole lines reach the L2.
+__device__ __forceinline__ void store_groups(RowGroup* to, int32_t count, const RowGroup& group, StagedGroups& staged) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  constexpr int32_t kWords = sizeof(RowGroup) / sizeof(int2);
+#pragma unroll
+  for (int32_t begin = 0; begin < 32; begin += StagedGroups::kGroups) {
+    __syncwarp();
+    if (lane >= begin && lane < begin + StagedGroups::kGroups) store<int2>(reinterpret_cast<RowGroup*>(staged.words) + lane - begin, group);
+    __syncwarp();
+#pragma unroll
+    for (int32_t first = 0; first < StagedGroups::kGroups * kWords; first += 32) {
+      const int32_t word = first + lane;
+      if (word < min_of(count - begin, StagedGroups::kGroups) * kWords) reinterpret_cast<int2*>(to + begin)[word] = staged.words[word];
+    }
+  }
 }
 
 /// Index of the row group that row tile `tile` belongs to: the last one whose first tile is at or before it.
@@ -112,6 +136,7 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
 __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, const Planned& planned, Line& line, uint32_t& errors) {
   const ScheduleConfig& config = p.config;
   const PlanTeam team{0, kPlanThreads};
+  const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
   bool differ = false;
   line = Line{0, 0};
 #pragma unroll 1
@@ -137,7 +162,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
     if (i < planned.num_groups) {
       group.tile_begin = line.num_tiles + before.b;
       tile_begin[i] = group.tile_begin;
-      store<int2>(p.schedule.groups + i, group);
+      if (!staged) store<int2>(p.schedule.groups + i, group);
       tile.cost_begin = line.cost + before.a;
 #pragma unroll 1
       for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
@@ -147,6 +172,8 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
         tile.packed_begin += tile_rows(tile.kind);
       }
     }
+    const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
+    if (staged && of_warp < planned.num_groups) store_groups(p.schedule.groups + of_warp, planned.num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
     line.num_tiles += total.b;
     line.cost += total.a;
   }
@@ -201,21 +228,23 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
   __syncthreads();
 
+  // From here on nobody waits for anybody: the first warps link rows, as many as there are requests for, one writes the header and others the levels, and the last
+  // ones find positions.
+  if (p.seeks_forest && shared.takes_forest && thread < team.count) link_forest(p, m, team, planned);
   planned.num_tiles = line.num_tiles;
-  planned.share = cta_share(config, line.cost);
+  planned.share = cta_share(p, line.cost);
   planned.errors = shared.errors;
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
-  // The first warps write the rest, the last ones find positions: where there are fewer CTAs than threads, side by side.
-  if (thread == kPlanThreads / 4) write_header(p, planned);
-  if (thread % 32 == 0 && thread / 32 < count_levels(p)) write_level(p, thread / 32);
-  if (thread < team.count && p.seeks_forest && shared.takes_forest) link_forest(p, m, team, planned);
+  const int32_t from_middle = thread - kPlanThreads / 4;
+  if (from_middle == 0) write_header(p, planned);
+  if (from_middle > 0 && from_middle % 32 == 0 && from_middle / 32 <= count_levels(p)) write_level(p, from_middle / 32 - 1);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
   };
 #pragma unroll 1
   for (int32_t cta = kPlanThreads - 1 - thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(config, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
 }
 

@@ -125,28 +125,57 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
   return team.minimum(differs);
 }
 
+/// The smallest request with the same first page; `request` itself if there is no smaller one. Each warp finds it for itself: it is nearly always among the first.
+__device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t request) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t first_entry = f[request].key;
+#pragma unroll 1
+  for (int32_t begin = 0; begin < request; begin += 32) {
+    const int32_t i = begin + lane;
+    const uint32_t same = __ballot_sync(0xffffffffu, i < request && f[i].pages > 0 && f[i].key == first_entry);
+    if (same != 0) return begin + __ffs(static_cast<int>(same)) - 1;
+  }
+  return request;
+}
+
+/// The smallest request behind `other` that may share more than the first `pages` pages: it has the same first page, and the same behind those. `request` itself if
+/// there is no smaller one.
+__device__ __forceinline__ int32_t next_candidate(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t other, int32_t pages) {
+  constexpr int32_t kBatch = 4;
+  const Forest& f = m.forest;
+  const int32_t first_entry = f[request].key;
+  const int32_t* behind = table.indices + static_cast<int64_t>(pages) * table.entry_step;
+  const int32_t wanted = __ldg(behind + m.table_begin[request]);
+  int32_t next = request;
+#pragma unroll 1
+  for (int32_t begin = other + 1 + team.thread; begin < request; begin += kBatch * SearchTeam::kThreads) {
+    int32_t entry[kBatch];
+#pragma unroll
+    for (int32_t k = 0; k < kBatch; ++k) {
+      const int32_t i = begin + k * SearchTeam::kThreads;
+      entry[k] = ~wanted;
+      if (i < request && f[i].pages > pages && f[i].key == first_entry) entry[k] = __ldg(behind + m.table_begin[i]);
+    }
+#pragma unroll
+    for (int32_t k = kBatch - 1; k >= 0; --k) {
+      if (entry[k] == wanted) next = min_of(next, begin + k * SearchTeam::kThreads);
+    }
+  }
+  return team.minimum(next);
+}
+
 /// Where a request attaches.
 __device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
-  const Forest& f = m.forest;
-  const int32_t own = f[request].pages;
-  const int32_t first_entry = f[request].key;
+  const int32_t own = m.forest[request].pages;
   Attachment best{-1, 0};
-  int32_t other = -1;
+  if (own == 0) return best;
+  int32_t other = first_candidate(m.forest, request);
 #pragma unroll 1
-  for (int32_t comparisons = 0; comparisons < kMaxComparisons && best.pages < own; ++comparisons) {
-    // The next one that may share more than the best so far: it has the same first page, and the same behind the best.
-    const int64_t at = static_cast<int64_t>(best.pages) * table.entry_step;
-    const int32_t wanted = best.pages == 0 ? first_entry : __ldg(table.indices + m.table_begin[request] + at);
-    int32_t next = request;
-#pragma unroll 1
-    for (int32_t i = other + 1 + team.thread; i < next; i += SearchTeam::kThreads) {
-      if (f[i].pages <= best.pages || f[i].key != first_entry) continue;
-      if (best.pages == 0 || __ldg(table.indices + m.table_begin[i] + at) == wanted) next = i;
-    }
-    other = team.minimum(next);
-    if (other == request) break;
+  for (int32_t comparisons = 1; other < request; ++comparisons) {
     const int32_t common = common_pages(table, m, team, request, other);
     if (common > best.pages) best = Attachment{other, common};
+    if (best.pages == own || comparisons == kMaxComparisons) break;
+    other = next_candidate(table, m, team, request, other, best.pages);
   }
   return best;
 }

@@ -64,4 +64,7 @@ struct FastDivisor {
   ATTN_HD int32_t modulo(int32_t n) const { return n - divide(n) * divisor; }
 };
 
+/// n / divisor for 0 <= n.
+ATTN_HD int64_t divide(int64_t n, const FastDivisor& divisor) { return n <= kMaxInt32 ? divisor.divide(static_cast<int32_t>(n)) : n / divisor.divisor; }
+
 }  // namespace attn

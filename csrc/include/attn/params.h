@@ -88,6 +88,8 @@ struct PlanParams {
   FastDivisor kv_tile;            // config.kv_tile
   FastDivisor group_size;         // config.group_size
   FastDivisor page_size;          // of the first level
+  FastDivisor num_ctas;           // config.num_ctas
+  FastDivisor kv_tile_cost[kNumTileKinds];
 };
 
 /// The runtime values of the built-in variants (variants.h).

@@ -9,12 +9,12 @@ namespace attn {
 
 /// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request at a
 /// time, and there are no more of them than fit onto a GPU at once.
-constexpr int32_t kPlanThreads = 512;
-constexpr int32_t kSearchTeams = 4;
+constexpr int32_t kPlanThreads = 640;   // those of 512 requests and of some shared prefixes at once
+constexpr int32_t kSearchTeams = 5;
 constexpr int32_t kMaxSearchCtas = 128;
 
 /// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory (device/plan.cu).
-constexpr int32_t kPlanSharedBytes = 16 * 1024 + 768;
+constexpr int32_t kPlanSharedBytes = 30 * 1024;
 
 /// CTAs of the device planner.
 inline int32_t plan_ctas(const PlanParams& p) {
@@ -48,6 +48,8 @@ inline void prepare_plan(PlanParams& p) {
   p.kv_tile = FastDivisor(p.config.kv_tile);
   p.group_size = FastDivisor(p.config.group_size);
   p.page_size = FastDivisor(p.levels[0].table.page_size);
+  p.num_ctas = FastDivisor(p.config.num_ctas);
+  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
   if (!p.seeks_forest) return;
@@ -210,8 +212,8 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t nu
 }
 
 /// Cost that each CTA gets.
-ATTN_HD int64_t cta_share(const ScheduleConfig& config, int64_t total_cost) {
-  return max_of<int64_t>(divide(total_cost + config.num_ctas - 1, config.num_ctas), config.min_share);
+ATTN_HD int64_t cta_share(const PlanParams& p, int64_t total_cost) {
+  return max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
 }
 
 /// What the place of a CTA's interval on the line depends on.
@@ -223,8 +225,9 @@ struct PlacedTile {
 
 /// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
   if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
+  const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
     const int32_t half = count / 2;      // of the `count` tiles from `low` on, the one sought is among the first count - half, or those behind `low + half`
@@ -239,7 +242,7 @@ ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles,
   position.is_plain = is_plain;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
   const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - config.pair_cost[tile.kind], 0);
-  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, config.kv_tile_cost[tile.kind]));
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, p.kv_tile_cost[tile.kind]));
   if (position.kv_tile == tile.num_kv_tiles || (config.batch_invariant && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
