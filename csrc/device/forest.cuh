@@ -27,12 +27,13 @@ constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be 
 /// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
 
-/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key. Nothing has to
-/// be cleared, and nothing is atomic: whoever writes to a slot last wins it for its key, and who finds another key there tries another slot. A barrier must follow
-/// before keys change.
-__device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTeam& team) {
+/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the `smallest` of
+/// that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its key, and who finds
+/// another key there tries another slot. Returns whether any key is that of several requests.
+__device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTeam& team) {
   const Forest& f = m.forest;
   const auto slot = [&](int32_t key, uint32_t factor) { return m.slots + (static_cast<uint32_t>(key) * factor >> (32 - m.slot_bits)); };
+  bool several = false;
   bool more;
   uint32_t factor = 2654435761u;
   do {
@@ -41,26 +42,25 @@ __device__ __forceinline__ void group_by_key(const ForestMemory& m, const PlanTe
     });
     team.sync();
     more = false;
-    team.for_each(f.size, [&](int32_t i) {
-      if (f[i].node != kGrouped) return;
-      const int32_t winner = *slot(f[i].key, factor);
-      if (f[winner].key == f[i].key) f[i].node = winner;
-      else more = true;
-    });
+#pragma unroll 1
+    for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+      int32_t other = -1;    // that stands for the group
+      if (i < f.size && f[i].node == kGrouped) {
+        const int32_t winner = *slot(f[i].key, factor);
+        const bool same = f[winner].key == f[i].key;
+        if (same) f[i].node = winner;
+        if (same && winner != i) other = winner;
+        more |= !same;
+      }
+      if (!__any_sync(0xffffffffu, other >= 0)) continue;
+      several = true;
+      const uint32_t same = __match_any_sync(0xffffffffu, other);
+      if (other >= 0 && i % 32 == __ffs(static_cast<int>(same)) - 1) ptx::shared_min(&f[other].smallest, i);
+    }
     factor = factor * 1664525u + 2u;
     more = team.sync_or(more);
   } while (more);
-}
-
-/// The smallest request of each group, in the entry of the request that stands for it. Whole warps; a barrier must follow.
-__device__ __forceinline__ void find_smallest(const Forest& f, const PlanTeam& team) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-#pragma unroll 1
-  for (int32_t i = thread; i - thread < f.size; i += team.count) {
-    const int32_t group = i < f.size ? f[i].node : -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, group);
-    if (group >= 0 && thread % 32 == __ffs(static_cast<int>(same)) - 1) ptx::shared_min(&f[group].smallest, i);
-  }
+  return several;
 }
 
 /// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this thread.
@@ -75,13 +75,9 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     f[i].node = f[i].pages > 0 ? kGrouped : -1;
     f[i].smallest = i;
   });
-  group_by_key(m, team);
-  bool shares = false;
-  team.for_each(f.size, [&](int32_t i) { shares |= f[i].node >= 0 && f[i].node != i; });
-  shares = team.sync_or(shares);
-  if (!shares) return false;
-  find_smallest(f, team);
+  const bool shares = group_by_key(m, team);
   const bool wrong = team.sync_or(errors != 0);
+  if (!team.sync_or(shares)) return false;
   team.for_each(f.size, [&](int32_t i) {
     f[i].leader = -1;
     f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
@@ -108,8 +104,6 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   group_by_key(m, team);
-  find_smallest(f, team);
-  team.sync();
   team.for_each(f.size, [&](int32_t i) {
     const int32_t node = f[i].node >= 0 ? f[f[i].node].smallest : -1;
     f[i].node = node;
@@ -283,21 +277,21 @@ __device__ __forceinline__ void count_node_rows(const ForestMemory& m, const Pla
   });
 }
 
-/// Links the rows of those nodes: a node's rows are in the order of its requests. Whole warps.
-__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t begin, int32_t columns) {
+/// Links the rows of those nodes: a node's rows are in the order of its requests. `depth`: of the deepest taken node. Whole warps.
+__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t begin, int32_t columns) {
   const Forest& f = m.forest;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t lane = thread % 32;
+  const int32_t lane = team.thread() % 32;
 #pragma unroll 1
-  for (int32_t i = thread; i - thread < f.size; i += team.count) {
-    int32_t node = i < f.size ? f[i].top : -1;
+  for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+    int32_t above = i < f.size ? f[i].top : -1;     // the deepest of the request's nodes that is still to be linked
+    const int32_t rows = above >= 0 ? f[i].qo_len : 0;
+    const bool single = __all_sync(0xffffffffu, rows <= 1);
 #pragma unroll 1
-    while (__any_sync(0xffffffffu, node >= 0)) {
-      const int32_t rows = node >= 0 ? f[i].qo_len : 0;
-      const int32_t column = node >= 0 ? f[node].group - f.size - begin : -1;
+    for (int32_t at = depth; at > 0; --at) {        // requests of a node come to it together
+      const int32_t node = above >= 0 && f[above].taken_depth == at ? above : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, node);
       int32_t rank = __popc(same & ((1u << lane) - 1));
-      if (__any_sync(0xffffffffu, rows > 1)) {
+      if (!single) {
         rank = 0;
 #pragma unroll 1
         for (int32_t other = 0; other < 31; ++other) {
@@ -305,13 +299,15 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
           if (other < lane && same >> other & 1) rank += of_other;
         }
       }
+      if (node < 0) continue;
+      const int32_t column = f[node].group - f.size - begin;
       if (column >= 0 && column < columns) {
 #pragma unroll 4
         for (int32_t warp = 0; warp < i / 32; ++warp) rank += m.slots[warp * columns + column];
 #pragma unroll 1
         for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, i, row, rank + row);
       }
-      node = node >= 0 ? f.taken_above(node) : -1;
+      above = f.taken_above(node);
     }
   }
 }
@@ -330,7 +326,7 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
       count_node_rows(m, team, begin, columns);
       team.sync();
     }
-    link_node_rows(p, m, team, begin, columns);
+    link_node_rows(p, m, team, planned.num_links - 1, begin, columns);
   }
   team.for_each(f.size, [&](int32_t i) {
     if (f[i].merge_begin < 0) return;

@@ -206,8 +206,8 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
   }
 }
 
-/// Everything behind the forest; all threads' work. `m`, `team`: of the forest, where one was sought.
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, PlanSharedMemory& shared, int32_t* tile_begin, Planned planned, uint32_t errors) {
+/// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin, Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if (p.num_levels > 1) {
@@ -228,22 +228,22 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
   __syncthreads();
 
-  // From here on nobody waits for anybody: the first warps link rows, as many as there are requests for, one writes the header and others the levels, and the last
+  // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and the first
   // ones find positions.
-  if (p.seeks_forest && shared.takes_forest && thread < team.count) link_forest(p, m, team, planned);
+  if (p.seeks_forest && shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
   planned.num_tiles = line.num_tiles;
   planned.share = cta_share(p, line.cost);
   planned.errors = shared.errors;
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
-  const int32_t from_middle = thread - kPlanThreads / 4;
-  if (from_middle == 0) write_header(p, planned);
-  if (from_middle > 0 && from_middle % 32 == 0 && from_middle / 32 <= count_levels(p)) write_level(p, from_middle / 32 - 1);
+  const int32_t from_last = kPlanThreads - 1 - thread;
+  if (from_last == 0) write_header(p, planned);
+  if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
   };
 #pragma unroll 1
-  for (int32_t cta = kPlanThreads - 1 - thread; cta <= config.num_ctas; cta += kPlanThreads) {
+  for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
     store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
 }
@@ -266,8 +266,9 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
   planned.num_links = params.num_levels;
   uint32_t errors = 0;
   const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
+  const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};   // beside the others where there are threads left
   if (params.seeks_forest) {
-    if (thread < team.count) {
+    if (team.has_this_thread()) {
       const bool taken = attn::make_forest(params, m, shared.forest, team, planned, errors);
       if (thread == 0) {
         shared.takes_forest = taken;
@@ -276,8 +277,8 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     }
     __syncthreads();
     planned = shared.planned;
-    if (thread < team.count && shared.takes_forest) attn::count_node_rows(m, team, 0, attn::count_columns(m, planned.num_groups - size));
+    if (linkers.has_this_thread() && shared.takes_forest) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, planned.num_groups - size));
   }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  attn::plan(params, m, team, shared, tile_begin, planned, errors);
+  attn::plan(params, m, linkers, shared, tile_begin, planned, errors);
 }

@@ -6,10 +6,14 @@
 
 namespace attn {
 
-/// The first `count` threads of a CTA, whole warps, or all of them.
+/// `count` threads of a CTA from number `first` on: whole warps.
 struct PlanTeam {
   int32_t barrier;
   int32_t count;
+  int32_t first = 0;
+
+  __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x) - first; }
+  __device__ bool has_this_thread() const { return thread() >= 0 && thread() < count; }
 
   __device__ void sync() const { ptx::barrier_sync(barrier, count); }
   __device__ bool sync_or(bool value) const { return ptx::barrier_sync_or(barrier, count, value); }
@@ -18,7 +22,7 @@ struct PlanTeam {
   template <class Body>
   __device__ __forceinline__ void for_each(int32_t end, const Body& body) const {
 #pragma unroll 1   // most loops run once: what they cost is fetching their code
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < end; i += count) body(i);
+    for (int32_t i = thread(); i < end; i += count) body(i);
   }
 };
 
