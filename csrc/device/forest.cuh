@@ -1,8 +1,8 @@
-// The prefix forest on the device: the same result as host/forest.cpp. The first CTA of the planner makes it from what the others find (prefix_search.cuh); where no
-// two requests have the same first page, which it sees for itself, it waits for nobody.
+// The prefix forest on the device: the same result as host/forest.cpp. The first CTA of the planner makes it from what the others find (prefix_search.cuh);
+// where no two requests have the same first page, which it sees for itself, it waits for nobody.
 //
-// All of this is short code that runs once, so its time is that of memory, barriers and fetched instructions: as many warps take part as there are requests for, and
-// steps that most batches can do without are left out when nobody needs them.
+// All of this is short code that runs once, so its time is that of memory, barriers and fetched instructions: as many warps take part as there are requests
+// for, and steps that most batches can do without are left out when nobody needs them.
 #pragma once
 
 #include "attn/forest.h"
@@ -27,9 +27,9 @@ constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be 
 /// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
 
-/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the `smallest` of
-/// that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its key, and who finds
-/// another key there tries another slot. Returns whether any key is that of several requests.
+/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the
+/// `smallest` of that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its
+/// key, and who finds another key there tries another slot. Returns whether any key is that of several requests.
 __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTeam& team) {
   const Forest& f = m.forest;
   const auto slot = [&](int32_t key, uint32_t factor) { return m.slots + (static_cast<uint32_t>(key) * factor >> (32 - m.slot_bits)); };
@@ -63,7 +63,8 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
   return several;
 }
 
-/// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this thread.
+/// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this
+/// thread.
 __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
   const Forest& f = m.forest;
   if (threadIdx.x == 0) {
@@ -157,7 +158,8 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   }
   if (!team.sync_or(deep)) return;
 
-  // Nodes below nodes: what was added to each so far are the requests that are in no deeper one. It is kept in `taken` and `group` while all is added to those above.
+  // Nodes below nodes: what was added to each so far are the requests that are in no deeper one. It is kept in `taken` and `group` while all is added to
+  // those above.
   team.for_each(f.size, [&](int32_t n) {
     f[n].taken = f[n].rows;
     f[n].group = f[n].requests;
@@ -251,7 +253,8 @@ __device__ __forceinline__ void count_node_rows(const ForestMemory& m, const Pla
 }
 
 /// Links the rows of those nodes: a node's rows are in the order of its requests. `depth`: of the deepest taken node. Whole warps.
-__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t begin, int32_t columns) {
+__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t begin,
+                                               int32_t columns) {
   const Forest& f = m.forest;
   const int32_t lane = team.thread() % 32;
 #pragma unroll 1

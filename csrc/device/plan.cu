@@ -1,5 +1,5 @@
-// The device planner: turns lengths and page tables, where the engine keeps them, into a schedule. Same steps as host/planner.cpp, by one CTA; other CTAs only
-// help to search the page tables for shared prefixes (forest.cuh).
+// The device planner: turns lengths and page tables, where the engine keeps them, into a schedule. Same steps as host/planner.cpp, by one CTA; other CTAs
+// only help to search the page tables for shared prefixes (forest.cuh).
 #include "attn/planning.h"
 #include "device/forest.cuh"
 #include "device/plan_threads.cuh"
@@ -149,18 +149,20 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
   if (p.config.batch_invariant) return p.schedule.groups[i];
   if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
   const ForestEntry& entry = m.forest[i];
-  return RowGroup{m.table_begin[i], entry.qo_begin, entry.qo_len, entry.kv_len, 0, 0, choose_kind(p.config, static_cast<int64_t>(entry.qo_len) * p.config.group_size), -1, 0};
+  const int32_t kind = choose_kind(p.config, static_cast<int64_t>(entry.qo_len) * p.config.group_size);
+  return RowGroup{m.table_begin[i], entry.qo_begin, entry.qo_len, entry.kv_len, 0, 0, kind, -1, 0};
 }
 
-/// Lays the row groups on the line, a thread a request: its own, and the one of the node of its number if that was taken; and their row tiles where all tiles of a
-/// group cost the same. `tile_begin` receives the first tile of each group; `planned` what follows from the forest. Returns whether all tiles were laid.
-__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, bool uses_forest, int32_t* tile_begin, Planned& planned,
-                                             LineSums& line, uint32_t& errors) {
+/// Lays the row groups on the line, a thread a request: its own, and the one of the node of its number if that was taken; and their row tiles where all tiles
+/// of a group cost the same. `tile_begin` receives the first tile of each group; `planned` what follows from the forest. Returns whether all tiles were laid.
+__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, bool uses_forest, int32_t* tile_begin,
+                                             Planned& planned, LineSums& line, uint32_t& errors) {
   const Forest& f = m.forest;
   const int32_t size = planned.num_groups;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const bool staged = size > 128;   // few are there sooner the direct way
-  // What nodes need to know about all requests is known behind the sums, if one round of threads suffices for the requests; else it takes a round for the sums alone.
+  // What nodes need to know about all requests is known behind the sums, if one round of threads suffices for the requests; else it takes a round for the
+  // sums alone.
   const bool counts_first = uses_forest && size > kPlanThreads;
   bool differ = false;
   ForestSums all{};
@@ -262,8 +264,8 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
 }
 
 /// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, bool uses_forest, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin,
-                                     Planned planned, uint32_t errors) {
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, bool uses_forest, const PlanTeam& linkers, PlanSharedMemory& shared,
+                                     int32_t* tile_begin, Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if (p.num_levels > 1) {
@@ -284,8 +286,8 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
   __syncthreads();
 
-  // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and the first
-  // ones find positions.
+  // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and
+  // the first ones find positions.
   if (uses_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
   planned.num_tiles = line.tiles;
   planned.share = cta_share(p, line.cost);
@@ -324,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
   uint32_t errors = 0;
   bool uses_forest = false;
   const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
-  const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};   // beside the others where there are threads left
+  // Where there are threads left, those that link rows are others than those that find positions.
+  const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};
   if (params.seeks_forest) {
     if (team.has_this_thread()) attn::make_forest(params, m, shared.forest, team, errors);
     __syncthreads();

@@ -66,8 +66,8 @@ union SumMemory {
   ForestSums forest[kPlanThreads / 32];
 };
 
-/// Sums over the CTA's threads before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands` threads have
-/// something to add: other warps only wait.
+/// Sums over the CTA's threads before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands` threads
+/// have something to add: other warps only wait.
 template <class Sums>
 __device__ __forceinline__ Sums sum_before(Sums* of_warps, int32_t summands, Sums own, Sums& total, bool& any) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;

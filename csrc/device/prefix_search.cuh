@@ -1,5 +1,5 @@
-// The search for shared prefixes. The first CTA plans (forest.cuh); all others compare page tables, each those of some requests with those of the requests before
-// them, and tell the first CTA where its requests attach. They read only what they need and wait for nobody.
+// The search for shared prefixes. The first CTA plans (forest.cuh); all others compare page tables, each those of some requests with those of the requests
+// before them, and tell the first CTA where its requests attach. They read only what they need and wait for nobody.
 #pragma once
 
 #include <cuda/atomic>
@@ -42,8 +42,8 @@ __device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTea
   });
 }
 
-/// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its arrival
-/// says all, no other memory has to be made visible.
+/// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its
+/// arrival says all, no other memory has to be made visible.
 class AttachmentMail {
  public:
   __device__ explicit AttachmentMail(Attachment* slot) : word_(*reinterpret_cast<uint64_t*>(slot)) {}
@@ -125,7 +125,8 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
   return team.minimum(differs);
 }
 
-/// The smallest request with the same first page; `request` itself if there is no smaller one. Each warp finds it for itself: it is nearly always among the first.
+/// The smallest request with the same first page; `request` itself if there is no smaller one. Each warp finds it for itself: it is nearly always among the
+/// first.
 __device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t request) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t first_entry = f[request].key;
@@ -138,9 +139,10 @@ __device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t requ
   return request;
 }
 
-/// The smallest request behind `other` that may share more than the first `pages` pages: it has the same first page, and the same behind those. `request` itself if
-/// there is no smaller one.
-__device__ __forceinline__ int32_t next_candidate(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t other, int32_t pages) {
+/// The smallest request behind `other` that may share more than the first `pages` pages: it has the same first page, and the same behind those. `request`
+/// itself if there is no smaller one.
+__device__ __forceinline__ int32_t next_candidate(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t other,
+                                                  int32_t pages) {
   constexpr int32_t kBatch = 4;
   const Forest& f = m.forest;
   const int32_t first_entry = f[request].key;

@@ -1,5 +1,5 @@
-// red.shared: atomic operations on shared memory whose result nobody asks for. nvcc turns atomicAdd() on one address into a sum over the warp first, which takes longer
-// where few threads take part.
+// red.shared: atomic operations on shared memory whose result nobody asks for. nvcc turns atomicAdd() on one address into a sum over the warp first, which
+// takes longer where few threads take part.
 #pragma once
 
 #include "attn/platform.h"

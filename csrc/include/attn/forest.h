@@ -1,13 +1,13 @@
 // The prefix forest of a batch: which requests share leading pages, and which of those prefixes become row groups of their own.
 //
 // Sharing is by physical page: equal entries of the page table. A request can share the leading pages all of whose tokens all of its rows see. It attaches to
-// the request before it with which it shares most of them (the smallest, if there are several); a node of the forest is a pair (leader, pages) at which requests
-// attach: the first `pages` pages of the leader, seen by the leader and by all that attach there or deeper on its path. Nodes on one leader's path are nested; the
-// shallowest lies below the node at which the leader itself attaches. So parents follow from attachments alone, and every step below is a sum, a minimum or a maximum:
-// the same in whatever order threads do it.
+// the request before it with which it shares most of them (the smallest, if there are several); a node of the forest is a pair (leader, pages) at which
+// requests attach: the first `pages` pages of the leader, seen by the leader and by all that attach there or deeper on its path. Nodes on one leader's path
+// are nested; the shallowest lies below the node at which the leader itself attaches. So parents follow from attachments alone, and every step below is a
+// sum, a minimum or a maximum: the same in whatever order threads do it.
 //
-// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken ancestor reads. What the taken nodes cover is
-// cut from the front of the requests' own row groups. A node that is not taken leaves its pages to the nodes and requests below it.
+// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken ancestor reads. What the taken nodes cover
+// is cut from the front of the requests' own row groups. A node that is not taken leaves its pages to the nodes and requests below it.
 #pragma once
 
 #include "attn/math.h"
@@ -19,8 +19,8 @@ namespace attn {
 /// Most requests of a batch in which a forest is sought.
 constexpr int32_t kMaxForestRequests = 1024;
 
-/// Most requests that one request is compared with, page by page: bounds the time of a plan. A forest found with fewer comparisons than it has branches on a path
-/// is right all the same, only not as deep.
+/// Most requests that one request is compared with, page by page: bounds the time of a plan. A forest found with fewer comparisons than it has branches on a
+/// path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
 
 /// Most leading pages that are compared.
@@ -115,7 +115,8 @@ ATTN_HD int32_t forest_slot_bits(int32_t requests) {
   return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
 }
 
-/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64 and an entry.
+/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64 and
+/// an entry.
 ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
   if (requests == 0) return 0;
   return round_up((4 << forest_slot_bits(requests)) + requests * static_cast<int32_t>(sizeof(int64_t) + sizeof(ForestEntry)), 16);
@@ -134,7 +135,8 @@ ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows)
   return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[kind];
 }
 
-/// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states too.
+/// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states
+/// too.
 ATTN_HD int32_t node_states(const Forest& f, int32_t n, int32_t above) { return f[n].rows * (above < 0 ? 2 : 1); }
 
 /// What taking a node saves and what it adds, for each KV head.
@@ -158,7 +160,8 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, const Forest& f, int32_t n, int3
   return cost;
 }
 
-/// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken,
+/// else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   const int32_t above = f.taken_above(n);
   const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;

@@ -7,8 +7,8 @@
 
 namespace attn {
 
-/// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request at a
-/// time, and there are no more of them than fit onto a GPU at once.
+/// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request
+/// at a time, and there are no more of them than fit onto a GPU at once.
 constexpr int32_t kPlanThreads = 640;   // those of 512 requests and of some shared prefixes at once
 constexpr int32_t kSearchTeams = 5;
 constexpr int32_t kMaxSearchCtas = 128;
@@ -42,8 +42,8 @@ ATTN_HD int32_t count_groups(const PlanParams& p) {
   return count;
 }
 
-/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row groups:
-/// the pages of the view, seen as a whole by the rows of a list that the planner writes.
+/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row
+/// groups: the pages of the view, seen as a whole by the rows of a list that the planner writes.
 inline void prepare_plan(PlanParams& p) {
   p.kv_tile = FastDivisor(p.config.kv_tile);
   p.group_size = FastDivisor(p.config.group_size);
@@ -70,7 +70,8 @@ struct TableRange {
   int64_t entries;
 };
 
-/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
+/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in
+/// `errors`.
 ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t& errors) {
   if (table.indptr) {
     const int64_t first = table.indptr[i];
@@ -86,8 +87,8 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
-/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens or else last_page_len. As read, so that a GPU
-/// waits once for all of them and for what is read after them.
+/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens or else last_page_len. As read, so that
+/// a GPU waits once for all of them and for what is read after them.
 struct GroupLengths {
   IndexArray::Words qo_first;
   IndexArray::Words qo_last;
@@ -148,8 +149,8 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
 /// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
 constexpr int32_t kMinChunkTokens = 256;
 
-/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is cut,
-/// unless a window bounds what it sees; the row tiles of longer queries are many enough.
+/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is
+/// cut, unless a window bounds what it sees; the row tiles of longer queries are many enough.
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
