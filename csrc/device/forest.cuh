@@ -1,8 +1,8 @@
 // The prefix forest on the device: the same result as host/forest.cpp. The first CTA of the planner makes it from what the others find (prefix_search.cuh);
 // where no two requests have the same first page, which it sees for itself, it waits for nobody.
 //
-// All of this is short code that runs once, so its time is that of memory, barriers and fetched instructions: as many warps take part as there are requests
-// for, and steps that most batches can do without are left out when nobody needs them.
+// All of this is short code that runs once, so its time is that of memory, barriers and instructions that wait for each other: as many warps take part as
+// there are requests for, and steps that most batches can do without are left out when nobody needs them.
 #pragma once
 
 #include "attn/forest.h"
@@ -14,7 +14,7 @@
 namespace attn {
 
 struct ForestShared {
-  int32_t has_nodes;
+  SumMemory<int32_t> sums;
   int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
   int32_t saved_low;
   int32_t states;            // that taking every node would need
@@ -185,8 +185,8 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   team.sync();
 }
 
-/// Decides which nodes are taken. A barrier must follow.
-__device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+/// Decides which nodes are taken. Returns whether any is.
+__device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   int32_t room = forest_states(p.config);
@@ -194,7 +194,6 @@ __device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& 
   const bool compete = shared.states > room;
 #pragma unroll 1
   for (int32_t depth = 1; depth <= shared.max_depth; ++depth) {
-    if (depth > 1) team.sync();
 #pragma unroll 1
     for (int32_t n = thread; n < f.size; n += compete ? 1 : team.count) {
       if (compete && thread != 0) break;
@@ -206,38 +205,69 @@ __device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& 
       ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
       ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
     }
+    team.sync();
   }
-}
-
-/// Finds the forest and decides on it. A barrier of all threads must follow.
-__device__ __forceinline__ void make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
-  const bool has_nodes = receive_attachments(p, m, shared, team, errors);
-  if (threadIdx.x == 0) shared.has_nodes = has_nodes;
-  if (has_nodes) {
-    find_nodes(p, m, shared, team);
-    decide(p, m, shared, team);
-  } else {
-    team.for_each(m.forest.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
-  }
-}
-
-/// Whether the taken nodes become row groups.
-__device__ __forceinline__ bool uses_forest(const PlanParams& p, const ForestShared& shared) {
-  return shared.has_nodes && shared.max_taken_depth > 0 && forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low);
-}
-
-/// Records that they do not.
-__device__ __forceinline__ void drop_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team) {
-  team.for_each(m.forest.size, [&](int32_t n) {
-    if (m.forest.is_node(n)) drop_node(p, m.forest, n);
+  if (shared.max_taken_depth == 0) return false;
+  if (forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low)) return true;
+  team.for_each(f.size, [&](int32_t n) {
+    if (f.is_node(n)) drop_node(p, f, n);
   });
+  return false;
 }
 
 /// Columns of the counts of rows: taken nodes that are looked after at a time.
-__device__ __forceinline__ int32_t count_columns(const ForestMemory& m) { return (1 << m.slot_bits) / ceil_div(m.forest.size, 32); }
+__device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t num_taken) {
+  return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32));
+}
 
-__device__ __forceinline__ void clear_counts(const ForestMemory& m, const PlanTeam& team) {
-  team.for_each(1 << m.slot_bits, [&](int32_t i) { m.slots[i] = 0; });
+/// Numbers the taken nodes, their rows and the rows of their requests.
+__device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned) {
+  constexpr int kBits = 20;
+  static_assert(kMaxForestRequests < 1 << (31 - kBits), "rows, of which there are no more than forest_states(), and nodes fit into a sum");
+  const Forest& f = m.forest;
+  PlanSums<int32_t> before_all{0, 0};     // rows of requests in taken nodes, and above them taken nodes; rows of taken nodes
+#pragma unroll 1
+  for (int32_t first = 0; first < f.size; first += team.count) {
+    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+    const int32_t innermost = i < f.size ? f.innermost(i) : -1;
+    const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
+    const bool is_taken = i < f.size && f.is_node(i) && f[i].taken == i;
+    const PlanSums<int32_t> own{(top >= 0 ? f[i].qo_len : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f[i].rows : 0};
+    PlanSums<int32_t> total;
+    bool any = false;
+    if (first > 0) team.sync();
+    const PlanSums<int32_t> before = before_all + sum_before(team, shared.sums, f.size - first, own, total, any);
+    before_all = before_all + total;
+    if (i < f.size) {
+      f[i].top = top;
+      f[i].merge_begin = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
+    }
+    if (is_taken) {
+      const int32_t number = before.a >> kBits;
+      f[i].row_begin = before.b;
+      f[i].group = f.size + number;
+      f[number].taken_node = i;
+    }
+  }
+  const int32_t num_taken = before_all.a >> kBits;
+  planned.num_groups += num_taken;
+  planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
+  planned.num_links = shared.max_taken_depth + 1;
+  team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
+}
+
+/// Everything but the links. Returns whether anything was taken.
+__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned,
+                                            uint32_t& errors) {
+  planned.num_requests = m.forest.size;
+  if (!receive_attachments(p, m, shared, team, errors)) {
+    team.for_each(m.forest.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
+    return false;
+  }
+  find_nodes(p, m, shared, team);
+  if (!decide(p, m, shared, team)) return false;
+  place_forest(m, shared, team, planned);
+  return true;
 }
 
 /// Counts the rows that every 32 requests have in each taken node from number `begin` on, as many as there are columns.
@@ -288,28 +318,28 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
   }
 }
 
-/// Links all rows of the forest. The counts have been cleared.
+/// Links all rows of the forest. The rows of the first nodes have been counted.
 __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
   const Forest& f = m.forest;
   const int32_t num_taken = planned.num_groups - f.size;
-  const int32_t columns = count_columns(m);
-  team.for_each(f.size, [&](int32_t i) {
-    if (f[i].top < 0) return;
-    const int32_t depth = f[f[i].top].taken_depth;
-#pragma unroll 1
-    for (int32_t row = 0; row < f[i].qo_len; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
-  });
+  const int32_t columns = count_columns(m, num_taken);
 #pragma unroll 1
   for (int32_t begin = 0; begin < num_taken; begin += columns) {
     if (begin > 0) {
       team.sync();
-      clear_counts(m, team);
+      team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
+      team.sync();
+      count_node_rows(m, team, begin, columns);
       team.sync();
     }
-    count_node_rows(m, team, begin, columns);
-    team.sync();
     link_node_rows(p, m, team, planned.num_links - 1, begin, columns);
   }
+  team.for_each(f.size, [&](int32_t i) {
+    if (f[i].merge_begin < 0) return;
+    const int32_t depth = f[f[i].top].taken_depth;
+#pragma unroll 1
+    for (int32_t row = 0; row < f[i].qo_len; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
+  });
 }
 
 }  // namespace attn

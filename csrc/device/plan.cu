@@ -1,5 +1,5 @@
 // The device planner: turns lengths and page tables, where the engine keeps them, into a schedule. Same steps as host/planner.cpp, by one CTA; other CTAs
-// only help to search the page tables for shared prefixes (forest.cuh).
+// only help to search the page tables for shared prefixes (prefix_search.cuh).
 #include "attn/planning.h"
 #include "device/forest.cuh"
 #include "device/plan_threads.cuh"
@@ -13,10 +13,12 @@ struct StagedGroups {
 };
 
 struct PlanSharedMemory {
-  SumMemory sums;
+  SumMemory<int64_t> sums;
   ForestShared forest;
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
   StagedGroups staged[kPlanThreads / 32];
+  Planned planned;
+  int32_t takes_forest;
   uint32_t errors;
   int32_t num_merge_rows;
 };
@@ -80,6 +82,7 @@ __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMem
 
 /// Cuts the requests of a batch invariant plan into KV chunks: their row groups, without tile_begin.
 __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Planned& planned, uint32_t& errors) {
+  const PlanTeam team{0, kPlanThreads};
   const int32_t num_requests = planned.num_groups;
   planned.num_groups = 0;
 #pragma unroll 1
@@ -91,17 +94,17 @@ __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Plann
       group = read_row_group(p, GroupPlace{0, i}, errors);
       num_chunks = count_chunks(p, group);
     }
-    LineSums total;
+    PlanSums<int64_t> total;
     bool any = false;
     __syncthreads();
-    const int32_t before = planned.num_groups + sum_before(shared.sums.line, num_requests - first, LineSums{0, num_chunks}, total, any).tiles;
+    const int32_t before = planned.num_groups + sum_before(team, shared.sums, num_requests - first, PlanSums<int64_t>{0, num_chunks}, total, any).b;
 #pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk) p.schedule.groups[before + chunk] = make_chunk(p, group, i, chunk, num_chunks, before + chunk);
 #pragma unroll 1
     for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; i < num_requests && chunk < p.config.max_links; ++chunk) {
       p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + i] = RowLink{-1, 0};
     }
-    planned.num_groups += total.tiles;
+    planned.num_groups += total.b;
   }
   planned.num_merge_rows = planned.num_groups > num_requests ? num_requests : 0;
   planned.num_links = p.config.max_links;
@@ -111,172 +114,114 @@ __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Plann
 /// Most row tiles of a group that one thread places.
 constexpr int32_t kTilesOfThread = 32;
 
-/// A row group's row tiles: the first one, how many there are, and what one costs if they all cost the same.
-struct GroupTiles {
-  RowTile first;
-  int32_t count;
+/// What the line of work holds.
+struct Line {
+  int32_t num_tiles;
   int64_t cost;
-  bool differ;
-
-  __device__ __forceinline__ LineSums sums() const { return LineSums{cost * count, count}; }
 };
 
-__device__ __forceinline__ GroupTiles make_tiles(const PlanParams& p, const RowGroup& group, int32_t group_index) {
-  GroupTiles tiles{};
-  tiles.count = count_row_tiles(p.config, group);
-  if (tiles.count == 0) return tiles;
-  tiles.first = make_row_tile(p, group, group_index, 0);
-  tiles.cost = pair_cost(p.config, tiles.first.kind, tiles.first.num_kv_tiles) * p.config.num_kv_heads;
-  const PlanLevel& level = p.levels[group.level];
-  tiles.differ = tiles.count > 1 && (level.causal || level.window_left >= 0 || tiles.count > kTilesOfThread);
-  return tiles;
-}
-
-/// Writes the row tiles of a group, all of the same cost. `before`: what lies before them on the line.
-__device__ __forceinline__ void store_tiles(const PlanParams& p, PlanSharedMemory& shared, GroupTiles tiles, LineSums before) {
-  tiles.first.cost_begin = before.cost;
-#pragma unroll 1
-  for (int32_t index = before.tiles; index < min_of(before.tiles + tiles.count, p.config.max_tiles); ++index) {
-    store<int4>(p.schedule.tiles + index, tiles.first);
-    if (index < kCachedTiles) store<int4>(shared.tiles + index, PlacedTile{tiles.first.cost_begin, tiles.first.kind, tiles.first.num_kv_tiles});
-    tiles.first.cost_begin += tiles.cost;
-    tiles.first.packed_begin += tile_rows(tiles.first.kind);
-  }
-}
-
 /// Reads row group i, as it is before it has a place on the line. `forest`: of the requests, where one was sought.
-__device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, int32_t i, uint32_t& errors) {
+__device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const PlanSharedMemory& shared, int32_t i, uint32_t& errors) {
   if (p.config.batch_invariant) return p.schedule.groups[i];
   if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
-  const ForestEntry& entry = m.forest[i];
-  const int32_t kind = choose_kind(p.config, static_cast<int64_t>(entry.qo_len) * p.config.group_size);
-  return RowGroup{m.table_begin[i], entry.qo_begin, entry.qo_len, entry.kv_len, 0, 0, kind, -1, 0};
+  const Forest& f = m.forest;
+  if (i >= f.size) return node_group(p, f, f[i - f.size].taken_node, m.table_begin[f[i - f.size].taken_node], shared.planned.num_merge_rows);
+  const int32_t kind = choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size);
+  RowGroup group{m.table_begin[i], f[i].qo_begin, f[i].qo_len, f[i].kv_len, 0, 0, kind, -1, 0};
+  if (shared.takes_forest) cut_group(p.levels[0].table, f, i, f[i].top, group);
+  return group;
 }
 
-/// Lays the row groups on the line, a thread a request: its own, and the one of the node of its number if that was taken; and their row tiles where all tiles
-/// of a group cost the same. `tile_begin` receives the first tile of each group; `planned` what follows from the forest. Returns whether all tiles were laid.
-__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, bool uses_forest, int32_t* tile_begin,
-                                             Planned& planned, LineSums& line, uint32_t& errors) {
-  const Forest& f = m.forest;
-  const int32_t size = planned.num_groups;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const bool staged = size > 128;   // few are there sooner the direct way
-  // What nodes need to know about all requests is known behind the sums, if one round of threads suffices for the requests; else it takes a round for the
-  // sums alone.
-  const bool counts_first = uses_forest && size > kPlanThreads;
+/// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `tile_begin` receives the first tile of
+/// each group. Returns whether all tiles were laid.
+__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, const Planned& planned,
+                                             Line& line, uint32_t& errors) {
+  const ScheduleConfig& config = p.config;
+  const PlanTeam team{0, kPlanThreads};
+  const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
   bool differ = false;
-  ForestSums all{};
+  line = Line{0, 0};
 #pragma unroll 1
-  for (int32_t round = counts_first ? 0 : 1; round < 2; ++round) {
-    ForestSums so_far{};
-#pragma unroll 1
-    for (int32_t begin = 0; begin < size; begin += kPlanThreads) {
-      const int32_t i = begin + static_cast<int32_t>(threadIdx.x);
-      RowGroup group{}, of_node{};
-      GroupTiles tiles{}, node_tiles{};
-      ForestSums own{};
-      bool is_taken = false;
-      if (i < size) {
-        group = find_row_group(p, m, i, errors);
-        if (uses_forest) {
-          const int32_t innermost = f.innermost(i);
-          const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
-          f[i].top = top;
-          if (top >= 0) own.merge_rows = group.qo_len;
-          cut_group(p.levels[0].table, f, top, group);
-          is_taken = f.is_node(i) && f[i].taken == i;
-          if (is_taken) {
-            of_node = node_group(p, f, i, m.table_begin[i]);
-            node_tiles = make_tiles(p, of_node, 0);
-            own.merge_rows += 1 << ForestSums::kNodeShift;
-            own.node_rows = of_node.qo_len;
-          }
-        }
-        tiles = make_tiles(p, group, i);
+  for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
+    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+    RowGroup group{};
+    RowTile tile{};
+    int32_t count = 0;
+    int64_t cost = 0;
+    if (i < planned.num_groups) {
+      group = find_row_group(p, m, shared, i, errors);
+      count = count_row_tiles(config, group);
+      if (count > 0) {
+        tile = make_row_tile(p, group, i, 0);
+        cost = pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+        const PlanLevel& level = p.levels[group.level];
+        differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
       }
-      differ |= tiles.differ || node_tiles.differ;
-      if (begin > 0 || (counts_first && round > 0)) __syncthreads();
-      ForestSums before, total;
-      if (uses_forest) {
-        own.own = tiles.sums();
-        own.nodes = node_tiles.sums();
-        before = so_far + sum_before(shared.sums.forest, size - begin, own, total, differ);
-      } else {
-        before.own = so_far.own + sum_before(shared.sums.line, size - begin, tiles.sums(), total.own, differ);
-        so_far.own = so_far.own + total.own;
-      }
-      if (uses_forest) so_far = so_far + total;
-      if (round == 0) continue;
-      if (!counts_first) all = so_far;
-      constexpr int32_t kRows = (1 << ForestSums::kNodeShift) - 1;
-      if (i < size) {
-        group.tile_begin = tile_begin[i] = before.own.tiles;
-        if (uses_forest && f[i].top >= 0) group.state_begin = f[i].merge_begin = before.merge_rows & kRows;
-        if (!differ) store_tiles(p, shared, tiles, before.own);
-        if (!staged) store<int2>(p.schedule.groups + i, group);
-      }
-      if (is_taken) {
-        const int32_t number = size + (before.merge_rows >> ForestSums::kNodeShift);
-        const LineSums in_front = all.own + before.nodes;
-        place_node_group(p, f, i, number, before.node_rows, all.merge_rows & kRows, of_node);
-        of_node.tile_begin = tile_begin[number] = in_front.tiles;
-        store<int2>(p.schedule.groups + number, of_node);
-        node_tiles.first.group = number;
-        if (!differ) store_tiles(p, shared, node_tiles, in_front);
-      }
-      if (staged && i - lane < size) store_groups(p.schedule.groups + i - lane, size - i + lane, group, shared.staged[threadIdx.x / 32]);
     }
-    all = so_far;
+    PlanSums<int64_t> total;
+    if (first > 0) __syncthreads();
+    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{cost * count, count}, total, differ);
+    if (i < planned.num_groups) {
+      group.tile_begin = line.num_tiles + before.b;
+      tile_begin[i] = group.tile_begin;
+      if (!staged) store<int2>(p.schedule.groups + i, group);
+      tile.cost_begin = line.cost + before.a;
+#pragma unroll 1
+      for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
+        store<int4>(p.schedule.tiles + index, tile);
+        if (index < kCachedTiles) store<int4>(shared.tiles + index, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+        tile.cost_begin += cost;
+        tile.packed_begin += tile_rows(tile.kind);
+      }
+    }
+    const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
+    if (staged && of_warp < planned.num_groups) store_groups(p.schedule.groups + of_warp, planned.num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
+    line.num_tiles += total.b;
+    line.cost += total.a;
   }
-  line = all.own;
-  if (uses_forest) {
-    line = line + all.nodes;
-    planned.num_groups += all.merge_rows >> ForestSums::kNodeShift;
-    planned.num_merge_rows = all.merge_rows & ((1 << ForestSums::kNodeShift) - 1);
-    planned.num_links = shared.forest.max_taken_depth + 1;
-  }
-  return !differ && line.tiles <= p.config.max_tiles;
+  return !differ && line.num_tiles <= config.max_tiles;
 }
 
 /// Lays the row tiles on the line, a thread a tile.
-__device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemory& shared, const int32_t* tile_begin, int32_t num_groups, LineSums& line) {
+__device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemory& shared, const int32_t* tile_begin, int32_t num_groups, Line& line) {
+  const PlanTeam team{0, kPlanThreads};
   line.cost = 0;
 #pragma unroll 1
-  for (int32_t first = 0; first < line.tiles; first += kPlanThreads) {
+  for (int32_t first = 0; first < line.num_tiles; first += kPlanThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowTile tile{};
     int64_t cost = 0;
     __syncthreads();   // groups and their first tiles are there, and the sums before have been read
-    if (i < line.tiles) {
+    if (i < line.num_tiles) {
       const int32_t g = find_group(tile_begin, num_groups, i);
       tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
       cost = pair_cost(p.config, tile.kind, tile.num_kv_tiles) * p.config.num_kv_heads;
     }
-    LineSums total;
+    PlanSums<int64_t> total;
     bool any = false;
-    tile.cost_begin = line.cost + sum_before(shared.sums.line, line.tiles - first, LineSums{cost, 0}, total, any).cost;
-    if (i < line.tiles) {
+    tile.cost_begin = line.cost + sum_before(team, shared.sums, line.num_tiles - first, PlanSums<int64_t>{cost, 0}, total, any).a;
+    if (i < line.num_tiles) {
       if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
       store<int4>(p.schedule.tiles + i, tile);
     }
-    line.cost += total.cost;
+    line.cost += total.a;
   }
 }
 
 /// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, bool uses_forest, const PlanTeam& linkers, PlanSharedMemory& shared,
-                                     int32_t* tile_begin, Planned planned, uint32_t errors) {
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin,
+                                     Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if (p.num_levels > 1) {
     for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += kPlanThreads) p.schedule.links[i] = RowLink{-1, 0};
   }
   if (config.batch_invariant) make_chunks(p, shared, planned, errors);
-  LineSums line;
-  const bool placed = place_groups(p, m, shared, uses_forest, tile_begin, planned, line, errors);
-  if (line.tiles > config.max_tiles) {
+  Line line;
+  const bool placed = place_groups(p, m, shared, tile_begin, planned, line, errors);
+  if (line.num_tiles > config.max_tiles) {
     errors |= kQoIndptrInvalid;
-    line.tiles = config.max_tiles;
+    line.num_tiles = config.max_tiles;
   }
   if (links_rows(p)) {
     __syncthreads();
@@ -288,8 +233,8 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
 
   // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and
   // the first ones find positions.
-  if (uses_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
-  planned.num_tiles = line.tiles;
+  if (p.seeks_forest && shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
+  planned.num_tiles = line.num_tiles;
   planned.share = cta_share(p, line.cost);
   planned.errors = shared.errors;
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
@@ -302,7 +247,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   };
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.tiles, line.cost, cta * planned.share, is_plain(p, planned)));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
 }
 
@@ -318,26 +263,26 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     return;
   }
   attn::PlanSharedMemory& shared = *reinterpret_cast<attn::PlanSharedMemory*>(memory + attn::forest_shared_bytes(size));
-  if (thread == 0) shared.errors = shared.num_merge_rows = 0;
+  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
   attn::Planned planned{};
   planned.num_groups = params.num_levels == 1 ? params.levels[0].num_groups : attn::count_groups(params);
   planned.num_links = params.num_levels;
-  planned.num_requests = size;
   uint32_t errors = 0;
-  bool uses_forest = false;
   const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
   // Where there are threads left, those that link rows are others than those that find positions.
   const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};
   if (params.seeks_forest) {
-    if (team.has_this_thread()) attn::make_forest(params, m, shared.forest, team, errors);
-    __syncthreads();
-    uses_forest = attn::uses_forest(params, shared.forest);
-    if (uses_forest) {
-      if (linkers.has_this_thread()) attn::clear_counts(m, linkers);
-    } else if (shared.forest.has_nodes && team.has_this_thread()) {
-      attn::drop_forest(params, m, team);
+    if (team.has_this_thread()) {
+      const bool taken = attn::make_forest(params, m, shared.forest, team, planned, errors);
+      if (thread == 0) {
+        shared.takes_forest = taken;
+        shared.planned = planned;
+      }
     }
+    __syncthreads();
+    planned = shared.planned;
+    if (linkers.has_this_thread() && shared.takes_forest) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, planned.num_groups - size));
   }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  attn::plan(params, m, uses_forest, linkers, shared, tile_begin, planned, errors);
+  attn::plan(params, m, linkers, shared, tile_begin, planned, errors);
 }

@@ -26,69 +26,45 @@ struct PlanTeam {
   }
 };
 
-/// What is summed up along the line of work.
-struct LineSums {
-  int64_t cost;
-  int32_t tiles;
-
-  __device__ __forceinline__ LineSums of_thread_below(int32_t distance) const {
-    return LineSums{__shfl_up_sync(0xffffffffu, cost, distance), __shfl_up_sync(0xffffffffu, tiles, distance)};
-  }
-};
-__device__ __forceinline__ LineSums operator+(LineSums x, LineSums y) { return LineSums{x.cost + y.cost, x.tiles + y.tiles}; }
-__device__ __forceinline__ LineSums operator-(LineSums x, LineSums y) { return LineSums{x.cost - y.cost, x.tiles - y.tiles}; }
-
-/// Likewise, where there is a forest.
-struct ForestSums {
-  LineSums own;           // row groups of requests
-  LineSums nodes;         // row groups of taken nodes
-  int32_t merge_rows;     // rows of requests in taken nodes, and above them (kNodeShift) taken nodes
-  int32_t node_rows;      // rows of taken nodes
-
-  static constexpr int32_t kNodeShift = 20;
-
-  __device__ __forceinline__ ForestSums of_thread_below(int32_t distance) const {
-    return ForestSums{own.of_thread_below(distance), nodes.of_thread_below(distance), __shfl_up_sync(0xffffffffu, merge_rows, distance),
-                      __shfl_up_sync(0xffffffffu, node_rows, distance)};
-  }
-};
-__device__ __forceinline__ ForestSums operator+(ForestSums x, ForestSums y) {
-  return ForestSums{x.own + y.own, x.nodes + y.nodes, x.merge_rows + y.merge_rows, x.node_rows + y.node_rows};
-}
-
-__device__ __forceinline__ ForestSums operator-(ForestSums x, ForestSums y) {
-  return ForestSums{x.own - y.own, x.nodes - y.nodes, x.merge_rows - y.merge_rows, x.node_rows - y.node_rows};
-}
-
-/// Sums of warps on their way to the others. Between two uses there must be a barrier.
-union SumMemory {
-  LineSums line[kPlanThreads / 32];
-  ForestSums forest[kPlanThreads / 32];
+/// What is summed up at once.
+template <class A>
+struct PlanSums {
+  A a;
+  int32_t b;
 };
 
-/// Sums over the CTA's threads before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands` threads
-/// have something to add: other warps only wait.
-template <class Sums>
-__device__ __forceinline__ Sums sum_before(Sums* of_warps, int32_t summands, Sums own, Sums& total, bool& any) {
+template <class A>
+__device__ __forceinline__ PlanSums<A> operator+(PlanSums<A> x, PlanSums<A> y) { return PlanSums<A>{x.a + y.a, x.b + y.b}; }
+
+/// Sums of warps on their way to the others. Between two sums that use it there must be a barrier.
+template <class A>
+struct SumMemory {
+  PlanSums<A> of_warp[kPlanThreads / 32];
+};
+
+/// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands`
+/// threads have something to add: other warps only wait.
+template <class A>
+__device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemory<A>& memory, int32_t summands, PlanSums<A> own, PlanSums<A>& total,
+                                                  bool& any) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t warps = min_of((summands + 31) / 32, kPlanThreads / 32);
-  Sums before{};
+  PlanSums<A> sum = own;
   if (warp < warps) {
-    Sums sum = own;
 #pragma unroll
     for (int32_t distance = 1; distance < 32; distance *= 2) {
-      const Sums below = sum.of_thread_below(distance);
+      const PlanSums<A> below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
       if (lane >= distance) sum = sum + below;
     }
-    if (lane == 31) of_warps[warp] = sum;
-    before = sum - own;
+    if (lane == 31) memory.of_warp[warp] = sum;
   }
-  any = ptx::barrier_sync_or(0, kPlanThreads, any);
-  total = Sums{};
-#pragma unroll 2
+  any = team.sync_or(any);
+  PlanSums<A> before{sum.a - own.a, sum.b - own.b};
+  total = PlanSums<A>{0, 0};
+#pragma unroll 4
   for (int32_t w = 0; w < warps; ++w) {
-    const Sums of_warp = of_warps[w];
+    const PlanSums<A> of_warp = memory.of_warp[w];
     if (w < warp) before = before + of_warp;
     total = total + of_warp;
   }

@@ -73,7 +73,8 @@ struct ForestEntry {
   int32_t newest;        // a node on the path of this leader; -1: none
   int32_t next;          // another node on the path of this node; -1: none
   int32_t top;           // the deepest taken node that the request is in; -1: none
-  int32_t unused[2];     // an odd number of words: 32 entries lie in 32 banks
+  int32_t taken_node;    // the taken node with this number among them
+  int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
 };
 static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
 
@@ -190,34 +191,29 @@ ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
   f[n].taken = -1;
 }
 
-/// The row group of a taken node, without its place among rows, states and tiles. `table_begin`: of request n.
-ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin) {
+/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: row states of the requests' own row groups,
+/// which come first.
+ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
+  p.schedule.nodes[n].group = f[n].group;
   const PageTable& table = p.levels[0].table;
   const int32_t begin = f.covered_pages(f.taken_above(n));
   RowGroup group;
   group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
-  group.qo_begin = 0;
+  group.qo_begin = f[n].row_begin;
   group.qo_len = f[n].rows;
   group.kv_len = (f[n].pages - begin) * table.page_size;
   group.tile_begin = 0;
   group.level = 1;
   group.kind = choose_kind(p.config, static_cast<int64_t>(f[n].rows) * p.config.group_size);
-  group.state_begin = -1;
+  group.state_begin = own_states + f[n].row_begin;
   group.unused = 0;
   return group;
 }
 
-/// Gives it its number, its rows and their states. `own_states`: row states of the requests' own row groups, which come first.
-ATTN_HD void place_node_group(const PlanParams& p, const Forest& f, int32_t n, int32_t number, int32_t row_begin, int32_t own_states, RowGroup& group) {
-  f[n].group = number;
-  f[n].row_begin = row_begin;
-  p.schedule.nodes[n].group = number;
-  group.qo_begin = row_begin;
-  group.state_begin = own_states + row_begin;
-}
-
 /// Cuts from the front of a request's own row group what taken nodes cover. `top`: the deepest taken node that it is in, -1: none.
-ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t top, RowGroup& group) {
+ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t request, int32_t top, RowGroup& group) {
+  group.state_begin = f[request].merge_begin;
+  if (top < 0) return;
   const int32_t pages = f.covered_pages(top);
   group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
   group.kv_len -= pages * table.page_size;
