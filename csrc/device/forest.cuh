@@ -37,9 +37,14 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
   bool more;
   uint32_t factor = 2654435761u;
   do {
-    team.for_each(f.size, [&](int32_t i) {
-      if (f[i].node == kGrouped) *slot(f[i].key, factor) = i;
-    });
+#pragma unroll 1
+    for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+      int32_t* own = i < f.size && f[i].node == kGrouped ? slot(f[i].key, factor) : nullptr;
+      // Whole warps of one key, as behind one prefix, would otherwise queue at one slot.
+      int same;
+      __match_all_sync(0xffffffffu, own == nullptr ? -1 : static_cast<int32_t>(own - m.slots), &same);
+      if (own != nullptr && (!same || i % 32 == 0)) atomicExch(own, i);
+    }
     team.sync();
     more = false;
 #pragma unroll 1

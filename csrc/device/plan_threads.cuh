@@ -6,7 +6,7 @@
 
 namespace attn {
 
-/// `count` threads of a CTA from number `first` on: whole warps.
+/// `count` threads of a CTA from number `first` on: whole warps. Barrier 0 is that of all threads.
 struct PlanTeam {
   int32_t barrier;
   int32_t count;
@@ -15,8 +15,8 @@ struct PlanTeam {
   __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x) - first; }
   __device__ bool has_this_thread() const { return thread() >= 0 && thread() < count; }
 
-  __device__ void sync() const { ptx::barrier_sync(barrier, count); }
-  __device__ bool sync_or(bool value) const { return ptx::barrier_sync_or(barrier, count, value); }
+  __device__ __forceinline__ void sync() const { ptx::barrier_sync(barrier, count); }
+  __device__ __forceinline__ bool sync_or(bool value) const { return barrier == 0 ? __syncthreads_or(value) : ptx::barrier_sync_or(barrier, count, value); }
 
   /// Runs `body(i)` for every i below `end`; the threads share them.
   template <class Body>
@@ -47,8 +47,8 @@ struct SumMemory {
 template <class A>
 __device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemory<A>& memory, int32_t summands, PlanSums<A> own, PlanSums<A>& total,
                                                   bool& any) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   const int32_t warps = min_of((summands + 31) / 32, kPlanThreads / 32);
   PlanSums<A> sum = own;
   if (warp < warps) {

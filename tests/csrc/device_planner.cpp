@@ -123,6 +123,7 @@ void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void
 #include "attn/planning.h"
 
 inline void __syncthreads() { emulation::barrier(0, attn::kPlanThreads, false); }
+inline bool __syncthreads_or(bool value) { return emulation::barrier(0, attn::kPlanThreads, value); }
 
 #include "device/plan.cu"
 #include "plan_params.h"
