@@ -1,4 +1,5 @@
-"""The host planner, compiled from its source and called with the configuration of any Attention object: also of one on a GPU."""
+"""The planners, compiled from their sources and called with the configuration of any Attention object: the host planner, also for one on a GPU; and the device
+planner with an emulation of what it uses of CUDA."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
 
 
-def build(folder: Path) -> ctypes.CDLL:
-    """Compiles tests/csrc/host_planner.cpp and the planner into a library in `folder`."""
-    library = folder / "libhost_planner.so"
-    sources = [ROOT / "tests" / "csrc" / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
+def build(folder: Path, device: bool = False) -> ctypes.CDLL:
+    """Compiles tests/csrc/host_planner.cpp and the planner, with `device` also tests/csrc/device_planner.cpp, into a library in `folder`."""
+    library = folder / "libplanner.so"
+    tests = ROOT / "tests" / "csrc"
+    sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
     includes = [f"-I{ROOT / 'csrc' / 'include'}", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([str(COMPILER), "-std=c++17", "-O2", "-fPIC", "-shared", *includes, *map(str, sources), "-o", str(library)], check=True)
+    if device:
+        sources.append(tests / "device_planner.cpp")
+        includes.insert(0, f"-I{tests / 'emulated'}")
+    options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
+    subprocess.run([str(COMPILER), *options, *includes, *map(str, sources), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.host_planner_layout.restype = ctypes.c_int64
     return loaded
@@ -38,8 +44,8 @@ class _View(ctypes.Structure):
     )
 
 
-def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition) -> Schedule:
-    """Plans `composition` (moved to the CPU) with the configuration of `attention`."""
+def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None) -> Schedule:
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner."""
     config = list(attention._library.schedule_config(attention._handle))[:-6]
     c_config = (ctypes.c_int32 * len(config))(*config)
     offsets = (ctypes.c_int64 * 6)()
@@ -48,7 +54,10 @@ def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Comp
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
-    library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels))
+    if device_seed is None:
+        library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels))
+    else:
+        library.device_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels), ctypes.c_uint32(device_seed))
     return Schedule.read(workspace, [*config, *offsets])
 
 

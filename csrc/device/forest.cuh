@@ -1,401 +1,350 @@
-// The prefix forest on the device: the same result as host/forest.cpp.
+// The prefix forest on the device: the same result as host/forest.cpp. The first CTA of the planner makes it from what the others find (prefix_search.cuh);
+// where no two requests have the same first page, which it sees for itself, it waits for nobody.
 //
-// The CTAs of the planner search side by side: each compares some of the requests with those before them. The CTA that finishes last has everybody's attachments
-// and plans alone. Where no two requests have the same first page, which every CTA sees for itself, the first CTA plans at once and nobody waits for anybody.
+// All of this is short code that runs once, so its time is that of memory, barriers and instructions that wait for each other: as many warps take part as
+// there are requests for, and steps that most batches can do without are left out when nobody needs them.
 #pragma once
-
-#include <cub/block/block_scan.cuh>
-#include <cuda/atomic>
 
 #include "attn/forest.h"
 #include "attn/planning.h"
+#include "device/plan_threads.cuh"
+#include "device/prefix_search.cuh"
+#include "device/ptx/shared_reduction.cuh"
 
 namespace attn {
 
-/// Groups keys that are at least 0: the smallest number that was inserted with a key.
-struct SmallestOfKey {
-  static constexpr int32_t kEmpty = -1;
-  int32_t* keys;       // [slots]
-  int32_t* smallest;   // [slots]
-  int32_t slots;       // a power of two, at least twice the number of keys
-
-  __device__ void clear() const {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < slots; i += kPlanThreads) {
-      keys[i] = kEmpty;
-      smallest[i] = static_cast<int32_t>(kMaxInt32);
-    }
-  }
-
-  /// Returns the key's slot.
-  __device__ int32_t insert(int32_t key, int32_t number) const {
-    int32_t slot = static_cast<int32_t>((static_cast<uint32_t>(key) * 2654435761u) >> 12) & (slots - 1);
-    for (;; slot = (slot + 1) & (slots - 1)) {
-      const int32_t was = atomicCAS(keys + slot, kEmpty, key);
-      if (was == kEmpty || was == key) break;
-    }
-    atomicMin(smallest + slot, number);
-    return slot;
-  }
-};
-
-/// Dynamic shared memory of the forest.
-struct ForestMemory {
-  int64_t* table_begin;   // [requests]
-  int32_t* first_entry;   // [requests]: of the page table; needed by the search only
-  int32_t* placed;        // [nodes], in the same memory: rows that a node has been given
-  int32_t* nodes;         // [requests]: the nodes, in any order
-  Forest forest;
-  SmallestOfKey groups;
-
-  __device__ ForestMemory(char* memory, int32_t requests) : forest(reinterpret_cast<int32_t*>(memory + 16 * requests), requests) {
-    table_begin = reinterpret_cast<int64_t*>(memory);
-    first_entry = reinterpret_cast<int32_t*>(memory + 8 * requests);
-    placed = first_entry;
-    nodes = first_entry + requests;
-    groups.keys = forest.leader + Forest::kArrays * requests;
-    groups.slots = forest_hash_slots(requests);
-    groups.smallest = groups.keys + groups.slots;
-  }
-};
-
-using SumScan = cub::BlockScan<int64_t, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-
 struct ForestShared {
-  SumScan::TempStorage scan;
-  unsigned long long saved;
-  int32_t mismatch;       // page
-  int32_t candidate;      // request
-  int32_t num_nodes;
-  int32_t states;         // that taking every node would need
-  int32_t max_taken_depth;
-  int32_t is_last;
+  SumMemory<int32_t> sums;
+  int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
+  int32_t saved_low;
+  int32_t states;            // that taking every node would need
+  int32_t max_depth;
+  int32_t max_taken_depth;   // 0: no node was taken
 };
 
-/// Runs `body(i)` for every i below count; the threads of the CTA share them.
-template <class Body>
-__device__ __forceinline__ void for_each(int32_t count, const Body& body) {
-#pragma unroll 1   // most loops run once: what they cost is fetching their code
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count; i += kPlanThreads) body(i);
-}
+constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be added up
 
-/// Leading pages that requests a and b share; the whole CTA's work. Ends with a barrier behind it.
-__device__ int32_t common_pages(const PageTable& table, const ForestMemory& m, ForestShared& shared, int32_t a, int32_t b) {
-  constexpr int32_t kBatch = 8;
-  const int32_t limit = min_of(m.forest.pages[a], m.forest.pages[b]);
-  const int32_t* x = table.indices + m.table_begin[a];
-  const int32_t* y = table.indices + m.table_begin[b];
-  if (threadIdx.x == 0) shared.mismatch = limit;
-  __syncthreads();
-#pragma unroll 1
-  for (int32_t first = 0; first < limit; first += kBatch * kPlanThreads) {
-    int32_t of_a[kBatch], of_b[kBatch];
-#pragma unroll
-    for (int32_t i = 0; i < kBatch; ++i) {
-      const int32_t page = first + i * kPlanThreads + static_cast<int32_t>(threadIdx.x);
-      of_a[i] = of_b[i] = 0;
-      if (page < limit) {
-        of_a[i] = __ldg(x + static_cast<int64_t>(page) * table.entry_step);
-        of_b[i] = __ldg(y + static_cast<int64_t>(page) * table.entry_step);
-      }
-    }
-#pragma unroll
-    for (int32_t i = kBatch - 1; i >= 0; --i) {
-      if (of_a[i] != of_b[i]) atomicMin(&shared.mismatch, first + i * kPlanThreads + static_cast<int32_t>(threadIdx.x));
-    }
-    __syncthreads();
-    if (shared.mismatch < first + kBatch * kPlanThreads) break;   // threads that are ahead lower it to pages behind this one's at most
-  }
-  const int32_t common = shared.mismatch;
-  __syncthreads();
-  return common;
-}
+/// Marks a request that takes part in group_by_key().
+constexpr int32_t kGrouped = -2;
 
-/// Where a request attaches; the whole CTA's work. `first`: the smallest request with the same first page, which is another one.
-__device__ Attachment attach(const PageTable& table, const ForestMemory& m, ForestShared& shared, int32_t request, int32_t first) {
-  const int32_t own = m.forest.pages[request];
-  Attachment best{-1, 0};
-  int32_t other = first;
-#pragma unroll 1
-  for (int32_t comparisons = 0; comparisons < kMaxComparisons && other < request; ++comparisons) {
-    const int32_t common = common_pages(table, m, shared, request, other);
-    if (common > best.pages) best = Attachment{other, common};
-    if (best.pages == own) break;
-    if (threadIdx.x == 0) shared.candidate = request;
-    __syncthreads();
-    const int64_t at = static_cast<int64_t>(best.pages) * table.entry_step;
-    const int32_t wanted = __ldg(table.indices + m.table_begin[request] + at);
-#pragma unroll 1
-    for (int32_t i = other + 1 + static_cast<int32_t>(threadIdx.x); i < request; i += kPlanThreads) {
-      if (m.forest.pages[i] > best.pages && m.first_entry[i] == m.first_entry[request] && __ldg(table.indices + m.table_begin[i] + at) == wanted) {
-        atomicMin(&shared.candidate, i);
-      }
-    }
-    __syncthreads();
-    other = shared.candidate;
-    __syncthreads();
-  }
-  return best;
-}
-
-/// What a CTA does next.
-enum class Search { kNothing, kPlanWithoutForest, kPlanWithForest };
-
-/// Finds the attachments of this CTA's part of the requests. All but one CTA are left with nothing to do. `own`: the row group of request threadIdx.x, if there is
-/// one.
-__device__ Search search_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const RowGroup& own, uint32_t errors) {
+/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the
+/// `smallest` of that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its
+/// key, and who finds another key there tries another slot. Returns whether any key is that of several requests.
+__device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTeam& team) {
   const Forest& f = m.forest;
-  const PageTable& table = p.levels[0].table;
-  m.groups.clear();
-  __syncthreads();
-  for_each(f.size, [&](int32_t i) {
-    const RowGroup group = i < kPlanThreads ? own : read_row_group(p, GroupPlace{0, i}, errors);
-    m.table_begin[i] = group.table_begin;
-    f.pages[i] = shareable_pages(p.config, p.levels[0], group);
-    f.qo_begin[i] = group.qo_begin;
-    f.qo_len[i] = group.qo_len;
-    if (f.pages[i] > 0) {
-      m.first_entry[i] = __ldg(table.indices + group.table_begin);
-      f.node[i] = m.groups.insert(m.first_entry[i], i);
-    }
-  });
-  if (__syncthreads_or(errors != 0)) return blockIdx.x == 0 ? Search::kPlanWithoutForest : Search::kNothing;
-
-  bool shares = false;
-  for_each(f.size, [&](int32_t i) {
-    f.leader[i] = f.pages[i] > 0 ? m.groups.smallest[f.node[i]] : i;
-    shares |= f.leader[i] != i;
-  });
-  if (!__syncthreads_or(shares)) return blockIdx.x == 0 ? Search::kPlanWithoutForest : Search::kNothing;
-
+  const auto slot = [&](int32_t key, uint32_t factor) { return m.slots + (static_cast<uint32_t>(key) * factor >> (32 - m.slot_bits)); };
+  bool several = false;
+  bool more;
+  uint32_t factor = 2654435761u;
+  do {
 #pragma unroll 1
-  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < f.size; i += static_cast<int32_t>(gridDim.x)) {
-    if (f.leader[i] == i) continue;
-    const Attachment attachment = attach(table, m, shared, i, f.leader[i]);
-    if (threadIdx.x == 0) p.schedule.attachments[i] = attachment;
-  }
-  if (threadIdx.x == 0) {
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived(p.schedule.header->arrived);
-    shared.is_last = arrived.fetch_add(1, cuda::memory_order_acq_rel) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!shared.is_last) return Search::kNothing;
-  if (threadIdx.x == 0) p.schedule.header->arrived = 0;
-  for_each(f.size, [&](int32_t i) {
-    Attachment attachment{-1, 0};
-    if (f.leader[i] != i) {
-      const int2 read = __ldcg(reinterpret_cast<const int2*>(p.schedule.attachments + i));
-      attachment = Attachment{read.x, read.y};
+    for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+      int32_t* own = i < f.size && f[i].node == kGrouped ? slot(f[i].key, factor) : nullptr;
+      // Whole warps of one key, as behind one prefix, would otherwise queue at one slot.
+      int same;
+      __match_all_sync(0xffffffffu, own == nullptr ? -1 : static_cast<int32_t>(own - m.slots), &same);
+      if (own != nullptr && (!same || i % 32 == 0)) atomicExch(own, i);
     }
-    f.leader[i] = attachment.leader;
-    if (attachment.leader >= 0) f.pages[i] = attachment.pages;
+    team.sync();
+    more = false;
+#pragma unroll 1
+    for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+      int32_t other = -1;    // that stands for the group
+      if (i < f.size && f[i].node == kGrouped) {
+        const int32_t winner = *slot(f[i].key, factor);
+        const bool same = f[winner].key == f[i].key;
+        if (same) f[i].node = winner;
+        if (same && winner != i) other = winner;
+        more |= !same;
+      }
+      if (!__any_sync(0xffffffffu, other >= 0)) continue;
+      several = true;
+      const uint32_t same = __match_any_sync(0xffffffffu, other);
+      if (other >= 0 && i % 32 == __ffs(static_cast<int>(same)) - 1) ptx::shared_min(&f[other].smallest, i);
+    }
+    factor = factor * 1664525u + 2u;
+    more = team.sync_or(more);
+  } while (more);
+  return several;
+}
+
+/// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this
+/// thread.
+__device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
+  const Forest& f = m.forest;
+  if (threadIdx.x == 0) {
+    shared.saved_high = shared.saved_low = shared.states = shared.max_taken_depth = 0;
+    shared.max_depth = 1;
+  }
+  read_requests(p, team, m, f.size, errors);
+  team.for_each(f.size, [&](int32_t i) {
+    f[i].node = f[i].pages > 0 ? kGrouped : -1;
+    f[i].smallest = i;
   });
-  return Search::kPlanWithForest;
+  const bool shares = group_by_key(m, team);
+  const bool wrong = team.sync_or(errors != 0);
+  if (!team.sync_or(shares)) return false;
+  team.for_each(f.size, [&](int32_t i) {
+    f[i].leader = -1;
+    f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
+    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len);
+    f[i].deepest = f[i].newest = -1;
+    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
+  });
+  team.sync();
+  team.for_each(f.size, [&](int32_t i) {
+    f[i].node = -1;
+    f[i].smallest = i;
+    if (f[i].key == 0) return;
+    const Attachment attachment = AttachmentMail(p.schedule.attachments + i).receive();
+    f[i].leader = attachment.leader;
+    f[i].pages = attachment.pages;
+    f[i].node = kGrouped;
+    f[i].key = attachment.pages << Forest::kNodeBits | attachment.leader;
+  });
+  return !wrong;   // what is wrong is not shared; the mail had to be received all the same
 }
 
 /// What follows from the attachments: nodes, parents, sums.
-__device__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared) {
+__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
-  m.groups.clear();
-  if (threadIdx.x == 0) shared.num_nodes = shared.states = 0;
-  __syncthreads();
-  for_each(f.size, [&](int32_t i) {
-    if (f.leader[i] >= 0) f.node[i] = m.groups.insert(f.pages[i] << Forest::kNodeBits | f.leader[i], i);
-    f.deepest[i] = f.merge_begin[i] = -1;
-    f.depth[i] = f.rows[i] = f.requests[i] = f.weight[i] = 0;
-  });
-  __syncthreads();
-  for_each(f.size, [&](int32_t i) {
-    f.node[i] = f.leader[i] >= 0 ? m.groups.smallest[f.node[i]] : -1;
-    if (f.node[i] == i) {
-      m.nodes[atomicAdd(&shared.num_nodes, 1)] = i;
-      atomicMax(f.deepest + f.leader[i], f.deepest_key(i));
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  group_by_key(m, team);
+  team.for_each(f.size, [&](int32_t i) {
+    const int32_t node = f[i].node >= 0 ? f[f[i].node].smallest : -1;
+    f[i].node = node;
+    if (node != i) {
+      p.schedule.nodes[i].leader = -1;
+      return;
     }
+    f[i].next = atomicExch(&f[f[i].leader].newest, i);
+    ptx::shared_max(&f[f[i].leader].deepest, f.deepest_key(i));
   });
-  __syncthreads();
-  for_each(shared.num_nodes, [&](int32_t i) {
-    const int32_t n = m.nodes[i];
-    int32_t parent = -1;
+  team.sync();
+  bool deep = false;
 #pragma unroll 1
-    for (int32_t j = 0; j < shared.num_nodes; ++j) parent = closer_parent(f, n, m.nodes[j], parent);
-    f.parent[n] = parent >= 0 ? parent : f.node[f.leader[n]];
-  });
-  __syncthreads();
-  for_each(shared.num_nodes, [&](int32_t i) {
-    int32_t depth = 0;
+  for (int32_t i = thread; i - thread < f.size; i += team.count) {
+    if (i < f.size && f.is_node(i)) {
+      const int32_t leader = f[i].leader;
+      int32_t other = f[leader].newest;
+      int32_t parent = -1;
+      if (other != i || f[i].next >= 0) {   // not the only one on its path
 #pragma unroll 1
-    for (int32_t at = m.nodes[i]; at >= 0; at = f.parent[at]) ++depth;
-    f.depth[m.nodes[i]] = depth;
-  });
-#pragma unroll 1
-  for (int32_t first = 0; first < f.size; first += kPlanThreads) {
-    // A warp whose requests are all in the same node adds them up before it walks to the root.
-    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+        for (; other >= 0; other = f[other].next) parent = closer_parent(f, i, other, parent);
+      }
+      if (parent < 0) parent = f[leader].node;
+      f[i].parent = parent;
+      f[i].depth = 1;
+      deep |= parent >= 0;
+    }
+    // A warp whose requests are all in the same node adds them up.
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    int32_t rows = innermost >= 0 ? f.qo_len[i] : 0;
-    int32_t requests = innermost >= 0 ? 1 : 0;
-    int32_t weight = innermost >= 0 ? kv_tile_cost_of_rows(p.config, rows) : 0;
+    int32_t rows = innermost >= 0 ? f[i].qo_len : 0;
+    int32_t weight = innermost >= 0 ? f[i].tile_cost : 0;
+    int32_t requests = 1;
+    const int32_t all_rows = __reduce_add_sync(0xffffffffu, rows);
+    const int32_t all_weight = __reduce_add_sync(0xffffffffu, weight);
+    const uint32_t all = __ballot_sync(0xffffffffu, innermost >= 0);
+    if (all == 0) continue;
+    if (thread % 32 == 0) ptx::shared_add(&shared.states, 2 * all_rows);
     int uniform;
-    __match_all_sync(0xffffffffu, innermost, &uniform);
+    const int32_t first = __ffs(static_cast<int>(all)) - 1;
+    const int32_t of_first = __shfl_sync(0xffffffffu, innermost, first);
+    __match_all_sync(0xffffffffu, innermost >= 0 ? innermost : of_first, &uniform);
     if (uniform) {
-      rows = __reduce_add_sync(0xffffffffu, rows);
-      requests = __reduce_add_sync(0xffffffffu, requests);
-      weight = __reduce_add_sync(0xffffffffu, weight);
+      rows = all_rows;
+      weight = all_weight;
+      requests = __popc(all);
     }
-    if (innermost < 0 || (uniform && threadIdx.x % 32 != 0)) continue;
-    atomicAdd(f.weight + innermost, weight);
-    atomicAdd(&shared.states, rows);
-#pragma unroll 1
-    for (int32_t at = innermost; at >= 0; at = f.parent[at]) {
-      atomicAdd(f.rows + at, rows);
-      atomicAdd(f.requests + at, requests);
-    }
+    if (innermost < 0 || (uniform && thread % 32 != first)) continue;
+    ptx::shared_add(&f[innermost].rows, rows);
+    ptx::shared_add(&f[innermost].requests, requests);
+    ptx::shared_add(&f[innermost].weight, weight);
   }
-  __syncthreads();
-  for_each(shared.num_nodes, [&](int32_t i) {
-    const int32_t n = m.nodes[i];
-    atomicAdd(&shared.states, f.rows[n]);
-    if (f.parent[n] >= 0) atomicAdd(f.weight + f.parent[n], kv_tile_cost_of_rows(p.config, f.rows[n]));
+  if (!team.sync_or(deep)) return;
+
+  // Nodes below nodes: what was added to each so far are the requests that are in no deeper one. It is kept in `taken` and `group` while all is added to
+  // those above.
+  team.for_each(f.size, [&](int32_t n) {
+    f[n].taken = f[n].rows;
+    f[n].group = f[n].requests;
   });
-  __syncthreads();
+  team.sync();
+  team.for_each(f.size, [&](int32_t n) {
+    if (!f.is_node(n)) return;
+    int32_t depth = 1;
+#pragma unroll 1
+    for (int32_t at = f[n].parent; at >= 0; at = f[at].parent) {
+      ptx::shared_add(&f[at].rows, f[n].taken);
+      ptx::shared_add(&f[at].requests, f[n].group);
+      ++depth;
+    }
+    f[n].depth = depth;
+    ptx::shared_max(&shared.max_depth, depth);
+    ptx::shared_add(&shared.states, f[n].taken * (depth - 1));
+  });
+  team.sync();
+  team.for_each(f.size, [&](int32_t n) {
+    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
+  });
+  team.sync();
 }
 
 /// Decides which nodes are taken. Returns whether any is.
-__device__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared) {
+__device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
-  const int32_t room = forest_states(p.config);
-  if (threadIdx.x == 0) shared.saved = 0;
-  bool more = true;
-  for (int32_t depth = 1; __syncthreads_or(more); ++depth) {
-    more = false;
-    if (shared.states <= room) {
-      for_each(shared.num_nodes, [&](int32_t i) {
-        const int32_t n = m.nodes[i];
-        if (f.depth[n] == depth) {
-          const int64_t saved = decide_node(p, f, n, room);
-          if (saved != 0) atomicAdd(&shared.saved, static_cast<unsigned long long>(saved));
-        }
-        more |= f.depth[n] > depth;
-      });
-    } else if (threadIdx.x == 0) {
-      // Nodes compete for room: one after another, in the order of the host.
-      int32_t left = depth == 1 ? room : shared.candidate;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  int32_t room = forest_states(p.config);
+  // Nodes compete for room: one after another, in the order of the host.
+  const bool compete = shared.states > room;
 #pragma unroll 1
-      for (int32_t n = 0; n < f.size; ++n) {
-        if (f.depth[n] == depth) {
-          shared.saved += static_cast<unsigned long long>(decide_node(p, f, n, left));
-          if (f.taken[n] == n) left -= node_states(f, n);
-        }
-        more |= f.depth[n] > depth;
-      }
-      shared.candidate = left;
+  for (int32_t depth = 1; depth <= shared.max_depth; ++depth) {
+#pragma unroll 1
+    for (int32_t n = thread; n < f.size; n += compete ? 1 : team.count) {
+      if (compete && thread != 0) break;
+      if (f[n].depth != depth) continue;
+      const int64_t saved = decide_node(p, f, n, room);
+      if (f[n].taken != n) continue;
+      if (compete) room -= node_states(f, n, f.taken_above(n));
+      ptx::shared_add(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
+      ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
+      ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
     }
+    team.sync();
   }
-  bool taken = false;
-  const bool pays = forest_pays(p.config, static_cast<int64_t>(shared.saved));
-  for_each(shared.num_nodes, [&](int32_t i) {
-    if (!pays) drop_node(p, f, m.nodes[i]);
-    taken |= f.taken[m.nodes[i]] == m.nodes[i];
+  if (shared.max_taken_depth == 0) return false;
+  if (forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low)) return true;
+  team.for_each(f.size, [&](int32_t n) {
+    if (f.is_node(n)) drop_node(p, f, n);
   });
-  return __syncthreads_or(taken);
+  return false;
 }
 
-/// Puts the rows of kPlanThreads requests, from `first` on, into the taken nodes that have `depth` taken nodes down to them. Rows of a node are in the order of its
-/// requests: a warp finds the places of its own requests by itself, then one warp after another adds what the warps before it have put there.
-__device__ void link_node_rows(const PlanParams& p, const ForestMemory& m, int32_t first, int32_t depth, int32_t own_states) {
-  const Forest& f = m.forest;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t request = first + static_cast<int32_t>(threadIdx.x);
-  const int32_t node = request < f.size ? f.taken_at(request, depth) : -1;
-  const int32_t rows = node >= 0 ? f.qo_len[request] : 0;
-  const uint32_t peers = __match_any_sync(0xffffffffu, node);
-  const uint32_t members = __ballot_sync(0xffffffffu, node >= 0);
-  int32_t rank = __popc(peers & ((1u << lane) - 1));
-  int32_t total = __popc(peers);
-  if (__any_sync(0xffffffffu, rows > 1)) {
-    rank = total = 0;
-#pragma unroll 1
-    for (int32_t peer = 0; peer < 32; ++peer) {
-      const int32_t of_peer = __shfl_sync(0xffffffffu, rows, peer);
-      if (peers >> peer & 1) {
-        total += of_peer;
-        rank += peer < lane ? of_peer : 0;
-      }
-    }
-  }
-  const int32_t warps = ceil_div(min_of(f.size - first, kPlanThreads), 32);
-#pragma unroll 1
-  for (int32_t warp = 0; warp < warps; ++warp) {
-    if (static_cast<int32_t>(threadIdx.x) / 32 == warp && node >= 0) {
-      const int32_t placed = m.placed[node];
-      __syncwarp(members);
-      rank += placed;
-      if (lane == __ffs(static_cast<int>(peers)) - 1) m.placed[node] = placed + total;
-    }
-    __syncthreads();
-  }
-#pragma unroll 1
-  for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, request, row, rank + row, own_states);
+/// Columns of the counts of rows: taken nodes that are looked after at a time.
+__device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t num_taken) {
+  return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32));
 }
 
-/// Writes the row groups of the taken nodes behind those of the requests, and links rows.
-__device__ void write_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, Planned& planned) {
-  constexpr int kBits = 20;   // of each of three sums
+/// Numbers the taken nodes, their rows and the rows of their requests.
+__device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned) {
+  constexpr int kBits = 20;
+  static_assert(kMaxForestRequests < 1 << (31 - kBits), "rows, of which there are no more than forest_states(), and nodes fit into a sum");
   const Forest& f = m.forest;
-  if (threadIdx.x == 0) shared.max_taken_depth = 0;
-  int64_t before = 0;         // rows of requests in taken nodes, rows of taken nodes, taken nodes
+  PlanSums<int32_t> before_all{0, 0};     // rows of requests in taken nodes, and above them taken nodes; rows of taken nodes
 #pragma unroll 1
-  for (int32_t first = 0; first < f.size; first += kPlanThreads) {
+  for (int32_t first = 0; first < f.size; first += team.count) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    const bool merges = innermost >= 0 && f.taken[innermost] >= 0;
-    const bool is_taken = i < f.size && f.node[i] == i && f.taken[i] == i;
-    int64_t sum = (merges ? f.qo_len[i] : 0) + (is_taken ? (int64_t{1} << 2 * kBits) + (static_cast<int64_t>(f.rows[i]) << kBits) : 0);
-    int64_t total;
-    __syncthreads();
-    SumScan(shared.scan).ExclusiveSum(sum, sum, total);
-    sum += before;
-    before += total;
-    if (merges) {
-      f.merge_begin[i] = static_cast<int32_t>(sum & ((1 << kBits) - 1));
-      atomicMax(&shared.max_taken_depth, f.taken_depth[f.taken[innermost]]);
+    const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
+    const bool is_taken = i < f.size && f.is_node(i) && f[i].taken == i;
+    const PlanSums<int32_t> own{(top >= 0 ? f[i].qo_len : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f[i].rows : 0};
+    PlanSums<int32_t> total;
+    bool any = false;
+    if (first > 0) team.sync();
+    const PlanSums<int32_t> before = before_all + sum_before(team, shared.sums, f.size - first, own, total, any);
+    before_all = before_all + total;
+    if (i < f.size) {
+      f[i].top = top;
+      f[i].merge_begin = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
     }
     if (is_taken) {
-      f.state_begin[i] = static_cast<int32_t>(sum >> kBits & ((1 << kBits) - 1));   // the requests' own states are added below
-      f.group[i] = f.size + static_cast<int32_t>(sum >> 2 * kBits);
+      const int32_t number = before.a >> kBits;
+      f[i].row_begin = before.b;
+      f[i].group = f.size + number;
+      f[number].taken_node = i;
     }
   }
-  const int32_t own_states = static_cast<int32_t>(before & ((1 << kBits) - 1));
-  __syncthreads();
-  planned.num_groups += static_cast<int32_t>(before >> 2 * kBits);
-  planned.num_merge_rows = own_states;
+  const int32_t num_taken = before_all.a >> kBits;
+  planned.num_groups += num_taken;
+  planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
   planned.num_links = shared.max_taken_depth + 1;
-  for_each(shared.num_nodes, [&](int32_t i) {
-    const int32_t n = m.nodes[i];
-    if (f.taken[n] != n) return;
-    m.placed[n] = 0;
-    f.state_begin[n] += own_states;
-    p.schedule.groups[f.group[n]] = node_group(p, f, n, m.table_begin[n], own_states);
-  });
-  for_each(f.size, [&](int32_t i) {
+  team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
+}
+
+/// Everything but the links. Returns whether anything was taken.
+__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned,
+                                            uint32_t& errors) {
+  planned.num_requests = m.forest.size;
+  if (!receive_attachments(p, m, shared, team, errors)) {
+    team.for_each(m.forest.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
+    return false;
+  }
+  find_nodes(p, m, shared, team);
+  if (!decide(p, m, shared, team)) return false;
+  place_forest(m, shared, team, planned);
+  return true;
+}
+
+/// Counts the rows that every 32 requests have in each taken node from number `begin` on, as many as there are columns.
+__device__ __forceinline__ void count_node_rows(const ForestMemory& m, const PlanTeam& team, int32_t begin, int32_t columns) {
+  const Forest& f = m.forest;
+  team.for_each(f.size, [&](int32_t i) {
 #pragma unroll 1
-    for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
+    for (int32_t node = f[i].top; node >= 0; node = f.taken_above(node)) {
+      const int32_t column = f[node].group - f.size - begin;
+      if (column >= 0 && column < columns) ptx::shared_add(m.slots + i / 32 * columns + column, f[i].qo_len);
+    }
   });
-  __syncthreads();
+}
+
+/// Links the rows of those nodes: a node's rows are in the order of its requests. `depth`: of the deepest taken node. Whole warps.
+__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t begin,
+                                               int32_t columns) {
+  const Forest& f = m.forest;
+  const int32_t lane = team.thread() % 32;
 #pragma unroll 1
-  for (int32_t depth = 1; depth <= shared.max_taken_depth; ++depth) {
-    for (int32_t first = 0; first < f.size; first += kPlanThreads) link_node_rows(p, m, first, depth, own_states);
+  for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
+    int32_t above = i < f.size ? f[i].top : -1;     // the deepest of the request's nodes that is still to be linked
+    const int32_t rows = above >= 0 ? f[i].qo_len : 0;
+    const bool single = __all_sync(0xffffffffu, rows <= 1);
+#pragma unroll 1
+    for (int32_t at = depth; at > 0; --at) {        // requests of a node come to it together
+      const int32_t node = above >= 0 && f[above].taken_depth == at ? above : -1;
+      const uint32_t same = __match_any_sync(0xffffffffu, node);
+      int32_t rank = __popc(same & ((1u << lane) - 1));
+      if (!single) {
+        rank = 0;
+#pragma unroll 1
+        for (int32_t other = 0; other < 31; ++other) {
+          const int32_t of_other = __shfl_sync(0xffffffffu, rows, other);
+          if (other < lane && same >> other & 1) rank += of_other;
+        }
+      }
+      if (node < 0) continue;
+      const int32_t column = f[node].group - f.size - begin;
+      if (column >= 0 && column < columns) {
+#pragma unroll 4
+        for (int32_t warp = 0; warp < i / 32; ++warp) rank += m.slots[warp * columns + column];
+#pragma unroll 1
+        for (int32_t row = 0; row < rows; ++row) link_node_row(p, f, node, i, row, rank + row);
+      }
+      above = f.taken_above(node);
+    }
   }
 }
 
-/// Everything but the search: the whole forest, by one CTA. Returns whether anything was taken.
-__device__ bool add_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, Planned& planned) {
-  find_nodes(p, m, shared);
-  for_each(m.forest.size, [&](int32_t i) {
-    if (m.forest.node[i] != i) p.schedule.nodes[i].leader = -1;
+/// Links all rows of the forest. The rows of the first nodes have been counted.
+__device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
+  const Forest& f = m.forest;
+  const int32_t num_taken = planned.num_groups - f.size;
+  const int32_t columns = count_columns(m, num_taken);
+#pragma unroll 1
+  for (int32_t begin = 0; begin < num_taken; begin += columns) {
+    if (begin > 0) {
+      team.sync();
+      team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
+      team.sync();
+      count_node_rows(m, team, begin, columns);
+      team.sync();
+    }
+    link_node_rows(p, m, team, planned.num_links - 1, begin, columns);
+  }
+  team.for_each(f.size, [&](int32_t i) {
+    if (f[i].merge_begin < 0) return;
+    const int32_t depth = f[f[i].top].taken_depth;
+#pragma unroll 1
+    for (int32_t row = 0; row < f[i].qo_len; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
   });
-  if (!decide(p, m, shared)) return false;
-  write_forest(p, m, shared, planned);
-  return true;
 }
 
 }  // namespace attn

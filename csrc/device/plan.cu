@@ -1,24 +1,59 @@
-// The device planner: turns lengths and page tables, where the engine keeps them, into a schedule. Same steps as host/planner.cpp, by one CTA; other CTAs only
-// help to search the page tables for shared prefixes (forest.cuh).
-#include <cub/block/block_scan.cuh>
-
+// The device planner: turns lengths and page tables, where the engine keeps them, into a schedule. Same steps as host/planner.cpp, by one CTA; other CTAs
+// only help to search the page tables for shared prefixes (prefix_search.cuh).
 #include "attn/planning.h"
 #include "device/forest.cuh"
+#include "device/plan_threads.cuh"
 
 namespace attn {
 
-using CountScan = cub::BlockScan<int32_t, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+/// Row groups of a warp on their way to global memory.
+struct StagedGroups {
+  static constexpr int32_t kGroups = 16;
+  int2 words[kGroups * sizeof(RowGroup) / sizeof(int2)];
+};
 
 struct PlanSharedMemory {
-  union {
-    CountScan::TempStorage count;
-    SumScan::TempStorage cost;
-  } scan;
+  SumMemory<int64_t> sums;
   ForestShared forest;
-  PlacedTile tiles[kCachedTiles];     // the first row tiles
+  alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
+  StagedGroups staged[kPlanThreads / 32];
+  Planned planned;
+  int32_t takes_forest;
   uint32_t errors;
   int32_t num_merge_rows;
 };
+
+static_assert(sizeof(PlanSharedMemory) <= kPlanSharedBytes, "what the host asks for");
+
+/// Writes a struct in as few stores as there are, of words of 16 or 8 bytes.
+template <class Word, class T>
+__device__ __forceinline__ void store(T* to, const T& from) {
+  constexpr size_t kWords = sizeof(T) / sizeof(Word);
+  static_assert(sizeof(T) % sizeof(Word) == 0, "whole words");
+  union {
+    T value;
+    Word words[kWords];
+  } copy{from};
+#pragma unroll
+  for (size_t i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = copy.words[i];
+}
+
+/// Writes the row groups of a warp from `to` on, a lane one, of which there are `count`: by way of shared memory, so that whole lines reach the L2.
+__device__ __forceinline__ void store_groups(RowGroup* to, int32_t count, const RowGroup& group, StagedGroups& staged) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  constexpr int32_t kWords = sizeof(RowGroup) / sizeof(int2);
+#pragma unroll
+  for (int32_t begin = 0; begin < 32; begin += StagedGroups::kGroups) {
+    __syncwarp();
+    if (lane >= begin && lane < begin + StagedGroups::kGroups) store<int2>(reinterpret_cast<RowGroup*>(staged.words) + lane - begin, group);
+    __syncwarp();
+#pragma unroll
+    for (int32_t first = 0; first < StagedGroups::kGroups * kWords; first += 32) {
+      const int32_t word = first + lane;
+      if (word < min_of(count - begin, StagedGroups::kGroups) * kWords) reinterpret_cast<int2*>(to + begin)[word] = staged.words[word];
+    }
+  }
+}
 
 /// Index of the row group that row tile `tile` belongs to: the last one whose first tile is at or before it.
 __device__ int32_t find_group(const int32_t* tile_begin, int32_t num_groups, int32_t tile) {
@@ -46,7 +81,8 @@ __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMem
 }
 
 /// Cuts the requests of a batch invariant plan into KV chunks: their row groups, without tile_begin.
-__device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Planned& planned) {
+__device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Planned& planned, uint32_t& errors) {
+  const PlanTeam team{0, kPlanThreads};
   const int32_t num_requests = planned.num_groups;
   planned.num_groups = 0;
 #pragma unroll 1
@@ -55,145 +91,198 @@ __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Plann
     RowGroup group{};
     int32_t num_chunks = 0;
     if (i < num_requests) {
-      group = read_row_group(p, GroupPlace{0, i}, planned.errors);
+      group = read_row_group(p, GroupPlace{0, i}, errors);
       num_chunks = count_chunks(p, group);
     }
-    int32_t before, total;
+    PlanSums<int64_t> total;
+    bool any = false;
     __syncthreads();
-    CountScan(shared.scan.count).ExclusiveSum(num_chunks, before, total);
-    before += planned.num_groups;
+    const int32_t before = planned.num_groups + sum_before(team, shared.sums, num_requests - first, PlanSums<int64_t>{0, num_chunks}, total, any).b;
 #pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk) p.schedule.groups[before + chunk] = make_chunk(p, group, i, chunk, num_chunks, before + chunk);
 #pragma unroll 1
     for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; i < num_requests && chunk < p.config.max_links; ++chunk) {
       p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + i] = RowLink{-1, 0};
     }
-    planned.num_groups += total;
+    planned.num_groups += total.b;
   }
   planned.num_merge_rows = planned.num_groups > num_requests ? num_requests : 0;
   planned.num_links = p.config.max_links;
   __syncthreads();
 }
 
-/// `forest`: where there is one. `own`: row group number threadIdx.x, if there is one and it is a request's, as read and not yet cut.
-__device__ void plan(const PlanParams& p, PlanSharedMemory& shared, int32_t* tile_begin, const Forest* forest, RowGroup own, Planned planned) {
+/// Most row tiles of a group that one thread places.
+constexpr int32_t kTilesOfThread = 32;
+
+/// What the line of work holds.
+struct Line {
+  int32_t num_tiles;
+  int64_t cost;
+};
+
+/// Reads row group i, as it is before it has a place on the line. `forest`: of the requests, where one was sought.
+__device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const PlanSharedMemory& shared, int32_t i, uint32_t& errors) {
+  if (p.config.batch_invariant) return p.schedule.groups[i];
+  if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
+  const Forest& f = m.forest;
+  if (i >= f.size) return node_group(p, f, f[i - f.size].taken_node, m.table_begin[f[i - f.size].taken_node], shared.planned.num_merge_rows);
+  const int32_t kind = choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size);
+  RowGroup group{m.table_begin[i], f[i].qo_begin, f[i].qo_len, f[i].kv_len, 0, 0, kind, -1, 0};
+  if (shared.takes_forest) cut_group(p.levels[0].table, f, i, f[i].top, group);
+  return group;
+}
+
+/// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `tile_begin` receives the first tile of
+/// each group. Returns whether all tiles were laid.
+__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, const Planned& planned,
+                                             Line& line, uint32_t& errors) {
+  const ScheduleConfig& config = p.config;
+  const PlanTeam team{0, kPlanThreads};
+  const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
+  bool differ = false;
+  line = Line{0, 0};
+#pragma unroll 1
+  for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
+    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+    RowGroup group{};
+    RowTile tile{};
+    int32_t count = 0;
+    int64_t cost = 0;
+    if (i < planned.num_groups) {
+      group = find_row_group(p, m, shared, i, errors);
+      count = count_row_tiles(config, group);
+      if (count > 0) {
+        tile = make_row_tile(p, group, i, 0);
+        cost = pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+        const PlanLevel& level = p.levels[group.level];
+        differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
+      }
+    }
+    PlanSums<int64_t> total;
+    if (first > 0) __syncthreads();
+    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{cost * count, count}, total, differ);
+    if (i < planned.num_groups) {
+      group.tile_begin = line.num_tiles + before.b;
+      tile_begin[i] = group.tile_begin;
+      if (!staged) store<int2>(p.schedule.groups + i, group);
+      tile.cost_begin = line.cost + before.a;
+#pragma unroll 1
+      for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
+        store<int4>(p.schedule.tiles + index, tile);
+        if (index < kCachedTiles) store<int4>(shared.tiles + index, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+        tile.cost_begin += cost;
+        tile.packed_begin += tile_rows(tile.kind);
+      }
+    }
+    const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
+    if (staged && of_warp < planned.num_groups) store_groups(p.schedule.groups + of_warp, planned.num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
+    line.num_tiles += total.b;
+    line.cost += total.a;
+  }
+  return !differ && line.num_tiles <= config.max_tiles;
+}
+
+/// Lays the row tiles on the line, a thread a tile.
+__device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemory& shared, const int32_t* tile_begin, int32_t num_groups, Line& line) {
+  const PlanTeam team{0, kPlanThreads};
+  line.cost = 0;
+#pragma unroll 1
+  for (int32_t first = 0; first < line.num_tiles; first += kPlanThreads) {
+    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+    RowTile tile{};
+    int64_t cost = 0;
+    __syncthreads();   // groups and their first tiles are there, and the sums before have been read
+    if (i < line.num_tiles) {
+      const int32_t g = find_group(tile_begin, num_groups, i);
+      tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
+      cost = pair_cost(p.config, tile.kind, tile.num_kv_tiles) * p.config.num_kv_heads;
+    }
+    PlanSums<int64_t> total;
+    bool any = false;
+    tile.cost_begin = line.cost + sum_before(team, shared.sums, line.num_tiles - first, PlanSums<int64_t>{cost, 0}, total, any).a;
+    if (i < line.num_tiles) {
+      if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+      store<int4>(p.schedule.tiles + i, tile);
+    }
+    line.cost += total.a;
+  }
+}
+
+/// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin,
+                                     Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t num_requests = count_groups(p);
-  if (thread == 0) {
-    shared.errors = 0;
-    shared.num_merge_rows = 0;
-  }
   if (p.num_levels > 1) {
     for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += kPlanThreads) p.schedule.links[i] = RowLink{-1, 0};
   }
-  if (config.batch_invariant) make_chunks(p, shared, planned);
-
-  int32_t num_tiles = 0;
-#pragma unroll 1
-  for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
-    const int32_t i = first + thread;
-    RowGroup group{};
-    int32_t count = 0;
-    if (i < planned.num_groups) {
-      if (i < num_requests && !config.batch_invariant) {
-        group = first == 0 ? own : read_row_group(p, find_level(p, i), planned.errors);
-        if (forest != nullptr) cut_group(p.levels[0].table, *forest, i, group);
-      } else {
-        group = p.schedule.groups[i];
-      }
-      count = count_row_tiles(config, group);
-    }
-    int32_t before = min_of(thread, planned.num_groups - first), total = min_of(kPlanThreads, planned.num_groups - first);
-    if (!__syncthreads_and(i >= planned.num_groups || count == 1)) CountScan(shared.scan.count).ExclusiveSum(count, before, total);
-    if (i < planned.num_groups) {
-      group.tile_begin = num_tiles + before;
-      tile_begin[i] = group.tile_begin;
-      p.schedule.groups[i] = group;
-    }
-    if (first == 0) own = group;
-    num_tiles += total;
+  if (config.batch_invariant) make_chunks(p, shared, planned, errors);
+  Line line;
+  const bool placed = place_groups(p, m, shared, tile_begin, planned, line, errors);
+  if (line.num_tiles > config.max_tiles) {
+    errors |= kQoIndptrInvalid;
+    line.num_tiles = config.max_tiles;
   }
-  const bool one_tile_each = num_tiles == planned.num_groups && planned.num_groups <= kPlanThreads;
-  if (num_tiles > config.max_tiles) {
-    planned.errors |= kQoIndptrInvalid;
-    num_tiles = config.max_tiles;
-  }
-  planned.num_tiles = num_tiles;
-  __syncthreads();
-  if (links_rows(p)) link_rows(p, planned.num_groups, shared, planned.errors);
-  if (planned.errors) atomicOr(&shared.errors, planned.errors);
-
-  int64_t total_cost = 0;
-#pragma unroll 1
-  for (int32_t first = 0; first < num_tiles; first += kPlanThreads) {
-    const int32_t i = first + thread;
-    RowTile tile{};
-    int64_t cost = 0;
-    if (i < num_tiles) {
-      if (one_tile_each && own.tile_begin == i && own.qo_len > 0) {
-        tile = make_row_tile(p, own, i, 0);
-      } else {
-        const int32_t g = find_group(tile_begin, planned.num_groups, i);
-        tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
-      }
-      cost = pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
-    }
-    int64_t before, total;
+  if (links_rows(p)) {
     __syncthreads();
-    SumScan(shared.scan.cost).ExclusiveSum(cost, before, total);
-    if (i < num_tiles) {
-      tile.cost_begin = total_cost + before;
-      if (i < kCachedTiles) shared.tiles[i] = PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles};
-      p.schedule.tiles[i] = tile;
-    }
-    total_cost += total;
+    link_rows(p, planned.num_groups, shared, errors);
   }
+  if (errors) atomicOr(&shared.errors, errors);
+  if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
   __syncthreads();
 
-  planned.share = cta_share(config, total_cost);
+  // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and
+  // the first ones find positions.
+  if (p.seeks_forest && shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
+  planned.num_tiles = line.num_tiles;
+  planned.share = cta_share(p, line.cost);
+  planned.errors = shared.errors;
+  if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
+  const int32_t from_last = kPlanThreads - 1 - thread;
+  if (from_last == 0) write_header(p, planned);
+  if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
   };
-  if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    p.schedule.positions[cta] = find_position(config, tiles, num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
-  if (thread == 0) {
-    planned.errors = shared.errors;
-    write_header(p, planned);
-  }
-  if (thread < count_levels(p)) write_level(p, thread);
 }
 
 }  // namespace attn
 
 extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
-  extern __shared__ __align__(16) char memory[];   // ForestMemory; then the first tile of each row group
-  __shared__ attn::PlanSharedMemory shared;
-  attn::Planned planned{};
-  planned.num_groups = attn::count_groups(params);
-  planned.num_links = params.num_levels;
+  extern __shared__ __align__(16) char memory[];   // ForestMemory, PlanSharedMemory, the first tile of each row group
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  attn::RowGroup own{};
-  if (thread < planned.num_groups) own = attn::read_row_group(params, attn::find_level(params, thread), planned.errors);
-  if (!params.seeks_forest) {
-    attn::plan(params, shared, reinterpret_cast<int32_t*>(memory), nullptr, own, planned);
+  const int32_t size = params.seeks_forest ? params.levels[0].num_groups : 0;
+  const attn::ForestMemory m(memory, size);
+  if (blockIdx.x > 0) {
+    attn::search_prefixes(params, m);
     return;
   }
-  const attn::ForestMemory forest(memory, planned.num_groups);
-  int32_t* tile_begin = reinterpret_cast<int32_t*>(memory + attn::forest_shared_bytes(planned.num_groups));
-  const attn::Search search = attn::search_forest(params, forest, shared.forest, own, planned.errors);
-  if (search == attn::Search::kNothing) return;
-  planned.num_requests = forest.forest.size;
-  bool taken = false;
-  if (search == attn::Search::kPlanWithForest) {
-    taken = attn::add_forest(params, forest, shared.forest, planned);
-  } else {
-    attn::for_each(forest.forest.size, [&](int32_t i) { params.schedule.nodes[i].leader = -1; });
+  attn::PlanSharedMemory& shared = *reinterpret_cast<attn::PlanSharedMemory*>(memory + attn::forest_shared_bytes(size));
+  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
+  attn::Planned planned{};
+  planned.num_groups = params.num_levels == 1 ? params.levels[0].num_groups : attn::count_groups(params);
+  planned.num_links = params.num_levels;
+  uint32_t errors = 0;
+  const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
+  // Where there are threads left, those that link rows are others than those that find positions.
+  const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};
+  if (params.seeks_forest) {
+    if (team.has_this_thread()) {
+      const bool taken = attn::make_forest(params, m, shared.forest, team, planned, errors);
+      if (thread == 0) {
+        shared.takes_forest = taken;
+        shared.planned = planned;
+      }
+    }
+    __syncthreads();
+    planned = shared.planned;
+    if (linkers.has_this_thread() && shared.takes_forest) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, planned.num_groups - size));
   }
-  __syncthreads();
-  attn::plan(params, shared, tile_begin, taken ? &forest.forest : nullptr, own, planned);
+  int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
+  attn::plan(params, m, linkers, shared, tile_begin, planned, errors);
 }

@@ -100,9 +100,9 @@ int32_t unit_shift(const AttentionParams& params) {
   return shift;
 }
 
-/// Dynamic shared memory of the device planner: the first row tile of each row group, and the forest.
+/// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row group.
 int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
-  return num_groups * static_cast<int32_t>(sizeof(int32_t)) + forest_shared_bytes(num_requests);
+  return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
 }
 
 }  // namespace
@@ -143,13 +143,12 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   params.config = schedule_config_;
   params.schedule = schedule_;
   planned_page_size_ = 0;
-  prepare_forest(params);
+  prepare_plan(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
-    driver::Launch shape{1, 1, kPlanThreads};
+    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};
     if (params.seeks_forest) {
       const int32_t num_requests = params.levels[0].num_groups;
-      shape.grid_x = static_cast<uint32_t>(min_of(num_requests, kMaxPlanCtas));
       shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);
     }
     driver::launch(plan_kernel_, shape, &params, stream);

@@ -50,13 +50,13 @@ bool find_attachments(const Tables& tables, const Forest& f) {
   std::unordered_map<int32_t, std::vector<int32_t>> by_first_page;
   bool shares = false;
   for (int32_t i = 0; i < f.size; ++i) {
-    f.leader[i] = -1;
-    f.pages[i] = 0;
+    f[i].leader = -1;
+    f[i].pages = 0;
     if (tables.pages[static_cast<size_t>(i)] == 0) continue;
     std::vector<int32_t>& same = by_first_page[tables.entry(i, 0)];
     const Attachment attachment = attach(tables, same, i);
-    f.leader[i] = attachment.leader;
-    f.pages[i] = attachment.pages;
+    f[i].leader = attachment.leader;
+    f[i].pages = attachment.pages;
     shares |= attachment.leader >= 0;
     same.push_back(i);
   }
@@ -67,33 +67,33 @@ bool find_attachments(const Tables& tables, const Forest& f) {
 std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
   std::vector<int32_t> nodes;
   for (int32_t i = 0; i < f.size; ++i) {
-    f.node[i] = f.deepest[i] = f.merge_begin[i] = -1;
-    if (f.leader[i] < 0) continue;
-    const auto same = std::find_if(nodes.begin(), nodes.end(), [&](int32_t n) { return f.leader[n] == f.leader[i] && f.pages[n] == f.pages[i]; });
-    f.node[i] = same == nodes.end() ? i : *same;
+    f[i].node = f[i].deepest = f[i].merge_begin = -1;
+    if (f[i].leader < 0) continue;
+    const auto same = std::find_if(nodes.begin(), nodes.end(), [&](int32_t n) { return f[n].leader == f[i].leader && f[n].pages == f[i].pages; });
+    f[i].node = same == nodes.end() ? i : *same;
     if (f.is_node(i)) nodes.push_back(i);
   }
   for (const int32_t n : nodes) {
-    f.parent[n] = -1;
-    f.rows[n] = f.requests[n] = f.weight[n] = 0;
-    for (const int32_t other : nodes) f.parent[n] = closer_parent(f, n, other, f.parent[n]);
-    if (f.parent[n] < 0) f.parent[n] = f.node[f.leader[n]];
-    f.deepest[f.leader[n]] = max_of(f.deepest[f.leader[n]], f.deepest_key(n));
+    f[n].parent = -1;
+    f[n].rows = f[n].requests = f[n].weight = 0;
+    for (const int32_t other : nodes) f[n].parent = closer_parent(f, n, other, f[n].parent);
+    if (f[n].parent < 0) f[n].parent = f[f[n].leader].node;
+    f[f[n].leader].deepest = max_of(f[f[n].leader].deepest, f.deepest_key(n));
   }
   for (const int32_t n : nodes) {
-    f.depth[n] = 0;
-    for (int32_t at = n; at >= 0; at = f.parent[at]) ++f.depth[n];
+    f[n].depth = 0;
+    for (int32_t at = n; at >= 0; at = f[at].parent) ++f[n].depth;
   }
   for (int32_t i = 0; i < f.size; ++i) {
     const int32_t innermost = f.innermost(i);
-    for (int32_t at = innermost; at >= 0; at = f.parent[at]) {
-      f.rows[at] += f.qo_len[i];
-      ++f.requests[at];
+    for (int32_t at = innermost; at >= 0; at = f[at].parent) {
+      f[at].rows += f[i].qo_len;
+      ++f[at].requests;
     }
-    if (innermost >= 0) f.weight[innermost] += kv_tile_cost_of_rows(p.config, f.qo_len[i]);
+    if (innermost >= 0) f[innermost].weight += kv_tile_cost_of_rows(p.config, f[i].qo_len);
   }
   for (const int32_t n : nodes) {
-    if (f.parent[n] >= 0) f.weight[f.parent[n]] += kv_tile_cost_of_rows(p.config, f.rows[n]);
+    if (f[n].parent >= 0) f[f[n].parent].weight += kv_tile_cost_of_rows(p.config, f[n].rows);
   }
   return nodes;
 }
@@ -101,20 +101,20 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
 /// Decides which nodes are taken. Returns whether any is.
 bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& nodes) {
   int32_t deepest = 0;
-  for (const int32_t n : nodes) deepest = max_of(deepest, f.depth[n]);
+  for (const int32_t n : nodes) deepest = max_of(deepest, f[n].depth);
   int64_t saved = 0;
   int32_t free_states = forest_states(p.config);
   for (int32_t depth = 1; depth <= deepest; ++depth) {
     for (const int32_t n : nodes) {
-      if (f.depth[n] != depth) continue;
+      if (f[n].depth != depth) continue;
       saved += decide_node(p, f, n, free_states);
-      if (f.taken[n] == n) free_states -= node_states(f, n);
+      if (f[n].taken == n) free_states -= node_states(f, n, f.taken_above(n));
     }
   }
   if (!forest_pays(p.config, saved)) {
     for (const int32_t n : nodes) drop_node(p, f, n);
   }
-  return std::any_of(nodes.begin(), nodes.end(), [&](int32_t n) { return f.taken[n] == n; });
+  return std::any_of(nodes.begin(), nodes.end(), [&](int32_t n) { return f[n].taken == n; });
 }
 
 }  // namespace
@@ -122,15 +122,15 @@ bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& no
 void add_forest_on_host(const PlanParams& p, Planned& planned) {
   const int32_t size = p.levels[0].num_groups;
   const auto count = static_cast<size_t>(size);
-  std::vector<int32_t> memory(Forest::kArrays * count);
-  const Forest f(memory.data(), size);
+  std::vector<ForestEntry> entries(count);
+  const Forest f{entries.data(), size};
   Tables tables{p.levels[0].table.indices, p.levels[0].table.entry_step, std::vector<int64_t>(count), std::vector<int32_t>(count)};
   for (int32_t i = 0; i < size; ++i) {
     const RowGroup& group = p.schedule.groups[i];
-    f.qo_begin[i] = group.qo_begin;
-    f.qo_len[i] = group.qo_len;
+    f[i].qo_begin = group.qo_begin;
+    f[i].qo_len = group.qo_len;
     tables.begin[static_cast<size_t>(i)] = group.table_begin;
-    tables.pages[static_cast<size_t>(i)] = shareable_pages(p.config, p.levels[0], group);
+    tables.pages[static_cast<size_t>(i)] = shareable_pages(p, group, read_first_entry(p.levels[0].table, group.table_begin));
   }
   if (!find_attachments(tables, f)) return;
   const std::vector<int32_t> nodes = find_nodes(p, f);
@@ -139,28 +139,30 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   int32_t own_states = 0;
   for (int32_t i = 0; i < size; ++i) {
     const int32_t innermost = f.innermost(i);
-    if (innermost < 0 || f.taken[innermost] < 0) continue;
-    f.merge_begin[i] = own_states;
-    own_states += f.qo_len[i];
-    planned.num_links = max_of(planned.num_links, f.taken_depth[f.taken[innermost]] + 1);
+    if (innermost < 0 || f[innermost].taken < 0) continue;
+    f[i].merge_begin = own_states;
+    own_states += f[i].qo_len;
+    planned.num_links = max_of(planned.num_links, f[f[innermost].taken].taken_depth + 1);
   }
   planned.num_merge_rows = own_states;
-  int32_t states = own_states;
+  int32_t rows = 0;
   for (const int32_t n : nodes) {
-    if (f.taken[n] != n) continue;
-    f.state_begin[n] = states;
-    states += f.rows[n];
-    f.group[n] = planned.num_groups;
+    if (f[n].taken != n) continue;
+    f[n].row_begin = rows;
+    rows += f[n].rows;
+    f[n].group = planned.num_groups;
     p.schedule.groups[planned.num_groups++] = node_group(p, f, n, tables.begin[static_cast<size_t>(n)], own_states);
     int32_t rank = 0;
     for (int32_t i = 0; i < size; ++i) {
-      if (f.taken_at(i, f.taken_depth[n]) != n) continue;
-      for (int32_t row = 0; row < f.qo_len[i]; ++row) link_node_row(p, f, n, i, row, rank++, own_states);
+      if (f.taken_at(i, f[n].taken_depth) != n) continue;
+      for (int32_t row = 0; row < f[i].qo_len; ++row) link_node_row(p, f, n, i, row, rank++);
     }
   }
   for (int32_t i = 0; i < size; ++i) {
-    cut_group(p.levels[0].table, f, i, p.schedule.groups[i]);
-    for (int32_t row = 0; f.merge_begin[i] >= 0 && row < f.qo_len[i]; ++row) link_own_row(p, f, i, row, planned.num_links);
+    const int32_t innermost = f.innermost(i);
+    const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
+    cut_group(p.levels[0].table, f, i, top, p.schedule.groups[i]);
+    for (int32_t row = 0; top >= 0 && row < f[i].qo_len; ++row) link_own_row(p, f, i, row, f[top].taken_depth, planned.num_links);
   }
 }
 

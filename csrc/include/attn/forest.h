@@ -1,13 +1,13 @@
 // The prefix forest of a batch: which requests share leading pages, and which of those prefixes become row groups of their own.
 //
 // Sharing is by physical page: equal entries of the page table. A request can share the leading pages all of whose tokens all of its rows see. It attaches to
-// the request before it with which it shares most of them (the smallest, if there are several); a node of the forest is a pair (leader, pages) at which requests
-// attach: the first `pages` pages of the leader, seen by the leader and by all that attach there or deeper on its path. Nodes on one leader's path are nested; the
-// shallowest lies below the node at which the leader itself attaches. So parents follow from attachments alone, and every step below is a sum, a minimum or a maximum:
-// the same in whatever order threads do it.
+// the request before it with which it shares most of them (the smallest, if there are several); a node of the forest is a pair (leader, pages) at which
+// requests attach: the first `pages` pages of the leader, seen by the leader and by all that attach there or deeper on its path. Nodes on one leader's path
+// are nested; the shallowest lies below the node at which the leader itself attaches. So parents follow from attachments alone, and every step below is a
+// sum, a minimum or a maximum: the same in whatever order threads do it.
 //
-// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken ancestor reads. What the taken nodes cover is
-// cut from the front of the requests' own row groups. A node that is not taken leaves its pages to the nodes and requests below it.
+// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken ancestor reads. What the taken nodes cover
+// is cut from the front of the requests' own row groups. A node that is not taken leaves its pages to the nodes and requests below it.
 #pragma once
 
 #include "attn/math.h"
@@ -19,8 +19,8 @@ namespace attn {
 /// Most requests of a batch in which a forest is sought.
 constexpr int32_t kMaxForestRequests = 1024;
 
-/// Most requests that one request is compared with, page by page: bounds the time of a plan. A forest found with fewer comparisons than it has branches on a path
-/// is right all the same, only not as deep.
+/// Most requests that one request is compared with, page by page: bounds the time of a plan. A forest found with fewer comparisons than it has branches on a
+/// path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
 
 /// Most leading pages that are compared.
@@ -29,104 +29,104 @@ constexpr int32_t kMaxSharedPages = 1 << 20;
 /// Row states that a forest may use.
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
-/// Leading pages of a request that it can share.
-ATTN_HD int32_t shareable_pages(const ScheduleConfig& config, const PlanLevel& level, const RowGroup& group) {
+/// Leading pages of a request that it can share. `first_entry`: of its pages, -1 if it has none.
+ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int32_t first_entry) {
+  const ScheduleConfig& config = p.config;
+  const PlanLevel& level = p.levels[0];
   if (group.qo_len == 0) return 0;
   // Full row tiles read no less KV when they are shared; their states would only take the room of rows that gain.
   if (config.cascade != kCascadeAlways && static_cast<int64_t>(group.qo_len) * config.group_size >= tile_rows(config.max_kind)) return 0;
   if (level.window_left >= 0 && group.kv_len - 1 > level.window_left) return 0;   // a window hides the first token from the last row
   const int32_t seen = level.causal ? group.kv_len - group.qo_len + 1 : group.kv_len;
-  const int32_t pages = min_of(max_of(seen, 0) / level.table.page_size, kMaxSharedPages);
-  return pages > 0 && level.table.indices[group.table_begin] >= 0 ? pages : 0;
+  const int32_t pages = min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
+  return first_entry >= 0 ? pages : 0;
 }
 
-/// The forest while it is planned: arrays of one int32 for each request or node. A node has the number of the smallest request that attaches there.
-struct Forest {
-  static constexpr int32_t kArrays = 16;
+/// The first entry of a request's pages: a request without pages may read another's, which its length then hides. -1: there is none.
+ATTN_HD int32_t read_first_entry(const PageTable& table, int64_t table_begin) { return table_begin < table.num_entries ? table.indices[table_begin] : -1; }
 
-  int32_t size;              // requests
-  // Of requests.
-  int32_t* leader;           // Attachment
-  int32_t* pages;
-  int32_t* qo_begin;         // RowGroup
-  int32_t* qo_len;
-  int32_t* node;             // where it attaches; -1: nowhere
-  int32_t* deepest;          // deepest node on its own path, as (pages << kNodeBits | node); -1: none
-  int32_t* merge_begin;      // first of its rows among the rows to be merged; -1: none of its nodes was taken
-  // Of nodes.
-  int32_t* parent;           // -1: none
-  int32_t* depth;            // nodes on the path from the root to it; 0: there is no node of this number
-  int32_t* rows;
-  int32_t* requests;
-  int32_t* weight;           // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
-  int32_t* taken;            // it or the nearest ancestor that was taken; -1: none
-  int32_t* taken_depth;      // taken nodes on the path from the root to it
-  int32_t* group;            // of a taken node
-  int32_t* state_begin;
+/// A request, and the node of its number, while a forest is planned.
+struct ForestEntry {
+  // Of the request.
+  int32_t leader;        // Attachment
+  int32_t pages;
+  int32_t qo_begin;      // RowGroup
+  int32_t qo_len;
+  int32_t kv_len;
+  int32_t node;          // where it attaches; -1: nowhere
+  int32_t deepest;       // deepest node on its own path, as (pages << kNodeBits | node); -1: none
+  int32_t merge_begin;   // first of its rows among the rows to be merged; -1: none of its nodes was taken
+  // Of the node.
+  int32_t parent;        // -1: none
+  int32_t depth;         // nodes on the path from the root to it; 0: there is no node of this number
+  int32_t rows;
+  int32_t requests;
+  int32_t weight;        // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
+  int32_t taken;         // it or the nearest ancestor that was taken; -1: none
+  int32_t taken_depth;   // taken nodes on the path from the root to it
+  int32_t group;         // of a taken node
+  int32_t row_begin;     // of its rows in the row list
+  // Of the device planner (device/forest.cuh).
+  int32_t key;           // what requests are grouped by: the first entry of the page table, then what makes a node
+  int32_t smallest;      // of the group that this request stands for
+  int32_t tile_cost;     // cost of a KV tile for the request's rows
+  int32_t newest;        // a node on the path of this leader; -1: none
+  int32_t next;          // another node on the path of this node; -1: none
+  int32_t top;           // the deepest taken node that the request is in; -1: none
+  int32_t taken_node;    // the taken node with this number among them
+  int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
+};
+static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
+
+struct Forest {
+  ForestEntry* entries;
+  int32_t size;          // requests
 
   static constexpr int32_t kNodeBits = 10;
   static_assert(kMaxForestRequests <= 1 << kNodeBits && static_cast<int64_t>(kMaxSharedPages) << kNodeBits <= int64_t{1} << 30, "deepest fits into an int32");
 
-  /// `memory`: kArrays * size.
-  ATTN_HD Forest(int32_t* memory, int32_t size_)
-      : size(size_),
-        leader(memory),
-        pages(leader + size),
-        qo_begin(pages + size),
-        qo_len(qo_begin + size),
-        node(qo_len + size),
-        deepest(node + size),
-        merge_begin(deepest + size),
-        parent(merge_begin + size),
-        depth(parent + size),
-        rows(depth + size),
-        requests(rows + size),
-        weight(requests + size),
-        taken(weight + size),
-        taken_depth(taken + size),
-        group(taken_depth + size),
-        state_begin(group + size) {}
+  ATTN_HD ForestEntry& operator[](int32_t i) const { return entries[i]; }
 
-  ATTN_HD bool is_node(int32_t n) const { return node[n] == n; }
+  ATTN_HD bool is_node(int32_t n) const { return entries[n].node == n; }
 
   /// The deepest node that a request is in: on its own path if others attach there, else where it attaches; -1: none.
-  ATTN_HD int32_t innermost(int32_t request) const { return deepest[request] >= 0 ? deepest[request] & ((1 << kNodeBits) - 1) : node[request]; }
+  ATTN_HD int32_t innermost(int32_t request) const {
+    const ForestEntry& entry = entries[request];
+    return entry.deepest >= 0 ? entry.deepest & ((1 << kNodeBits) - 1) : entry.node;
+  }
 
-  ATTN_HD int32_t deepest_key(int32_t n) const { return pages[n] << kNodeBits | n; }
+  ATTN_HD int32_t deepest_key(int32_t n) const { return entries[n].pages << kNodeBits | n; }
 
-  /// Leading pages that taken nodes read for node n and all below it; n may be -1.
-  ATTN_HD int32_t covered_pages(int32_t n) const { return n >= 0 && taken[n] >= 0 ? pages[taken[n]] : 0; }
+  ATTN_HD int32_t taken_above(int32_t n) const { return entries[n].parent >= 0 ? entries[entries[n].parent].taken : -1; }
 
-  /// First page that node n would read as a row group.
-  ATTN_HD int32_t begin_page(int32_t n) const { return covered_pages(parent[n]); }
-
-  ATTN_HD int32_t taken_above(int32_t n) const { return parent[n] >= 0 ? taken[parent[n]] : -1; }
+  /// Leading pages that a taken node and those above it read; -1: no node.
+  ATTN_HD int32_t covered_pages(int32_t taken) const { return taken >= 0 ? entries[taken].pages : 0; }
 
   /// The taken node of a request with `depth` taken nodes on the path from the root to it; -1: there is none.
   ATTN_HD int32_t taken_at(int32_t request, int32_t depth) const {
     int32_t n = innermost(request);
-    if (n >= 0) n = taken[n];
-    while (n >= 0 && taken_depth[n] > depth) n = taken_above(n);
-    return n >= 0 && taken_depth[n] == depth ? n : -1;
+    if (n >= 0) n = entries[n].taken;
+    while (n >= 0 && entries[n].taken_depth > depth) n = taken_above(n);
+    return n >= 0 && entries[n].taken_depth == depth ? n : -1;
   }
 };
 
-/// Slots of the device planner's hash table: a power of two, at least twice the requests.
-ATTN_HD int32_t forest_hash_slots(int32_t requests) {
-  int32_t slots = 64;
-  while (slots < 2 * requests) slots *= 2;
-  return slots;
+/// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many.
+ATTN_HD int32_t forest_slot_bits(int32_t requests) {
+  return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
 }
 
-/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: for each request two int32, an int64 and the arrays above.
+/// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64 and
+/// an entry.
 ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
-  return requests == 0 ? 0 : requests * (16 + Forest::kArrays * 4) + forest_hash_slots(requests) * 8;
+  if (requests == 0) return 0;
+  return round_up((4 << forest_slot_bits(requests)) + requests * static_cast<int32_t>(sizeof(int64_t) + sizeof(ForestEntry)), 16);
 }
 
 /// A node on the same path that could be node n's parent: of those the deepest is. `best`: the best so far, -1: none.
 ATTN_HD int32_t closer_parent(const Forest& f, int32_t n, int32_t other, int32_t best) {
-  if (f.leader[other] != f.leader[n] || f.pages[other] >= f.pages[n]) return best;
-  return best < 0 || f.pages[other] > f.pages[best] ? other : best;
+  if (f[other].leader != f[n].leader || f[other].pages >= f[n].pages) return best;
+  return best < 0 || f[other].pages > f[best].pages ? other : best;
 }
 
 /// Cost of a KV tile for a row group of `rows` rows.
@@ -136,8 +136,9 @@ ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows)
   return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[kind];
 }
 
-/// Row states that taking node n needs: the first taken node of a path makes its rows' own groups keep states too.
-ATTN_HD int32_t node_states(const Forest& f, int32_t n) { return f.rows[n] * (f.taken_above(n) < 0 ? 2 : 1); }
+/// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states
+/// too.
+ATTN_HD int32_t node_states(const Forest& f, int32_t n, int32_t above) { return f[n].rows * (above < 0 ? 2 : 1); }
 
 /// What taking a node saves and what it adds, for each KV head.
 struct NodeCost {
@@ -145,31 +146,37 @@ struct NodeCost {
   int64_t added;
 };
 
-ATTN_HD NodeCost node_cost(const ScheduleConfig& config, const Forest& f, int32_t n, int32_t page_size) {
-  const int32_t tokens = (f.pages[n] - f.begin_page(n)) * page_size;
-  const int64_t packed_rows = static_cast<int64_t>(f.rows[n]) * config.group_size;
+/// `begin`: the first page that node n would read; `states`: row states that it needs.
+ATTN_HD NodeCost node_cost(const PlanParams& p, const Forest& f, int32_t n, int32_t begin, int32_t states) {
+  const ScheduleConfig& config = p.config;
+  const int32_t tokens = (f[n].pages - begin) * p.levels[0].table.page_size;
+  const int64_t packed_rows = static_cast<int64_t>(f[n].rows) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  const int64_t pairs = row_tiles_of(packed_rows, kind);
-  const int64_t states = node_states(f, n);
+  const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
+  const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * config.kv_tile < tokens);
   NodeCost cost;
-  cost.saved = static_cast<int64_t>(tokens / config.kv_tile) * f.weight[n];
-  cost.added = pairs * (config.pair_cost[kind] + ceil_div(tokens, config.kv_tile) * config.kv_tile_cost[kind]) + ((states * config.state_cost + 63) >> 6);
+  cost.saved = static_cast<int64_t>(whole_kv_tiles) * f[n].weight;
+  cost.added = static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * (config.pair_cost[kind] + kv_tiles * config.kv_tile_cost[kind]) +
+               ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
   return cost;
 }
 
-/// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken,
+/// else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   const int32_t above = f.taken_above(n);
-  const int32_t depth_above = above >= 0 ? f.taken_depth[above] : 0;
-  const NodeCost cost = node_cost(p.config, f, n, p.levels[0].table.page_size);
+  const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;
+  const int32_t begin = f.covered_pages(above);
+  const int32_t states = node_states(f, n, above);
+  const NodeCost cost = node_cost(p, f, n, begin, states);
   int32_t reason = kNodeTaken;
   if (depth_above >= kMaxLevels - 1) reason = kNodeTooDeep;
   else if (p.config.cascade != kCascadeAlways && cost.saved <= cost.added) reason = kNodeSavesTooLittle;
-  else if (node_states(f, n) > free_states) reason = kNodeHasNoRoom;
+  else if (states > free_states) reason = kNodeHasNoRoom;
   PrefixNode& record = p.schedule.nodes[n];
-  record = PrefixNode{f.leader[n], f.parent[n], f.begin_page(n), f.pages[n], f.requests[n], f.rows[n], -1, reason, cost.saved, cost.added};
-  f.taken[n] = reason == kNodeTaken ? n : above;
-  f.taken_depth[n] = depth_above + (reason == kNodeTaken);
+  record = PrefixNode{f[n].leader, f[n].parent, begin, f[n].pages, f[n].requests, f[n].rows, -1, reason, cost.saved, cost.added};
+  f[n].taken = reason == kNodeTaken ? n : above;
+  f[n].taken_depth = depth_above + (reason == kNodeTaken);
   return reason == kNodeTaken ? cost.saved - cost.added : 0;
 }
 
@@ -180,50 +187,49 @@ ATTN_HD bool forest_pays(const ScheduleConfig& config, int64_t saved) {
 
 /// Takes back that node n was taken.
 ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
-  if (f.taken[n] == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
-  f.taken[n] = -1;
+  if (f[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
+  f[n].taken = -1;
 }
 
-/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: of the requests' own row groups, which come first.
+/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: row states of the requests' own row groups,
+/// which come first.
 ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
-  p.schedule.nodes[n].group = f.group[n];
+  p.schedule.nodes[n].group = f[n].group;
   const PageTable& table = p.levels[0].table;
-  const int32_t begin = f.begin_page(n);
+  const int32_t begin = f.covered_pages(f.taken_above(n));
   RowGroup group;
   group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
-  group.qo_begin = f.state_begin[n] - own_states;
-  group.qo_len = f.rows[n];
-  group.kv_len = (f.pages[n] - begin) * table.page_size;
+  group.qo_begin = f[n].row_begin;
+  group.qo_len = f[n].rows;
+  group.kv_len = (f[n].pages - begin) * table.page_size;
   group.tile_begin = 0;
   group.level = 1;
-  group.kind = choose_kind(p.config, static_cast<int64_t>(f.rows[n]) * p.config.group_size);
-  group.state_begin = f.state_begin[n];
+  group.kind = choose_kind(p.config, static_cast<int64_t>(f[n].rows) * p.config.group_size);
+  group.state_begin = own_states + f[n].row_begin;
   group.unused = 0;
   return group;
 }
 
-/// Cuts from the front of a request's own row group what taken nodes cover.
-ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t request, RowGroup& group) {
-  group.state_begin = f.merge_begin[request];
-  if (group.state_begin < 0) return;
-  const int32_t pages = f.covered_pages(f.innermost(request));
+/// Cuts from the front of a request's own row group what taken nodes cover. `top`: the deepest taken node that it is in, -1: none.
+ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t request, int32_t top, RowGroup& group) {
+  group.state_begin = f[request].merge_begin;
+  if (top < 0) return;
+  const int32_t pages = f.covered_pages(top);
   group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
   group.kv_len -= pages * table.page_size;
 }
 
 /// Puts a request's row number `index` into a taken node, as row `rank` of it.
-ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int32_t request, int32_t index, int32_t rank, int32_t own_states) {
-  p.schedule.rows[f.state_begin[n] - own_states + rank] = f.qo_begin[request] + index;
-  p.schedule.links[static_cast<int64_t>(f.taken_depth[n]) * p.config.max_merge_rows + f.merge_begin[request] + index] = RowLink{f.group[n], rank};
+ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int32_t request, int32_t index, int32_t rank) {
+  p.schedule.rows[f[n].row_begin + rank] = f[request].qo_begin + index;
+  p.schedule.links[static_cast<int64_t>(f[n].taken_depth) * p.config.max_merge_rows + f[request].merge_begin + index] = RowLink{f[n].group, rank};
 }
 
-/// Links a row to its request's own row group, and to nothing where it is in fewer taken nodes than others.
-ATTN_HD void link_own_row(const PlanParams& p, const Forest& f, int32_t request, int32_t index, int32_t num_links) {
-  const int32_t merge_row = f.merge_begin[request] + index;
+/// Links a row to its request's own row group, and to nothing where it is in fewer taken nodes than others. `depth`: taken nodes that it is in.
+ATTN_HD void link_own_row(const PlanParams& p, const Forest& f, int32_t request, int32_t index, int32_t depth, int32_t num_links) {
+  const int32_t merge_row = f[request].merge_begin + index;
   p.schedule.links[merge_row] = RowLink{request, index};
-  for (int32_t link = f.taken_depth[f.taken[f.innermost(request)]] + 1; link < num_links; ++link) {
-    p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + merge_row] = RowLink{-1, 0};
-  }
+  for (int32_t link = depth + 1; link < num_links; ++link) p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + merge_row] = RowLink{-1, 0};
 }
 
 }  // namespace attn

@@ -21,6 +21,9 @@ ATTN_HD int64_t divide(int64_t a, int64_t b) {
 template <class Int>
 ATTN_HD constexpr Int round_down(Int a, Int b) { return a / b * b; }
 
+template <class Int>
+ATTN_HD constexpr Int round_up(Int a, Int b) { return (a + b - 1) / b * b; }
+
 template <class T>
 ATTN_HD constexpr T min_of(T a, T b) { return b < a ? b : a; }
 
@@ -60,5 +63,8 @@ struct FastDivisor {
 
   ATTN_HD int32_t modulo(int32_t n) const { return n - divide(n) * divisor; }
 };
+
+/// n / divisor for 0 <= n.
+ATTN_HD int64_t divide(int64_t n, const FastDivisor& divisor) { return n <= kMaxInt32 ? divisor.divide(static_cast<int32_t>(n)) : n / divisor.divisor; }
 
 }  // namespace attn

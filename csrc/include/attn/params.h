@@ -26,6 +26,24 @@ struct IndexArray {
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
 #endif
   }
+
+  /// Element i as it lies in memory; an int32 in its low half. What is read is not touched before narrow(): loads from several arrays are under way together.
+  struct Words {
+    int32_t low;
+    int32_t high;
+  };
+  ATTN_HD Words words(int32_t i) const {
+    const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
+    const int32_t* at = reinterpret_cast<const int32_t*>(element);
+#if defined(__CUDA_ARCH__)
+    return Words{__ldg(at), is_int64 ? __ldg(at + 1) : 0};
+#else
+    return Words{at[0], is_int64 ? at[1] : 0};
+#endif
+  }
+
+  /// An element as an int32: one that does not fit becomes the nearest that does.
+  ATTN_HD int32_t narrow(Words element) const { return !is_int64 || element.high == element.low >> 31 ? element.low : element.high >> 31 ^ 0x7fffffff; }
 };
 
 /// Where the tokens of each request live. Every engine's form reduces to one formula; page j of request i is
@@ -65,7 +83,13 @@ struct PlanParams {
   Schedule schedule;
   PlanLevel levels[kMaxLevels];   // one behind the last: of the prefix forest's row groups
   int32_t num_levels;
+  // From here on: prepare_plan (planning.h).
   int32_t seeks_forest;
+  FastDivisor kv_tile;            // config.kv_tile
+  FastDivisor group_size;         // config.group_size
+  FastDivisor page_size;          // of the first level
+  FastDivisor num_ctas;           // config.num_ctas
+  FastDivisor kv_tile_cost[kNumTileKinds];
 };
 
 /// The runtime values of the built-in variants (variants.h).

@@ -7,9 +7,19 @@
 
 namespace attn {
 
-/// Threads of a CTA of the device planner, and the most CTAs that search for shared prefixes: more would wait for each other on every GPU.
-constexpr int32_t kPlanThreads = 512;
-constexpr int32_t kMaxPlanCtas = 256;
+/// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request
+/// at a time, and there are no more of them than fit onto a GPU at once.
+constexpr int32_t kPlanThreads = 640;   // those of 512 requests and of some shared prefixes at once
+constexpr int32_t kSearchTeams = 5;
+constexpr int32_t kMaxSearchCtas = 128;
+
+/// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory (device/plan.cu).
+constexpr int32_t kPlanSharedBytes = 30 * 1024;
+
+/// CTAs of the device planner.
+inline int32_t plan_ctas(const PlanParams& p) {
+  return p.seeks_forest ? 1 + min_of(ceil_div(p.levels[0].num_groups, kSearchTeams), kMaxSearchCtas) : 1;
+}
 
 /// Row tiles whose place on the line it keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
@@ -32,9 +42,14 @@ ATTN_HD int32_t count_groups(const PlanParams& p) {
   return count;
 }
 
-/// Decides whether a forest is sought in what is to be planned. If so, describes the level of its row groups: the pages of the view, seen as a whole by the rows of
-/// a list that the planner writes.
-inline void prepare_forest(PlanParams& p) {
+/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row
+/// groups: the pages of the view, seen as a whole by the rows of a list that the planner writes.
+inline void prepare_plan(PlanParams& p) {
+  p.kv_tile = FastDivisor(p.config.kv_tile);
+  p.group_size = FastDivisor(p.config.group_size);
+  p.page_size = FastDivisor(p.levels[0].table.page_size);
+  p.num_ctas = FastDivisor(p.config.num_ctas);
+  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
   if (!p.seeks_forest) return;
@@ -49,53 +64,73 @@ inline void prepare_forest(PlanParams& p) {
 /// Levels of the schedule: those of the composition, and one of the forest's row groups.
 ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
 
-/// Reads row group i of a level. Metadata that cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in `errors`.
-ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
-  const PlanLevel& level = p.levels[place.level];
-  const PageTable& table = level.table;
-  const int32_t i = place.index;
-  RowGroup group;
+/// Elements of a level's `indices` that belong to a row group.
+struct TableRange {
+  int64_t begin;
+  int64_t entries;
+};
 
-  const int64_t qo_first = level.qo_indptr[i];
-  const int64_t qo_last = level.qo_indptr[i + 1];
-  const int64_t qo_begin = clamp<int64_t>(qo_first, 0, level.max_rows);
-  const int64_t qo_end = clamp<int64_t>(qo_last, qo_begin, level.max_rows);
-  if (qo_begin != qo_first || qo_end != qo_last || (i == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
-  group.qo_begin = static_cast<int32_t>(qo_begin);
-  group.qo_len = static_cast<int32_t>(qo_end - qo_begin);
-
-  int64_t entries;                       // elements of `indices` that belong to this group
+/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the buffers is ever reached, and reported in
+/// `errors`.
+ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t& errors) {
   if (table.indptr) {
     const int64_t first = table.indptr[i];
     const int64_t last = table.indptr[i + 1];
     const int64_t begin = clamp<int64_t>(first, 0, table.num_entries);
     const int64_t end = clamp<int64_t>(last, begin, table.num_entries);
     if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
-    group.table_begin = begin;
-    entries = end - begin;
-  } else {
-    const int64_t wanted = table.rows ? table.rows[i] : i;
-    const int64_t row = clamp<int64_t>(wanted, 0, table.num_rows - 1);
-    if (row != wanted) errors |= kTableRowInvalid;
-    group.table_begin = row * table.row_stride;
-    entries = table.row_entries;
+    return TableRange{begin, end - begin};
   }
+  const int32_t wanted = table.rows ? table.rows.narrow(table.rows.words(i)) : i;
+  const int32_t row = clamp(wanted, 0, table.num_rows - 1);
+  if (row != wanted) errors |= kTableRowInvalid;
+  return TableRange{row * table.row_stride, table.row_entries};
+}
 
-  const int64_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
-  const int64_t capacity = min_of<int64_t>(pages * table.page_size, kMaxInt32);
-  int64_t kv_len = capacity;
+/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens or else last_page_len. As read, so that
+/// a GPU waits once for all of them and for what is read after them.
+struct GroupLengths {
+  IndexArray::Words qo_first;
+  IndexArray::Words qo_last;
+  IndexArray::Words kv;
+};
+
+/// kv_lens, or else last_page_len; or an array that has as many elements and is not used.
+ATTN_HD const IndexArray& kv_length_array(const PlanLevel& level) {
+  return level.table.kv_lens ? level.table.kv_lens : level.table.last_page_len ? level.table.last_page_len : level.qo_indptr;
+}
+
+ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
+  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), kv_length_array(level).words(i)};
+}
+
+/// Row group i of a level. What cannot be right is clamped and reported, as above.
+ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range, uint32_t& errors) {
+  const PlanLevel& level = p.levels[place.level];
+  const PageTable& table = level.table;
+  const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
+  const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
+  const int32_t length = kv_length_array(level).narrow(lengths.kv);
+  RowGroup group;
+  group.table_begin = range.begin;
+  group.qo_begin = clamp(qo_first, 0, level.max_rows);
+  const int32_t qo_end = clamp(qo_last, group.qo_begin, level.max_rows);
+  if (group.qo_begin != qo_first || qo_end != qo_last || (place.index == 0 && qo_first != 0)) errors |= kQoIndptrInvalid;
+  group.qo_len = qo_end - group.qo_begin;
+
+  const int32_t entries = static_cast<int32_t>(min_of(range.entries, kMaxInt32));
+  const int32_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
+  const int32_t capacity = static_cast<int32_t>(min_of<int64_t>(static_cast<int64_t>(pages) * table.page_size, kMaxInt32));
+  group.kv_len = capacity;
   if (table.kv_lens) {
-    kv_len = table.kv_lens[i];
-    // One entry a token: the last page may be partly filled.
-    const int64_t limit = table.entry_step == 1 ? capacity : min_of<int64_t>(entries, kMaxInt32);
-    if (kv_len < 0 || kv_len > limit) errors |= kKvLengthInvalid;
-    kv_len = clamp<int64_t>(kv_len, 0, limit);
+    const int32_t limit = table.entry_step == 1 ? capacity : entries;   // one entry a token: the last page may be partly filled
+    group.kv_len = clamp(length, 0, limit);
+    if (group.kv_len != length) errors |= kKvLengthInvalid;
   } else if (table.last_page_len && pages > 0) {
-    const int64_t last_page_len = table.last_page_len[i];
-    if (last_page_len < 1 || last_page_len > table.page_size) errors |= kLastPageLenInvalid;
-    kv_len = capacity - table.page_size + clamp<int64_t>(last_page_len, 1, table.page_size);
+    const int32_t last_page_len = clamp(length, 1, table.page_size);
+    if (last_page_len != length) errors |= kLastPageLenInvalid;
+    group.kv_len = capacity - table.page_size + last_page_len;
   }
-  group.kv_len = static_cast<int32_t>(kv_len);
   group.tile_begin = 0;
   group.level = place.level;
   // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the batch: all of them use the same kind.
@@ -106,11 +141,17 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   return group;
 }
 
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
+  const PlanLevel& level = p.levels[place.level];
+  const GroupLengths lengths = read_lengths(level, place.index);
+  return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
+}
+
 /// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
 constexpr int32_t kMinChunkTokens = 256;
 
-/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is cut,
-/// unless a window bounds what it sees; the row tiles of longer queries are many enough.
+/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is
+/// cut, unless a window bounds what it sees; the row tiles of longer queries are many enough.
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
@@ -153,15 +194,17 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   tile.kind = group.kind;
   tile.packed_begin = index * tile_rows(tile.kind);
 
-  const int64_t packed_end = min_of<int64_t>(tile.packed_begin + tile_rows(tile.kind), packed_rows);
+  const PlanLevel& level = p.levels[group.level];
   const int32_t offset = group.kv_len - group.qo_len;
-  const int32_t first = offset + tile.packed_begin / config.group_size;
-  const int32_t last = offset + static_cast<int32_t>((packed_end - 1) / config.group_size);
-  const VariantParams variant{1.0f, 0.0f, p.levels[group.level].causal, p.levels[group.level].window_left};
-  const TokenRange range = StandardVariant::any(variant, first, last, TokenRange{0, group.kv_len});
+  const int64_t packed_end = static_cast<int64_t>(tile.packed_begin) + tile_rows(tile.kind);
+  const int32_t last = packed_end >= packed_rows ? group.qo_len - 1 : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
+  const int32_t first = level.window_left >= 0 ? p.group_size.divide(tile.packed_begin) : 0;
+  const VariantParams variant{1.0f, 0.0f, level.causal, level.window_left};
+  const TokenRange range = StandardVariant::any(variant, offset + first, offset + last, TokenRange{0, group.kv_len});
   tile.kv_end = max_of(range.end, 0);
-  tile.kv_begin = round_down(min_of(max_of(range.begin, 0), tile.kv_end), config.kv_tile);
-  tile.num_kv_tiles = max_of(static_cast<int32_t>(ceil_div<int64_t>(tile.kv_end - tile.kv_begin, config.kv_tile)), 1);
+  const int32_t hidden = range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;   // KV tiles that no row sees
+  tile.kv_begin = hidden * config.kv_tile;
+  tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1) + 1 - hidden : 1;
   return tile;
 }
 
@@ -171,8 +214,8 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t nu
 }
 
 /// Cost that each CTA gets.
-ATTN_HD int64_t cta_share(const ScheduleConfig& config, int64_t total_cost) {
-  return max_of<int64_t>(divide(total_cost + config.num_ctas - 1, config.num_ctas), config.min_share);
+ATTN_HD int64_t cta_share(const PlanParams& p, int64_t total_cost) {
+  return max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
 }
 
 /// What the place of a CTA's interval on the line depends on.
@@ -184,12 +227,14 @@ struct PlacedTile {
 
 /// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
   if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
-  int32_t low = 0, high = num_tiles;     // row tile `low` starts at or before `cost`, `high` behind it
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    if (tiles(middle).cost_begin <= cost) low = middle; else high = middle;
+  const ScheduleConfig& config = p.config;
+  int32_t low = 0;                       // row tile `low` starts at or before `cost`
+  for (int32_t count = num_tiles; count > 1;) {
+    const int32_t half = count / 2;      // of the `count` tiles from `low` on, the one sought is among the first count - half, or those behind `low + half`
+    if (tiles(low + half).cost_begin <= cost) low += half;
+    count -= half;
   }
   const PlacedTile tile = tiles(low);
   const int64_t head_cost = pair_cost(config, tile.kind, tile.num_kv_tiles);
@@ -199,7 +244,7 @@ ATTN_HD Position find_position(const ScheduleConfig& config, const Tiles& tiles,
   position.is_plain = is_plain;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
   const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - config.pair_cost[tile.kind], 0);
-  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, config.kv_tile_cost[tile.kind]));
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, p.kv_tile_cost[tile.kind]));
   if (position.kv_tile == tile.num_kv_tiles || (config.batch_invariant && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {

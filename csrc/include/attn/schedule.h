@@ -160,9 +160,9 @@ struct ScheduleConfig {
 
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
 ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows, int32_t smallest = 0) {
-  int32_t kind = smallest;
-  while (kind < config.max_kind && tile_rows(kind) < packed_rows) ++kind;
-  return kind;
+  int32_t kind = 0;      // without a branch: kinds that are too small
+  for (int32_t k = 0; k < kNumTileKinds - 1; ++k) kind += tile_rows(k) < packed_rows;
+  return max_of(min_of(kind, config.max_kind), smallest);
 }
 
 /// Row tiles of a kind that hold so many packed rows.

@@ -1,0 +1,74 @@
+// What the parts of the device planner have in common: loops, barriers and sums of the threads that work together.
+#pragma once
+
+#include "attn/planning.h"
+#include "device/ptx/named_barrier.cuh"
+
+namespace attn {
+
+/// `count` threads of a CTA from number `first` on: whole warps. Barrier 0 is that of all threads.
+struct PlanTeam {
+  int32_t barrier;
+  int32_t count;
+  int32_t first = 0;
+
+  __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x) - first; }
+  __device__ bool has_this_thread() const { return thread() >= 0 && thread() < count; }
+
+  __device__ __forceinline__ void sync() const { ptx::barrier_sync(barrier, count); }
+  __device__ __forceinline__ bool sync_or(bool value) const { return barrier == 0 ? __syncthreads_or(value) : ptx::barrier_sync_or(barrier, count, value); }
+
+  /// Runs `body(i)` for every i below `end`; the threads share them.
+  template <class Body>
+  __device__ __forceinline__ void for_each(int32_t end, const Body& body) const {
+#pragma unroll 1   // most loops run once: what they cost is fetching their code
+    for (int32_t i = thread(); i < end; i += count) body(i);
+  }
+};
+
+/// What is summed up at once.
+template <class A>
+struct PlanSums {
+  A a;
+  int32_t b;
+};
+
+template <class A>
+__device__ __forceinline__ PlanSums<A> operator+(PlanSums<A> x, PlanSums<A> y) { return PlanSums<A>{x.a + y.a, x.b + y.b}; }
+
+/// Sums of warps on their way to the others. Between two sums that use it there must be a barrier.
+template <class A>
+struct SumMemory {
+  PlanSums<A> of_warp[kPlanThreads / 32];
+};
+
+/// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands`
+/// threads have something to add: other warps only wait.
+template <class A>
+__device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemory<A>& memory, int32_t summands, PlanSums<A> own, PlanSums<A>& total,
+                                                  bool& any) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
+  const int32_t warps = min_of((summands + 31) / 32, kPlanThreads / 32);
+  PlanSums<A> sum = own;
+  if (warp < warps) {
+#pragma unroll
+    for (int32_t distance = 1; distance < 32; distance *= 2) {
+      const PlanSums<A> below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
+      if (lane >= distance) sum = sum + below;
+    }
+    if (lane == 31) memory.of_warp[warp] = sum;
+  }
+  any = team.sync_or(any);
+  PlanSums<A> before{sum.a - own.a, sum.b - own.b};
+  total = PlanSums<A>{0, 0};
+#pragma unroll 4
+  for (int32_t w = 0; w < warps; ++w) {
+    const PlanSums<A> of_warp = memory.of_warp[w];
+    if (w < warp) before = before + of_warp;
+    total = total + of_warp;
+  }
+  return before;
+}
+
+}  // namespace attn

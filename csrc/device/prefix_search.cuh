@@ -1,0 +1,202 @@
+// The search for shared prefixes. The first CTA plans (forest.cuh); all others compare page tables, each those of some requests with those of the requests
+// before them, and tell the first CTA where its requests attach. They read only what they need and wait for nobody.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "attn/forest.h"
+#include "attn/planning.h"
+#include "device/plan_threads.cuh"
+
+namespace attn {
+
+/// Dynamic shared memory of a forest. No static shared memory goes with it: its address would be worked out again wherever it is used.
+struct ForestMemory {
+  int32_t* slots;         // [1 << slot_bits]: of group_by_key(), then of count_node_rows(); other CTAs keep what their teams tell each other here
+  int32_t slot_bits;
+  int64_t* table_begin;   // [requests]
+  Forest forest;
+
+  __device__ __forceinline__ ForestMemory(char* memory, int32_t requests)
+      : slots(reinterpret_cast<int32_t*>(memory)),
+        slot_bits(forest_slot_bits(requests)),
+        table_begin(reinterpret_cast<int64_t*>(slots + (1 << slot_bits))),
+        forest{reinterpret_cast<ForestEntry*>(table_begin + requests), requests} {}
+};
+
+/// Reads the first `count` requests.
+__device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const ForestMemory& m, int32_t count, uint32_t& errors) {
+  team.for_each(count, [&](int32_t i) {
+    const PlanLevel& level = p.levels[0];
+    const GroupLengths lengths = read_lengths(level, i);
+    const TableRange range = read_table_range(level.table, i, errors);
+    const int32_t first_entry = read_first_entry(level.table, range.begin);
+    const RowGroup group = make_row_group(p, GroupPlace{0, i}, lengths, range, errors);
+    ForestEntry& entry = m.forest[i];
+    m.table_begin[i] = group.table_begin;
+    entry.qo_begin = group.qo_begin;
+    entry.qo_len = group.qo_len;
+    entry.kv_len = group.kv_len;
+    entry.pages = shareable_pages(p, group, first_entry);
+    entry.key = first_entry;
+  });
+}
+
+/// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its
+/// arrival says all, no other memory has to be made visible.
+class AttachmentMail {
+ public:
+  __device__ explicit AttachmentMail(Attachment* slot) : word_(*reinterpret_cast<uint64_t*>(slot)) {}
+
+  __device__ void send(Attachment attachment) const {
+    word().store(static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
+  }
+
+  /// Waits for it, and empties the slot for the next plan.
+  __device__ Attachment receive() const {
+    uint64_t value;
+    do {
+      value = word().load(cuda::memory_order_relaxed);
+    } while (value == 0);
+    word().store(0, cuda::memory_order_relaxed);
+    return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)};
+  }
+
+ private:
+  __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
+
+  uint64_t& word_;
+};
+
+/// The threads that look after one request.
+struct SearchTeam {
+  static constexpr int32_t kThreads = kPlanThreads / kSearchTeams;
+  static constexpr int32_t kWarps = kThreads / 32;
+
+  int32_t index;
+  int32_t thread;
+  int32_t uses;
+  int32_t* minima;   // [2][warps of the CTA]: one for every second use
+
+  /// The smallest value of all threads.
+  __device__ int32_t minimum(int32_t value) {
+    int32_t* of_warp = minima + uses++ % 2 * (kPlanThreads / 32) + index * kWarps;
+    const int32_t smallest = __reduce_min_sync(0xffffffffu, value);
+    if (thread % 32 == 0) of_warp[thread / 32] = smallest;
+    ptx::barrier_sync(1 + index, kThreads);
+    int32_t result = of_warp[0];
+#pragma unroll
+    for (int32_t warp = 1; warp < kWarps; ++warp) result = min_of(result, of_warp[warp]);
+    return result;
+  }
+};
+
+/// Leading pages that requests a and b share.
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
+  constexpr int32_t kBatch = 8;
+  const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
+  const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
+  const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
+  const int32_t* x = table.indices + m.table_begin[a] + begin;
+  const int32_t* y = table.indices + m.table_begin[b] + begin;
+  int32_t differs = limit;    // the first page that this warp sees to differ
+#pragma unroll 1
+  for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
+    int32_t of_x[kBatch], of_y[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t page = first + i * 32 + team.thread % 32;
+      of_x[i] = of_y[i] = 0;
+      if (page < limit) {
+        of_x[i] = __ldg(x);
+        of_y[i] = __ldg(y);
+      }
+      x += stride;
+      y += stride;
+    }
+    x += stride * kBatch * (SearchTeam::kWarps - 1);
+    y += stride * kBatch * (SearchTeam::kWarps - 1);
+#pragma unroll
+    for (int32_t i = kBatch - 1; i >= 0; --i) {
+      if (of_x[i] != of_y[i]) differs = first + i * 32 + team.thread % 32;
+    }
+    differs = __reduce_min_sync(0xffffffffu, differs);
+  }
+  return team.minimum(differs);
+}
+
+/// The smallest request with the same first page; `request` itself if there is no smaller one. Each warp finds it for itself: it is nearly always among the
+/// first.
+__device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t request) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t first_entry = f[request].key;
+#pragma unroll 1
+  for (int32_t begin = 0; begin < request; begin += 32) {
+    const int32_t i = begin + lane;
+    const uint32_t same = __ballot_sync(0xffffffffu, i < request && f[i].pages > 0 && f[i].key == first_entry);
+    if (same != 0) return begin + __ffs(static_cast<int>(same)) - 1;
+  }
+  return request;
+}
+
+/// The smallest request behind `other` that may share more than the first `pages` pages: it has the same first page, and the same behind those. `request`
+/// itself if there is no smaller one.
+__device__ __forceinline__ int32_t next_candidate(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t other,
+                                                  int32_t pages) {
+  constexpr int32_t kBatch = 4;
+  const Forest& f = m.forest;
+  const int32_t first_entry = f[request].key;
+  const int32_t* behind = table.indices + static_cast<int64_t>(pages) * table.entry_step;
+  const int32_t wanted = __ldg(behind + m.table_begin[request]);
+  int32_t next = request;
+#pragma unroll 1
+  for (int32_t begin = other + 1 + team.thread; begin < request; begin += kBatch * SearchTeam::kThreads) {
+    int32_t entry[kBatch];
+#pragma unroll
+    for (int32_t k = 0; k < kBatch; ++k) {
+      const int32_t i = begin + k * SearchTeam::kThreads;
+      entry[k] = ~wanted;
+      if (i < request && f[i].pages > pages && f[i].key == first_entry) entry[k] = __ldg(behind + m.table_begin[i]);
+    }
+#pragma unroll
+    for (int32_t k = kBatch - 1; k >= 0; --k) {
+      if (entry[k] == wanted) next = min_of(next, begin + k * SearchTeam::kThreads);
+    }
+  }
+  return team.minimum(next);
+}
+
+/// Where a request attaches.
+__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
+  const int32_t own = m.forest[request].pages;
+  Attachment best{-1, 0};
+  if (own == 0) return best;
+  int32_t other = first_candidate(m.forest, request);
+#pragma unroll 1
+  for (int32_t comparisons = 1; other < request; ++comparisons) {
+    const int32_t common = common_pages(table, m, team, request, other);
+    if (common > best.pages) best = Attachment{other, common};
+    if (best.pages == own || comparisons == kMaxComparisons) break;
+    other = next_candidate(table, m, team, request, other, best.pages);
+  }
+  return best;
+}
+
+/// The work of every CTA but the first.
+__device__ __forceinline__ void search_prefixes(const PlanParams& p, const ForestMemory& m) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  SearchTeam team{thread / SearchTeam::kThreads, thread % SearchTeam::kThreads, 0, m.slots};
+  const int32_t size = p.levels[0].num_groups;
+  const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
+  const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;
+  uint32_t errors = 0;     // the first CTA sees them too
+  read_requests(p, PlanTeam{0, kPlanThreads}, m, begin + step < size ? size : min_of(begin + kSearchTeams, size), errors);
+  __syncthreads();
+#pragma unroll 1
+  for (int32_t request = begin + team.index; request < size; request += step) {
+    const Attachment attachment = attach(p.levels[0].table, m, team, request);
+    if (team.thread == 0 && attachment.leader >= 0) AttachmentMail(p.schedule.attachments + request).send(attachment);
+  }
+}
+
+}  // namespace attn

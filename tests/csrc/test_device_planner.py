@@ -1,0 +1,79 @@
+"""The device planner without a GPU: csrc/device/plan.cu on fibers (tests/csrc/device_planner.cpp) gives the bits of the host planner."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import batches
+import host_planner
+import numpy
+import pytest
+import schedule_model
+from forests import Batch, random_batch
+
+from attn_backend import Attention
+
+pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+
+# (num_kv_heads, group_size, head_dim, num_ctas)
+SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
+OPTIONS = {"plain": {}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder: Path = tmp_path_factory.mktemp("planners")
+    return host_planner.build(folder, device=True)
+
+
+def make_attention(shape: tuple[int, int, int, int], **options: object) -> Attention:
+    num_kv_heads, group_size, head_dim, num_ctas = shape
+    room = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH} | options
+    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device="cpu", num_ctas=num_ctas, costs="cuda", **room)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid: bool) -> None:
+    for seed in range(30):
+        attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
+        view = batches.random_view(1000 + seed, "cpu", valid)
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
+
+
+def test_random_compositions(library: ctypes.CDLL) -> None:
+    attention = make_attention(SHAPES[0], max_levels=4)
+    for seed in range(15):
+        composition = batches.random_composition(seed, "cpu")
+        assert schedule_model.same(host_planner.plan(library, attention, composition, seed), host_planner.plan(library, attention, composition)), seed
+
+
+@pytest.mark.parametrize("mode", [True, "always"])
+def test_random_forests(library: ctypes.CDLL, mode: object) -> None:
+    for seed in range(60):
+        rng = numpy.random.default_rng([seed, 5])
+        batch = random_batch(rng, int(rng.choice([1, 1, 2, 3, 8, 16, 64])))
+        attention = make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages) + int(rng.integers(9)), cascade=mode)
+        view = batch.view(rng, "cpu")
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
+
+
+@pytest.mark.parametrize("num_requests", [512, 641, 1024])
+@pytest.mark.parametrize("kind", ["levels", "pairs", "random"])
+def test_very_many_requests(library: ctypes.CDLL, num_requests: int, kind: str) -> None:
+    """More requests than a CTA has threads, and more prefixes than are linked at a time."""
+    rng = numpy.random.default_rng(num_requests)
+    requests = range(num_requests)
+    pages = {
+        "levels": [[i % 3, 3 + i % 31, 34 + i % 217, 1000 + i] for i in requests],
+        "pairs": [[i % (num_requests // 2), 5000 + i // 2, 20000 + i] for i in requests],
+        "random": [[0, 1, 2 + int(rng.integers(40)), 100 + int(rng.integers(9)), 1000 + i] for i in requests],
+    }[kind]
+    qo_lens = [1 if kind != "random" else int(rng.integers(1, 4)) for _ in requests]
+    batch = Batch(16, qo_lens, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 50_000)
+    attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=num_requests, cascade="always")
+    view = batch.view(rng, "cpu")
+    planned = host_planner.plan(library, attention, view)
+    assert any(node.group >= 0 for node in planned.forest)
+    assert schedule_model.same(host_planner.plan(library, attention, view, num_requests), planned)
