@@ -30,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def make_attention(shape: tuple[int, int, int, int], **options: object) -> Attention:
     num_kv_heads, group_size, head_dim, num_ctas = shape
     room = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH} | options
-    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device="cpu", num_ctas=num_ctas, costs="cuda", **room)
+    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device="cpu", num_ctas=num_ctas, kernel="hopper", **room)
 
 
 @pytest.mark.parametrize("valid", [True, False])
