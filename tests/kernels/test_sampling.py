@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_oracle import keeps, philox4x32, probabilities, uniform64
 
 from attn_backend import sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
-from tests.sampling_oracle import keeps, philox4x32, probabilities, uniform64
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

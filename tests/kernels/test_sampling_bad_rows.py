@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_sampling import bits
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
-from tests.kernels.test_sampling import bits
 
 BATCH = 1000
 NASTY = torch.tensor(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_oracle import chi_square_p_value, keeps, probabilities, uniformity_p_value
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
-from tests.sampling_oracle import chi_square_p_value, keeps, probabilities, uniformity_p_value
 
 DRAWS = 1 << 20
 # A fair test fails by chance: a p-value below this is taken for a wrong distribution.

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_sampling import bits, random_settings
 
 from attn_backend import Samples, chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
-from tests.kernels.test_sampling import bits, random_settings
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling_oracle import keeps
 
 from attn_backend import sample
-from tests.sampling_oracle import keeps
 
 sampler = pytest.importorskip("sglang.srt.layers.sampler", reason="SGLang is not installed")
 

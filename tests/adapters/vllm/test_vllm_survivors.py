@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from sampling_oracle import keeps
 
 from attn_backend import sample
-from tests.sampling_oracle import keeps
 
 ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler", reason="vLLM is not installed")
 
