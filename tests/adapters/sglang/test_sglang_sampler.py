@@ -130,18 +130,35 @@ def test_seeds_and_positions_matter_and_nothing_else_does(generator: torch.Gener
     assert len(others.unique()) > 100
 
 
+def sglangs_survivors(logits: Tensor, info: SamplingBatchInfo, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """bool [batch, vocab]: what SGLang's own sampler in torch draws from. It sorts, filters, and hands the rest to torch.multinomial."""
+    seen: list[Tensor] = []
+
+    def multinomial(weights: Tensor, num_samples: int) -> Tensor:
+        seen.append(weights.clone())
+        return torch.zeros(weights.shape[0], num_samples, dtype=torch.int64)
+
+    probs = (logits / info.temperatures).softmax(-1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "multinomial", multinomial)
+        engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+            probs.clone(), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None
+        )
+    order = logits.argsort(-1, descending=True)
+    return torch.zeros(logits.shape).scatter(1, order, seen[0]) > 0
+
+
 @pytest.mark.parametrize("top_k", [-1, 1, 40])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.2])
 @pytest.mark.parametrize("min_p", [0.0, 0.2])
-def test_draws_are_among_the_tokens_that_sglang_leaves(top_k: int, top_p: float, min_p: float, generator: torch.Generator) -> None:
+def test_draws_are_among_the_tokens_that_sglang_leaves(
+    top_k: int, top_p: float, min_p: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, draws = 8, 40
     values = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(rows)]) / 32    # no two equal
     requests = [request(i, temperature=0.3 + 0.2 * i, top_k=top_k, top_p=top_p, min_p=min_p, sampling_seed=i) for i in range(rows)]
     info = make_info(requests)
-    filtered = engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-        (values / info.temperatures).softmax(-1), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None, return_filtered_probs=True
-    )
-    left = torch.zeros(rows, VOCAB).scatter(1, filtered[2].long(), filtered[1]) > 0
+    left = sglangs_survivors(values, info, monkeypatch)
     sampler = AttnSampler()
     drawn = torch.stack([run(sampler, values, info, torch.full((rows,), position))[0] for position in range(draws)], dim=1)
     assert left.gather(1, drawn.long()).all()
