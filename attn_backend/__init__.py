@@ -8,11 +8,50 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .kernels.append import append_kv
     from .kernels.attention import Attention
+    from .kernels.sampling import (
+        Samples,
+        SpeculativeSamples,
+        chain_speculative_sampling,
+        sample,
+        sample_from_probs,
+        softmax,
+        top_k_mask_logits,
+        top_k_renorm_probs,
+        top_p_renorm_probs,
+    )
     from .metadata import BSRView, Composition, KVCache, PageTable
 
-__all__ = ["Attention", "BSRView", "Composition", "KVCache", "PageTable", "append_kv"]
+_SAMPLING = [
+    "Samples",
+    "SpeculativeSamples",
+    "chain_speculative_sampling",
+    "sample",
+    "sample_from_probs",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_p_renorm_probs",
+]
 
-_HOMES = {"Attention": ".kernels.attention", "append_kv": ".kernels.append"}
+__all__ = [
+    "Attention",
+    "BSRView",
+    "Composition",
+    "KVCache",
+    "PageTable",
+    "Samples",
+    "SpeculativeSamples",
+    "append_kv",
+    "chain_speculative_sampling",
+    "sample",
+    "sample_from_probs",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_p_renorm_probs",
+]
+
+_HOMES = {"Attention": ".kernels.attention", "append_kv": ".kernels.append", **dict.fromkeys(_SAMPLING, ".kernels.sampling")}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,9 @@ using Module = void*;
 using Function = void*;
 
 constexpr int kMaxDynamicSharedSizeBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kNonPortableClusterSizeAllowed = 14;   // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kMultiprocessorCount = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kClusterDimension = 4;               // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 struct LaunchAttribute {
@@ -27,6 +29,9 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int allowed;
+    struct {
+      unsigned x, y, z;
+    } cluster;
   } value;
 };
 
@@ -133,6 +138,11 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   return kernel;
 }
 
+void allow_large_clusters(const Kernel& kernel) {
+  use_device(kernel.device);
+  check(driver().function_attribute(kernel.function, kNonPortableClusterSizeAllowed, 1), "allowing large clusters of " + kernel.name);
+}
+
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
   use_device(kernel.device);
   int count = 0;
@@ -151,9 +161,19 @@ int32_t multiprocessor_count(int32_t device) {
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {
   use_device(kernel.device);
-  LaunchAttribute overlap{};
-  overlap.id = kProgrammaticStreamSerialization;
-  overlap.value.allowed = 1;
+  LaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (shape.overlaps_previous) {
+    LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = kProgrammaticStreamSerialization;
+    attribute.value.allowed = 1;
+  }
+  if (shape.cluster_x > 1) {
+    LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = kClusterDimension;
+    attribute.value.cluster.x = shape.cluster_x;
+    attribute.value.cluster.y = attribute.value.cluster.z = 1;
+  }
   LaunchConfig config{};
   config.grid_x = shape.grid_x;
   config.grid_y = shape.grid_y;
@@ -162,8 +182,8 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes);
   config.stream = stream;
-  config.attributes = &overlap;
-  config.num_attributes = shape.overlaps_previous ? 1 : 0;
+  config.attributes = attributes;
+  config.num_attributes = num_attributes;
   void* arguments[] = {const_cast<void*>(params)};
   const Result result = driver().launch(&config, kernel.function, arguments, nullptr);
   if (result != 0) {

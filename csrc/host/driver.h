@@ -25,10 +25,14 @@ struct Launch {
   uint32_t threads;
   int32_t shared_bytes = -1;        // dynamic shared memory, if less than the kernel's
   bool overlaps_previous = false;   // programmatic dependent launch: the kernel waits for the previous one itself
+  uint32_t cluster_x = 1;           // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
 };
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
+
+/// Lets launches of this kernel have clusters of up to 16 CTAs.
+void allow_large_clusters(const Kernel& kernel);
 
 /// CTAs of `threads` threads that one multiprocessor holds.
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);

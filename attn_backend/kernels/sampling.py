@@ -1,0 +1,285 @@
+"""Sampling: the next token of every request, straight from the logits, in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from .cubins import arch_of, find_kernel
+from .library import library
+
+MAX_VOCAB = 1 << 19
+MAX_TOP_LOGPROBS = 128
+_MAX_CLUSTER_CTAS = 16      # CTAs that share a row, on GPUs with thread block clusters
+_RENORM, _MASK_LOGITS = 1, 2    # RowTask in csrc/include/attn/sampling.h
+_DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+Float = float | torch.Tensor    # one value, or float32 [batch]
+Int = int | torch.Tensor        # one value, or int32 or int64 [batch]
+FilterOrder = Literal["top_k_first", "joint"]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What `sample` gives for a batch.
+
+    token_ids: int32 (or `out`'s dtype) [batch].
+    valid: bool [batch]; False: the row held a NaN or +inf, nothing that may be drawn, or a parameter that is a NaN or below 0. Its token is then the first one
+        that the mask allows (0 without a mask), its log-probabilities are NaN.
+    logprobs: float32 [batch], of the tokens; None unless asked for.
+    top_token_ids, top_logprobs: int32, float32 [batch, num_top_logprobs], most likely first, the lower id first among equals; where fewer tokens can be drawn
+        the rest is token 0 with -inf. None unless asked for.
+    """
+
+    token_ids: torch.Tensor
+    valid: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_token_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+
+@cache
+def _kernel(name: str, device: torch.device) -> tuple[str, int]:
+    """(cubin, most CTAs that may share a row) of a sampling kernel; ("", 1) on a CPU."""
+    if device.type != "cuda":
+        return "", 1
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    return str(find_kernel(f"sampling_{name}", arch)), _MAX_CLUSTER_CTAS if arch == "sm_90a" else 1
+
+
+def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
+    return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)      # a wrong dtype is refused before the kernel is looked at
+
+
+def _is_joint(filter_order: FilterOrder) -> bool:
+    if filter_order not in ("top_k_first", "joint"):
+        raise ValueError(f"filter_order is {filter_order!r}, must be 'top_k_first' or 'joint'")
+    return filter_order == "joint"
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: Float = 1.0,
+    top_k: Int | None = None,
+    top_p: Float | None = None,
+    min_p: Float | None = None,
+    seed: Int = 0,
+    position: Int = 0,
+    token_mask: torch.Tensor | None = None,
+    filter_order: FilterOrder = "top_k_first",
+    return_logprobs: bool = False,
+    num_top_logprobs: int = 0,
+    logprobs_of: Literal["logits", "tempered"] = "logits",
+    out: torch.Tensor | None = None,
+    row_ctas: int = 0,
+) -> Samples:
+    """Draws one token for each row of `logits`. One launch; capturable in a CUDA graph; never synchronises.
+
+    The token depends on the row's logits and parameters, on `seed` and on `position`, and on nothing else: not on the batch, on the row's place in it, on the
+    launch's shape or on the GPU; a CPU gives the same one. docs/sampling.md defines every edge case.
+
+    Args:
+        logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19; penalties already applied.
+        temperature: 0: the most likely token (the lowest id among equals), whatever the filters.
+        top_k: keeps the k largest logits, and those equal to the k-th. <= 0, or vocab and more: off.
+        top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to the least likely of them. >= 1: off; <= 0: only
+            the most likely ones.
+        min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the most likely ones.
+        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers.
+        token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
+        filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all tokens (SGLang).
+        return_logprobs: also the log-probability of each token.
+        num_top_logprobs: also those of so many most likely tokens, at most 128.
+        logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
+        out: int32 or int64 [batch] that takes the tokens.
+        row_ctas: CTAs that share a row on a GPU with thread block clusters, 1, 2, 4, 8 or 16; 0: as many as suit the batch. No result depends on it.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"num_top_logprobs is {num_top_logprobs}, must be 0 to {MAX_TOP_LOGPROBS}")
+    if logprobs_of not in ("logits", "tempered"):
+        raise ValueError(f"logprobs_of is {logprobs_of!r}, must be 'logits' or 'tempered'")
+    batch, device = logits.shape[0], logits.device
+    samples = Samples(
+        torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
+        torch.empty(batch, dtype=torch.bool, device=device),
+        torch.empty(batch, dtype=torch.float32, device=device) if return_logprobs else None,
+        torch.empty(batch, num_top_logprobs, dtype=torch.int32, device=device) if num_top_logprobs else None,
+        torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device) if num_top_logprobs else None,
+    )
+    library().sample(
+        logits,
+        False,
+        temperature,
+        0 if top_k is None else top_k,
+        1.0 if top_p is None else top_p,
+        0.0 if min_p is None else min_p,
+        seed,
+        position,
+        token_mask,
+        _is_joint(filter_order),
+        logprobs_of == "tempered",
+        samples.token_ids,
+        samples.valid,
+        samples.logprobs,
+        samples.top_logprobs,
+        samples.top_token_ids,
+        *_logits_kernel(logits),
+        row_ctas,
+    )
+    return samples
+
+
+def sample_from_probs(
+    probs: torch.Tensor,
+    *,
+    top_k: Int | None = None,
+    top_p: Float | None = None,
+    min_p: Float | None = None,
+    seed: Int = 0,
+    position: Int = 0,
+    filter_order: FilterOrder = "top_k_first",
+    out: torch.Tensor | None = None,
+    row_ctas: int = 0,
+) -> Samples:
+    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised. The rest as in `sample`.
+
+    A row with a negative, infinite or NaN probability, or with none above 0, is not valid. A probability below 2^-126 counts as 0.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    batch, device = probs.shape[0], probs.device
+    samples = Samples(
+        torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
+        torch.empty(batch, dtype=torch.bool, device=device),
+    )
+    library().sample(
+        probs,
+        True,
+        1.0,
+        0 if top_k is None else top_k,
+        1.0 if top_p is None else top_p,
+        0.0 if min_p is None else min_p,
+        seed,
+        position,
+        None,
+        _is_joint(filter_order),
+        False,
+        samples.token_ids,
+        samples.valid,
+        None,
+        None,
+        None,
+        *_kernel("probs", device),
+        row_ctas,
+    )
+    return samples
+
+
+def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
+    """softmax(logits / temperature): float32 [batch, vocab]. Temperature 0 (of a row): the most likely tokens in equal shares. A row that cannot be sampled: zeros.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    library().write_rows(logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas)
+    return out
+
+
+def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
+    """The logits in float32, -inf where top-k (with its ties, as in `sample`) removes them. A row that cannot be sampled stays as it is.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    library().write_rows(logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas)
+    return out
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
+    """The probabilities (float32 [batch, vocab]) that top-k keeps, normalised, and zeros. A row that cannot be sampled: zeros.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
+    library().write_rows(probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas)
+    return out
+
+
+def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
+    """The probabilities (float32 [batch, vocab]) that top-p keeps, normalised, and zeros. A row that cannot be sampled: zeros.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
+    library().write_rows(probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas)
+    return out
+
+
+@dataclass(frozen=True)
+class SpeculativeSamples:
+    """What `chain_speculative_sampling` gives.
+
+    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn behind them, then -1.
+    num_accepted: int32 [batch], draft tokens that were accepted.
+    valid: bool [batch]; False: the token that was drawn comes from a row that cannot be sampled, and is 0.
+    """
+
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    valid: torch.Tensor
+
+
+def chain_speculative_sampling(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    *,
+    seed: Int = 0,
+    position: Int = 0,
+    row_ctas: int = 0,
+) -> SpeculativeSamples:
+    """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if drawn from the target one by one.
+
+    Draft token i is accepted with probability min(1, target / draft); behind the first that is not, a token is drawn from max(target - draft, 0), normalised,
+    and behind the last, if all were accepted, from the target.
+
+    Args:
+        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
+        draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
+        target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
+        seed: of the requests. position: of their first draft token.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device, stride or value.
+    """
+    batch, rows, device = target_probs.shape[0], target_probs.shape[1], target_probs.device
+    samples = SpeculativeSamples(
+        torch.empty(batch, rows, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.bool, device=device),
+    )
+    library().speculate(
+        draft_probs,
+        draft_token_ids,
+        target_probs,
+        seed,
+        position,
+        samples.token_ids,
+        samples.num_accepted,
+        samples.valid,
+        *_kernel("speculative", device),
+        row_ctas,
+    )
+    return samples

@@ -1,0 +1,21 @@
+// Sampling on CPU threads, a row at a time: the same tokens as the kernels of csrc/device/sampling.cuh.
+#pragma once
+
+#include "attn/sampling.h"
+
+namespace attn::cpu {
+
+/// Runs params.task on every row of logits. All pointers are on the host.
+void sample_logits(const SamplingParams& params, DataType dtype);
+
+/// Runs params.task on every row of float32 probabilities.
+void sample_probs(const SamplingParams& params);
+
+/// Weights of `count` logits: one source for each instruction set (sampling_weights.h).
+using WeighLogits = void (*)(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
+
+void weigh_logits_baseline(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
+void weigh_logits_avx2(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
+void weigh_logits_avx512(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
+
+}  // namespace attn::cpu

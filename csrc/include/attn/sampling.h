@@ -1,0 +1,338 @@
+// The arithmetic of sampling, the same bits from nvcc and g++.
+//
+// Every probability is an integer: token v of a row weighs weight(v), the most likely one 2^40 or a little more, and the probability of v is weight(v) over the sum.
+// Sums of integers have no order, so neither the launch's shape nor the batch can change a token. What is computed in float32 before uses single IEEE
+// operations and explicit fused multiply-adds, nothing that a compiler may contract or approximate.
+#pragma once
+
+#include "attn/math.h"
+#include "attn/params.h"
+#include "attn/platform.h"
+
+namespace attn {
+
+constexpr int32_t kSegmentTokens = 512;         // weights of a row without filters are sums of segments: see RowMasses in docs/sampling.md
+constexpr int32_t kMaxVocab = 1 << 19;
+constexpr int32_t kMaxTopLogprobs = 128;
+constexpr int32_t kWeightBits = 40;
+
+// Shape of the kernels' launches.
+constexpr int32_t kSamplingThreads = 256;
+constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
+constexpr int32_t kPortableClusterCtas = 8;
+constexpr int32_t kSamplingStateBytes = 33280;    // of shared memory, before the tables of segments
+
+/// Dynamic shared memory where each row has `ctas` CTAs.
+constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
+  constexpr int32_t kSegmentBytes = 20;           // two masses and the largest value
+  return kSamplingStateBytes + ceil_div(ceil_div(vocab, kSegmentTokens), ctas) * kSegmentBytes;
+}
+
+/// A parameter of requests: one value for each row, or one for all.
+struct RowFloat {
+  const float* data = nullptr;
+  float value = 0.0f;
+
+  ATTN_HD float operator[](int64_t row) const { return data != nullptr ? data[row] : value; }
+};
+
+struct RowInt {
+  IndexArray array;
+  int64_t value = 0;
+
+  ATTN_HD int64_t operator[](int64_t row) const { return array ? array[row] : value; }
+};
+
+/// What a launch does with each row.
+enum class RowTask : int32_t {
+  kSample = 0,       // draw a token
+  kRenorm = 1,       // write probabilities: softmax, renormalised survivors of top-k or top-p
+  kMaskLogits = 2,   // write the values, with -inf where top-k removes them
+  kSpeculate = 3,    // accept draft tokens, then draw
+};
+
+struct SamplingParams {
+  const void* values;                 // logits or probabilities, [batch, vocab]
+  int64_t row_stride;                 // elements
+  const uint32_t* token_mask;         // [batch, ceil(vocab / 32)]: bit set, token allowed; nullptr: all are
+  int64_t mask_stride;                // words
+  RowFloat temperature;
+  RowFloat top_p;
+  RowFloat min_p;
+  RowInt top_k;
+  RowInt seed;
+  RowInt position;
+  void* token_ids;                    // [batch], int32 or int64
+  uint8_t* valid;                     // [batch]
+  float* logprobs;                    // [batch] or nullptr
+  float* top_logprobs;                // [batch, num_top_logprobs] or nullptr
+  int32_t* top_token_ids;
+  float* written;                     // [batch, vocab]: what kRenorm and kMaskLogits write
+  int64_t written_stride;
+  // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
+  const float* draft_probs;           // [batch, num_draft_tokens, vocab], contiguous
+  const void* draft_token_ids;        // [batch, num_draft_tokens]
+  int32_t* num_accepted;              // [batch]
+  int32_t draft_ids_are_int64;
+  int32_t num_draft_tokens;
+  int32_t batch;
+  int32_t vocab;
+  int32_t num_top_logprobs;
+  int32_t token_ids_are_int64;
+  int32_t joint;                      // filter order, see RowSettings
+  int32_t tempered_logprobs;          // log-probabilities of logits / temperature instead of logits
+  RowTask task;
+};
+
+// ---- Bits ----
+
+ATTN_HD uint32_t float_bits(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+#endif
+}
+
+ATTN_HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
+#endif
+}
+
+ATTN_HD float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+ATTN_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr float kLargestFloat = 3.4028234663852886e38f;
+constexpr float kSmallestNormal = 1.1754943508222875e-38f;
+
+ATTN_HD bool is_nan(float x) { return x != x; }
+
+/// Integers in the order of the floats (no NaN); -0 and +0 are the same.
+ATTN_HD uint32_t order_key(float x) {
+  const uint32_t bits = float_bits(x + 0.0f);
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+ATTN_HD float key_value(uint32_t key) { return bits_float((key >> 31) != 0 ? key & 0x7fffffffu : ~key); }
+
+constexpr uint32_t kExcludedKey = 0x007fffffu;   // order_key(-inf): a token that cannot be drawn
+constexpr uint32_t kInfiniteKey = 0xff800000u;   // order_key(+inf)
+
+// ---- Random numbers ----
+
+/// Philox4x32-10 (Salmon et al. 2011), the first 64 bits of its output.
+ATTN_HD uint64_t philox(uint64_t key, uint64_t counter_low, uint64_t counter_high) {
+  uint32_t c0 = static_cast<uint32_t>(counter_low), c1 = static_cast<uint32_t>(counter_low >> 32);
+  uint32_t c2 = static_cast<uint32_t>(counter_high), c3 = static_cast<uint32_t>(counter_high >> 32);
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int32_t round = 0; round < 10; ++round) {
+    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(product0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return static_cast<uint64_t>(c1) << 32 | c0;
+}
+
+/// Streams of one request: its draws, and the acceptance of draft tokens.
+constexpr uint64_t kDrawStream = 0;
+constexpr uint64_t kAcceptStream = 1;
+
+/// Uniform in [0, total): which of `total` equal shares the request draws at this position.
+ATTN_HD uint64_t draw_share(int64_t seed, int64_t position, uint64_t total) {
+  return multiply_high(philox(static_cast<uint64_t>(seed), static_cast<uint64_t>(position), kDrawStream), total);
+}
+
+// ---- Weights ----
+
+/// 2^t in units of 2^-40, rounded down, for -48 <= t <= 0 (a little below and above). Relative error 3e-7 where it is large; 0 below 2^-40.
+ATTN_HD uint64_t exp2_fixed(float d, float scale) {
+  constexpr float kMagic = 12582912.0f;                                 // 1.5 * 2^23: adding it rounds to an integer
+  const float rounded = fused_multiply_add(d, scale, kMagic);
+  const float f = fused_multiply_add(d, scale, kMagic - rounded);       // t = n + f, |f| <= 0.5
+  float p = fused_multiply_add(0.001326472731307149f, f, 0.009671512991189957f);
+  p = fused_multiply_add(p, f, 0.05550733581185341f);
+  p = fused_multiply_add(p, f, 0.24022242426872253f);
+  p = fused_multiply_add(p, f, 0.6931470036506653f);
+  p = fused_multiply_add(p, f, 3.0f);                                   // 2 + 2^f, in [2, 4): its mantissa is 2^f in units of 2^-22
+  const uint32_t mantissa = float_bits(p) - 0x40000000u;
+  const uint32_t shift = 14u + 0x4b400000u - float_bits(rounded);       // 14 - n
+  return static_cast<uint64_t>(mantissa) << 32 >> shift;
+}
+
+/// Weights of logits: 2^((logit - reference) * scale), scale = log2(e) / temperature.
+struct LogitWeights {
+  float reference;
+  float scale;
+  float floor;      // smallest difference that is looked at
+
+  ATTN_HD LogitWeights(float reference, float scale) : reference(reference), scale(scale), floor(-48.0f / scale) {}
+  ATTN_HD LogitWeights(float reference, const LogitWeights& other) : reference(reference), scale(other.scale), floor(other.floor) {}
+
+  ATTN_HD uint64_t operator()(float logit) const { return exp2_fixed(max_of(logit - reference, floor), scale); }
+};
+
+/// Weights of probabilities: themselves, in units that give the exponent of the reference 2^40.
+struct ProbWeights {
+  float reference;
+
+  ATTN_HD explicit ProbWeights(float reference, float = 1.0f) : reference(reference) {}
+  ATTN_HD ProbWeights(float reference, const ProbWeights&) : reference(reference) {}
+
+  ATTN_HD uint64_t operator()(float prob) const {
+    const uint32_t bits = float_bits(prob);
+    const uint32_t shift = min_of((float_bits(reference) >> 23) - (bits >> 23), 63u);
+    return prob > 0.0f ? static_cast<uint64_t>((bits & 0x7fffffu) | 0x800000u) << 17 >> shift : 0;
+  }
+
+  /// What `part`, the weight of a segment's reference, would weigh: a power of two, whatever the mantissas.
+  ATTN_HD uint64_t of_segment(float segment_reference) const {
+    const uint32_t shift = (float_bits(reference) >> 23) - (float_bits(segment_reference) >> 23);
+    return (uint64_t{1} << kWeightBits) >> min_of(shift, 63u);
+  }
+};
+
+/// How much one unit of a segment's sum, relative to the segment's own reference, is of the row's, times 2^40.
+ATTN_HD uint64_t segment_factor(const LogitWeights& row, float segment_reference) { return row(segment_reference); }
+ATTN_HD uint64_t segment_factor(const ProbWeights& row, float segment_reference) { return row.of_segment(segment_reference); }
+
+/// mass * factor / 2^40. Never decreases with the mass, so that a cumulative sum stays one.
+ATTN_HD uint64_t scale_mass(uint64_t mass, uint64_t factor) {
+  return multiply_high(mass, factor) << (64 - kWeightBits) | (mass * factor) >> kWeightBits;
+}
+
+/// log2(a) for a normal a > 0, to 2e-7 (absolute near 1, else relative).
+ATTN_HD float log2_of(float a) {
+  const uint32_t bits = float_bits(a);
+  const uint32_t offset = bits - 0x3f3504f3u;                           // sqrt(1/2)
+  const int32_t exponent = static_cast<int32_t>(offset) >> 23;
+  const float m = bits_float(bits - (static_cast<uint32_t>(exponent) << 23));
+  const float z = (m - 1.0f) / (m + 1.0f);
+  const float z2 = z * z;
+  float p = fused_multiply_add(0.3205989f, z2, 0.4121986f);
+  p = fused_multiply_add(p, z2, 0.5770780f);
+  p = fused_multiply_add(p, z2, 0.9617967f);
+  p = fused_multiply_add(p, z2, 2.885390f);
+  return fused_multiply_add(p, z, static_cast<float>(exponent));
+}
+
+/// log2 of a sum of weights in units of 2^-40.
+ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits); }
+
+// ---- Filters ----
+//
+// Every filter is a threshold on the value: a token survives if its key is at or above. Tokens with equal values stay together.
+
+/// The parameters of one row.
+struct RowSettings {
+  float scale;               // log2(e) / temperature
+  float inverse_temperature;
+  float min_p;               // 0: off
+  int32_t top_k;             // 0: off
+  uint64_t top_p;            // times 2^64
+  bool has_top_p;
+  bool greedy;
+  bool valid;                // false: a NaN, or a negative temperature
+
+  ATTN_HD bool filters() const { return top_k > 0 || has_top_p || min_p > 0.0f; }
+};
+
+ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
+  RowSettings s;
+  const float temperature = params.temperature[row];
+  const float top_p = params.top_p[row];
+  const float min_p = params.min_p[row];
+  const int64_t top_k = params.top_k[row];
+  s.valid = temperature >= 0.0f && !is_nan(top_p) && !is_nan(min_p);
+  s.greedy = temperature == 0.0f;
+  // Bounds that keep every product finite; beyond them a row is uniform, or has one token, anyway.
+  s.scale = temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f;
+  s.inverse_temperature = temperature > 0.0f ? min_of(1.0f / temperature, kLargestFloat) : kLargestFloat;
+  s.min_p = min_p > 0.0f ? min_of(min_p, 1.0f) : 0.0f;
+  s.top_k = top_k > 0 && top_k < params.vocab ? static_cast<int32_t>(top_k) : 0;
+  s.has_top_p = top_p < 1.0f;
+  const uint32_t bits = float_bits(top_p);
+  s.top_p = 0;
+  if (s.has_top_p && top_p > 0.0f) {
+    const int32_t shift = static_cast<int32_t>(bits >> 23) - 86;        // (mantissa * 2^(exponent - 150)) * 2^64
+    const uint64_t mantissa = (bits & 0x7fffffu) | ((bits >> 23) != 0 ? 0x800000u : 0u);
+    s.top_p = shift >= 0 ? mantissa << shift : (shift > -24 ? mantissa >> -shift : 0);
+  }
+  return s;
+}
+
+/// Smallest mass that top-p must keep: top_p * total, rounded up, at least 1.
+ATTN_HD uint64_t top_p_target(const RowSettings& settings, uint64_t total) {
+  const uint64_t whole = multiply_high(settings.top_p, total);
+  return max_of<uint64_t>(whole + (settings.top_p * total != 0 ? 1 : 0), 1);
+}
+
+/// Smallest value that min-p keeps. `reference`: the row's largest.
+ATTN_HD float min_p_value(const LogitWeights& weights, const RowSettings& settings) {
+  if (settings.min_p >= 1.0f) return weights.reference;
+  return min_of(fused_multiply_add(log2_of(max_of(settings.min_p, kSmallestNormal)), 1.0f / weights.scale, weights.reference), weights.reference);
+}
+
+ATTN_HD float min_p_value(const ProbWeights& weights, const RowSettings& settings) { return weights.reference * settings.min_p; }
+
+/// Smallest key that can survive.
+template <class Weights>
+ATTN_HD uint32_t min_p_key(const Weights& weights, const RowSettings& settings) {
+  return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kExcludedKey + 1) : kExcludedKey + 1;
+}
+
+/// A probability as the kernels see it: -inf for a token that cannot be drawn, NaN for a negative one, which spoils the row.
+ATTN_HD float prob_value(float prob) {
+  const float drawn = prob < kSmallestNormal ? kMinusInfinity : prob;
+  return prob < 0.0f ? bits_float(0x7fc00000u) : drawn;
+}
+
+/// What a target gives a token beyond the draft; a NaN stays one.
+ATTN_HD float residual_prob(float target, float draft) {
+  const float rest = target - draft;
+  return rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest;
+}
+
+/// Whether a draft token is taken: with probability min(1, target / draft).
+ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, float target_prob) {
+  const uint32_t bits = static_cast<uint32_t>(philox(static_cast<uint64_t>(seed), static_cast<uint64_t>(position), kAcceptStream) >> 40);
+  const float u = static_cast<float>(bits) * 5.9604644775390625e-8f;    // 24 bits: exact
+  return u * draft_prob < target_prob;
+}
+
+/// A survivor's share of `mass`, from its value rather than from its weight, which ends at 2^-40.
+ATTN_HD float normalised(const LogitWeights&, float, uint64_t weight, uint64_t mass) { return static_cast<float>(weight) / static_cast<float>(mass); }
+ATTN_HD float normalised(const ProbWeights& weights, float value, uint64_t, uint64_t mass) {
+  return value / (static_cast<float>(mass) * bits_float((max_of(float_bits(weights.reference) >> 23, 41u) - 40u) << 23));
+}
+
+ATTN_HD float logprob(float value, float reference, float inverse_temperature, uint64_t mass) {
+  return fused_multiply_add(value - reference, inverse_temperature, log2_mass(mass) * -kLn2);
+}
+
+}  // namespace attn
