@@ -122,7 +122,7 @@ def by_row(logits: Tensor, **parameters: Any) -> Any:
 
 
 def too_hot(logits: Tensor, **parameters: Any) -> Any:
-    return sample(logits, **{**parameters, "temperature": 4.0 * torch.as_tensor(parameters["temperature"])})
+    return sample(logits, **{**parameters, "temperature": 4.0 * parameters["temperature"]})
 
 
 def missing(logits: Tensor, **parameters: Any) -> Any:
@@ -138,6 +138,7 @@ def test_a_sampler_that_disagrees_is_refused_with_one_warning(
     assert not sampler.install(CPU)
     assert replaced() == {False}
     assert [record.levelname for record in warnings] == ["WARNING"]
+    assert ("no kernel for this GPU" if wrong is missing else "SamplerDisagrees") in warnings[0].getMessage()
 
 
 @pytest.mark.gpu
