@@ -71,8 +71,8 @@ class Batch:
     device: str = "cpu"
 
 
-def make_info(requests: list[SimpleNamespace]) -> SamplingBatchInfo:
-    batch = Batch(list(requests))
+def make_info(requests: list[SimpleNamespace], device: str = "cpu") -> SamplingBatchInfo:
+    batch = Batch(list(requests), device)
     info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
     info.batch_of_the_test = batch
     return info
@@ -115,6 +115,18 @@ def test_a_request_gets_the_same_token_in_every_batch(generator: torch.Generator
         for i, one in enumerate(requests):
             alone, _ = run(sampler, logits[i : i + 1], make_info([one]), positions[i : i + 1])
             assert alone.item() == together[i]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_gpu_draws_the_same_tokens_as_a_cpu(logprobs: bool, generator: torch.Generator) -> None:
+    sampler = AttnSampler()
+    for _ in range(20):
+        logits, requests, positions = mixed_batch(generator)
+        expected, _ = run(sampler, logits, make_info(requests), positions)
+        tokens, _ = run(sampler, logits.cuda(), make_info(requests, "cuda"), positions.cuda(), logprobs)
+        assert tokens.is_cuda
+        assert tokens.tolist() == expected.tolist()
 
 
 def test_seeds_and_positions_matter_and_nothing_else_does(generator: torch.Generator) -> None:
