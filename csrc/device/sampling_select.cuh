@@ -1,4 +1,4 @@
-// Selection in a CTA's shared memory: sums over a block, histograms of counts or masses, and the threshold at which a sum is reached.
+// Selection inside a CTA: sums over the block, the threshold at which a sum is reached, by bisection of keys that threads hold or by a histogram.
 #pragma once
 
 #include "attn/sampling.h"
@@ -10,7 +10,8 @@ namespace attn {
 constexpr int32_t kBins = 2048;
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kThreadBins = kBins / kSamplingThreads;
-constexpr int32_t kMaxCandidates = 2048;
+constexpr int32_t kMaxCandidates = 1024;
+constexpr int32_t kHeld = kMaxCandidates / kSamplingThreads;      // candidates of a thread
 
 /// Sums of 64 bits as two arrays of words, since shared memory adds 32 bits at a time.
 struct Histogram {
@@ -32,57 +33,77 @@ struct Histogram {
   }
 };
 
-/// Where a descending sum reaches its target.
+/// Where a running sum reaches its target.
 struct Crossing {
-  uint64_t above;     // sum of what comes before `index`
+  uint64_t before;    // sum of what comes before `index`
   int32_t index;
   bool found;
 };
 
 /// What the functions below keep in shared memory.
 struct SelectScratch {
-  uint64_t warp_sums[2][kSamplingWarps];
+  uint64_t sums[2][kSamplingWarps];
   Crossing crossing;
 };
 
-/// Sum over the block; every thread calls it and gets it. Two calls in a row need a barrier between them, or the other half of the scratch.
-__device__ __forceinline__ uint64_t block_sum(SelectScratch& scratch, int32_t half, uint64_t x) {
-  const uint64_t of_warp = ptx::warp_add(x);
-  if (ptx::lane_id() == 0) scratch.warp_sums[half][threadIdx.x / 32] = of_warp;
-  __syncthreads();
-  uint64_t sum = 0;
+/// Sums over the block that every thread gets. Calls take turns with two buffers, so that one barrier a call is enough.
+class BlockSums {
+ public:
+  __device__ __forceinline__ explicit BlockSums(SelectScratch& scratch) : scratch_(scratch) {}
+
+  __device__ __forceinline__ uint64_t operator()(uint64_t x) { return finish(ptx::warp_add(x)); }
+  __device__ __forceinline__ uint32_t operator()(uint32_t x) { return static_cast<uint32_t>(finish(ptx::warp_add(x))); }
+
+ private:
+  __device__ __forceinline__ uint64_t finish(uint64_t of_warp) {
+    turn_ ^= 1;
+    if (ptx::lane_id() == 0) scratch_.sums[turn_][threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    uint64_t sum = 0;
 #pragma unroll
-  for (int32_t w = 0; w < kSamplingWarps; ++w) sum += scratch.warp_sums[half][w];
-  return sum;
+    for (int32_t w = 0; w < kSamplingWarps; ++w) sum += scratch_.sums[turn_][w];
+    return sum;
+  }
+
+  SelectScratch& scratch_;
+  int32_t turn_ = 0;
+};
+
+/// Largest key in [low, high) such that elements at or above weigh at least `target` together, which those at or above `low` do. Where any key with the same
+/// elements at or above it is as good (`as_set`), it may end early. sum_from(key): weight of the elements at or above, the same in all threads. At most 32 rounds.
+template <class Sum, class SumFrom>
+__device__ __forceinline__ uint32_t bisect(uint32_t low, uint32_t high, Sum target, bool as_set, const SumFrom& sum_from) {
+#pragma unroll 1
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    const Sum sum = sum_from(middle);
+    if (sum >= target) low = middle;
+    else high = middle;
+    if (as_set && sum == target) break;
+  }
+  return low;
 }
 
-/// Every thread has kItems numbers, thread 0 the first ones: finds the first item with which the running sum is at least `target`.
-template <int32_t kItems>
-__device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, const uint64_t (&items)[kItems], uint64_t target) {
+/// Every thread has kItems numbers item(i), thread 0 the first ones: finds the first item with which the running sum is at least `target`.
+template <int32_t kItems, class Item>
+__device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64_t target, const Item& item) {
   uint64_t mine = 0;
 #pragma unroll
-  for (int32_t i = 0; i < kItems; ++i) mine += items[i];
+  for (int32_t i = 0; i < kItems; ++i) mine += item(i);
   const int32_t lane = ptx::lane_id();
-  const int32_t warp = threadIdx.x / 32;
-  uint64_t before = ptx::warp_inclusive_sum(mine, lane);
+  uint64_t through = ptx::warp_inclusive_sum(mine, lane);
   __syncthreads();      // the scratch may still be read
-  if (lane == 31) scratch.warp_sums[0][warp] = before;
+  if (lane == 31) scratch.sums[0][threadIdx.x / 32] = through;
   if (threadIdx.x == 0) scratch.crossing = Crossing{0, 0, false};
   __syncthreads();
 #pragma unroll
-  for (int32_t w = 0; w < kSamplingWarps; ++w) before += w < warp ? scratch.warp_sums[0][w] : 0;
-  const uint64_t through = before;
-  before -= mine;
-  if (before < target && target <= through) {
-    bool found = false;
-#pragma unroll
-    for (int32_t i = 0; i < kItems; ++i) {
-      if (!found && before + items[i] >= target) {
-        scratch.crossing = Crossing{before, static_cast<int32_t>(threadIdx.x) * kItems + i, true};
-        found = true;
-      }
-      before += items[i];
-    }
+  for (int32_t w = 0; w < kSamplingWarps; ++w) through += w < static_cast<int32_t>(threadIdx.x / 32) ? scratch.sums[0][w] : 0;
+  if (through - mine < target && target <= through) {
+    uint64_t before = through - mine;
+    int32_t i = 0;
+#pragma unroll 1
+    for (; i < kItems - 1 && before + item(i) < target; ++i) before += item(i);
+    scratch.crossing = Crossing{before, static_cast<int32_t>(threadIdx.x) * kItems + i, true};
   }
   __syncthreads();
   return scratch.crossing;
@@ -96,41 +117,12 @@ __device__ __forceinline__ void clear(Histogram& histogram) {
   }
 }
 
-/// The highest bin from which on upwards the sum is at least `target`; 0 < target. Everything has been added, with a barrier behind it.
+/// The highest bin from which on upwards the sum is at least `target`, above 0. Everything has been added, with a barrier behind it.
 __device__ __forceinline__ Crossing find_bin(SelectScratch& scratch, const Histogram& histogram, uint64_t target) {
-  uint64_t items[kThreadBins];
   const int32_t top = kBins - 1 - static_cast<int32_t>(threadIdx.x) * kThreadBins;
-#pragma unroll
-  for (int32_t i = 0; i < kThreadBins; ++i) items[i] = histogram.sum(top - i);
-  Crossing crossing = find_crossing(scratch, items, target);
+  Crossing crossing = find_crossing<kThreadBins>(scratch, target, [&](int32_t i) { return histogram.sum(top - i); });
   crossing.index = kBins - 1 - crossing.index;
   return crossing;
-}
-
-/// Largest key such that the elements i < count with key(i) at or above it weigh at least `target` together; `low` if all of those in [low, high) weigh less.
-/// Elements outside [low, high) do not count. At most three rounds, since a round settles 11 bits of the key.
-template <class Key, class Weight>
-__device__ __forceinline__ uint32_t select_key(SelectScratch& scratch, Histogram& histogram, int32_t count, uint32_t low, uint32_t high, uint64_t target,
-                                               const Key& key, const Weight& weight) {
-  const uint32_t lowest = low;
-#pragma unroll 1
-  while (high - low > 1) {
-    const int32_t shift = max_of(32 - __clz(high - low - 1) - kBinBits, 0);
-    clear(histogram);
-    __syncthreads();
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-      const uint32_t k = key(i);
-      if (k >= low && k < high) histogram.add((k - low) >> shift, weight(i));
-    }
-    __syncthreads();
-    const Crossing crossing = find_bin(scratch, histogram, target);
-    if (!crossing.found) return lowest;
-    target -= crossing.above;
-    low += static_cast<uint32_t>(crossing.index) << shift;
-    high = min_of(high - low, 1u << shift) + low;
-  }
-  return low;
 }
 
 }  // namespace attn

@@ -1,7 +1,7 @@
 // What rows are sampled from: logits of some element type, or probabilities.
 //
-// A warp takes a segment of kSegmentTokens at a time, lane l the tokens token(l, i), i < kLaneTokens. A source loads ahead (Raw) and converts later (values):
-// float32, -inf for a token that cannot be drawn, so that whoever works with values knows nothing of masks, tails and element types.
+// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source loads ahead (Vector) and converts later (values): float32, -inf for a
+// token that cannot be drawn, so that whoever works with values knows nothing of masks, tails and element types.
 #pragma once
 
 #include "attn/sampling.h"
@@ -40,41 +40,34 @@ struct Float16Element {
   }
 };
 
-/// The words of one lane's tokens of a segment, as they are stored.
+/// Reads 16 bytes of a row at a time: a vector of kVectorTokens tokens.
 template <class Element>
 struct RowReader {
   using Storage = typename Element::Storage;
   static constexpr int32_t kWordTokens = 4 / static_cast<int32_t>(sizeof(Storage));
   static constexpr int32_t kVectorTokens = 4 * kWordTokens;
   static constexpr int32_t kVectors = kLaneTokens / kVectorTokens;
-  static constexpr int32_t kWords = kLaneTokens / kWordTokens;
 
   const Storage* row;
   int32_t vocab;
-  bool aligned;
-
-  __device__ __forceinline__ RowReader(const Storage* row, int32_t vocab) : row(row), vocab(vocab), aligned(reinterpret_cast<uint64_t>(row) % 16 == 0) {}
 
   /// First token of vector j of a lane.
   __device__ __forceinline__ static int32_t vector_token(int32_t segment, int32_t lane, int32_t j) {
     return segment * kSegmentTokens + (j * 32 + lane) * kVectorTokens;
   }
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, uint32_t (&words)[kWords]) const {
-    if (aligned && (segment + 1) * kSegmentTokens <= vocab) {
-#pragma unroll
-      for (int32_t j = 0; j < kVectors; ++j) {
-        const uint4 vector = __ldg(reinterpret_cast<const uint4*>(row + vector_token(segment, lane, j)));
-        words[4 * j] = vector.x;
-        words[4 * j + 1] = vector.y;
-        words[4 * j + 2] = vector.z;
-        words[4 * j + 3] = vector.w;
-      }
+  __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
+    if (reinterpret_cast<uint64_t>(row) % 16 == 0 && first + kVectorTokens <= vocab) {
+      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(row + first));
+      words[0] = vector.x;
+      words[1] = vector.y;
+      words[2] = vector.z;
+      words[3] = vector.w;
       return;
     }
 #pragma unroll
-    for (int32_t w = 0; w < kWords; ++w) {
-      const int32_t token = vector_token(segment, lane, w / 4) + w % 4 * kWordTokens;
+    for (int32_t w = 0; w < 4; ++w) {
+      const int32_t token = first + w * kWordTokens;
       uint32_t word = Element::kExcludedWord;
       if constexpr (kWordTokens == 1) {
         if (token < vocab) word = __float_as_uint(__ldg(row + token));
@@ -86,7 +79,7 @@ struct RowReader {
     }
   }
 
-  __device__ __forceinline__ static float value(const uint32_t (&words)[kWords], int32_t i) { return Element::from_word(words[i / kWordTokens], i % kWordTokens); }
+  __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) { return Element::from_word(words[i / kWordTokens], i % kWordTokens); }
 
   /// One token's value; token < vocab.
   __device__ __forceinline__ float one(int32_t token) const {
@@ -95,56 +88,48 @@ struct RowReader {
   }
 };
 
-/// The bits of one row of a token mask.
-struct MaskReader {
-  const uint32_t* words;
-
-  __device__ __forceinline__ bool allows(int32_t token) const { return words == nullptr || (__ldg(words + (token >> 5)) >> (token & 31) & 1) != 0; }
-};
-
-/// A row of logits.
+/// A row of logits, some of whose tokens a mask may forbid.
 template <class Element>
 struct LogitSource {
   using Weights = LogitWeights;
   using Reader = RowReader<Element>;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
 
-  struct Raw {
-    uint32_t words[Reader::kWords];
-    uint32_t allowed[Reader::kVectors];
+  struct Vector {
+    uint32_t words[4];
+    uint32_t allowed;
   };
 
   Reader reader;
-  MaskReader mask;
+  const uint32_t* mask;     // nullptr: all tokens are allowed
 
   __device__ __forceinline__ LogitSource(const SamplingParams& params, int64_t row)
-      : reader(static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab),
-        mask{params.token_mask != nullptr ? params.token_mask + row * params.mask_stride : nullptr} {}
+      : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
+        mask(params.token_mask != nullptr ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t lane, int32_t i) {
-    return Reader::vector_token(segment, lane, i / Reader::kVectorTokens) + i % Reader::kVectorTokens;
+  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
+    const int32_t first = Reader::vector_token(segment, lane, j);
+    reader.load(first, vector.words);
+    if (mask != nullptr) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, Raw& raw) const {
-    reader.load(segment, lane, raw.words);
-    if (mask.words == nullptr) return;
+  template <int32_t kFirst, int32_t kCount>
+  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
 #pragma unroll
-    for (int32_t j = 0; j < Reader::kVectors; ++j) {
-      const int32_t first = Reader::vector_token(segment, lane, j);
-      raw.allowed[j] = first < reader.vocab ? __ldg(mask.words + (first >> 5)) >> (first & 31) : 0;
+    for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
+    if (mask == nullptr) return;
+#pragma unroll
+    for (int32_t i = 0; i < kVectorTokens; ++i) {
+      if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
     }
   }
 
-  __device__ __forceinline__ void values(const Raw& raw, float (&v)[kLaneTokens]) const {
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = Reader::value(raw.words, i);
-    if (mask.words == nullptr) return;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) {
-      if ((raw.allowed[i / Reader::kVectorTokens] >> (i % Reader::kVectorTokens) & 1) == 0) v[i] = kMinusInfinity;
-    }
+  __device__ __forceinline__ float one(int32_t token) const {
+    if (token >= reader.vocab) return kMinusInfinity;
+    if (mask != nullptr && (__ldg(mask + (token >> 5)) >> (token & 31) & 1) == 0) return kMinusInfinity;
+    return reader.one(token);
   }
-
-  __device__ __forceinline__ float one(int32_t token) const { return token < reader.vocab && mask.allows(token) ? reader.one(token) : kMinusInfinity; }
 };
 
 /// A row of probabilities, or of what a target gives beyond a draft.
@@ -152,39 +137,39 @@ template <bool kMayHaveDraft>
 struct ProbSource {
   using Weights = ProbWeights;
   using Reader = RowReader<ProbElement>;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
 
-  struct Raw {
-    uint32_t words[Reader::kWords];
-    uint32_t draft[kMayHaveDraft ? Reader::kWords : 1];
+  struct Vector {
+    uint32_t words[4];
+    uint32_t draft[kMayHaveDraft ? 4 : 1];
   };
 
   Reader reader;
   const float* draft;
 
-  __device__ __forceinline__ ProbSource(const float* row, const float* draft, int32_t vocab) : reader(row, vocab), draft(draft) {}
+  __device__ __forceinline__ ProbSource(const float* row, const float* draft, int32_t vocab) : reader{row, vocab}, draft(draft) {}
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
 
-  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t lane, int32_t i) { return Reader::vector_token(segment, lane, i / 4) + i % 4; }
-
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, Raw& raw) const {
-    reader.load(segment, lane, raw.words);
+  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
+    const int32_t first = Reader::vector_token(segment, lane, j);
+    reader.load(first, vector.words);
     if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) Reader(draft, reader.vocab).load(segment, lane, raw.draft);
+      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
     }
   }
 
-  __device__ __forceinline__ void values(const Raw& raw, float (&v)[kLaneTokens]) const {
+  template <int32_t kFirst, int32_t kCount>
+  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
 #pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = __uint_as_float(raw.words[i]);
-    if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) {
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = residual_prob(v[i], __uint_as_float(raw.draft[i]));
+    for (int32_t i = 0; i < kVectorTokens; ++i) {
+      float prob = __uint_as_float(vector.words[i]);
+      if constexpr (kMayHaveDraft) {
+        if (draft != nullptr) prob = residual_prob(prob, __uint_as_float(vector.draft[i]));
       }
+      v[kFirst + i] = prob_value(prob);
     }
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = prob_value(v[i]);
   }
 
   __device__ __forceinline__ float one(int32_t token) const {

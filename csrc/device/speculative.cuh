@@ -41,23 +41,23 @@ __device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int
 __device__ __forceinline__ void speculate(const SamplingParams& params) {
   extern __shared__ __align__(16) char shared_bytes[];
   SamplingShared& shared = *reinterpret_cast<SamplingShared*>(shared_bytes);
-  const int64_t row = blockIdx.x / ptx::cluster_size();
+  const int32_t row = blockIdx.x / ptx::cluster_size();
   const int64_t seed = params.seed[row], position = params.position[row];
   const int32_t drafts = params.num_draft_tokens;
   const int32_t accepted = count_accepted(params, row, seed, position);
-  const float* target = static_cast<const float*>(params.values) + (row * (drafts + 1) + accepted) * params.vocab;
-  const float* draft = accepted < drafts ? params.draft_probs + (row * drafts + accepted) * params.vocab : nullptr;
+  const float* target = static_cast<const float*>(params.values) + (static_cast<int64_t>(row) * (drafts + 1) + accepted) * params.vocab;
+  const float* draft = accepted < drafts ? params.draft_probs + (static_cast<int64_t>(row) * drafts + accepted) * params.vocab : nullptr;
   ProbSource<true> source(target, draft, params.vocab);
   if (draft != nullptr && !has_residual(source, params.vocab)) source.draft = nullptr;
-  RowSampler<ProbSource<true>> sampler(params, shared, source, row_settings(params, row), row);
+  RowSampler<ProbSource<true>> sampler(params, shared, source, row);
   if (sampler.rank == 0) {
     const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i <= drafts; i += kSamplingThreads) {
-      if (i != accepted) sampler.store_token(row * (drafts + 1) + i, i < accepted ? static_cast<int32_t>(draft_ids[row * drafts + i]) : -1);
+      if (i != accepted) sampler.store_token(static_cast<int64_t>(row) * (drafts + 1) + i, i < accepted ? static_cast<int32_t>(draft_ids[static_cast<int64_t>(row) * drafts + i]) : -1);
     }
     if (threadIdx.x == 0) params.num_accepted[row] = accepted;
   }
-  sampler.run(seed, position + accepted, row * (drafts + 1) + accepted);
+  sampler.run(seed, position + accepted, static_cast<int64_t>(row) * (drafts + 1) + accepted);
 }
 
 }  // namespace attn

@@ -64,6 +64,13 @@ DataType float_dtype(const char* name, const TensorView& tensor) {
   refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
 }
 
+void check_contiguous(const char* name, const TensorView& tensor) {
+  for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
+    if (tensor.size(dim) == 0) return;
+  }
+  if (!tensor.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+}
+
 void check_vocab(const char* name, int64_t vocab) {
   if (vocab < 1 || vocab > kMaxVocab) refuse(name, vocab, "1 to " + std::to_string(kMaxVocab));
 }
@@ -86,7 +93,7 @@ void* output(const char* name, const TensorView& tensor, DLDevice device, DLData
   check_ndim(name, tensor, columns > 0 ? 2 : 1);
   check_size(name, tensor, 0, rows);
   if (columns > 0) check_size(name, tensor, 1, columns);
-  if (!tensor.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+  check_contiguous(name, tensor);
   return tensor.data_ptr();
 }
 
@@ -209,7 +216,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   const DLDevice device = target_probs.device();
   check_dtype("target_probs", target_probs, kFloat);
   check_ndim("target_probs", target_probs, 3);
-  if (!target_probs.IsContiguous()) refuse("target_probs", "not contiguous", "contiguous");
+  check_contiguous("target_probs", target_probs);
   const int64_t batch = target_probs.size(0), drafts = target_probs.size(1) - 1, vocab = target_probs.size(2);
   check_vocab("target_probs.shape[2] (vocab)", vocab);
   if (drafts < 0 || drafts > kMaxInt32) refuse("target_probs.shape[1]", drafts + 1, "number of draft tokens + 1");
@@ -219,12 +226,12 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   check_size("draft_probs", draft_probs, 0, batch);
   check_size("draft_probs", draft_probs, 1, drafts);
   check_size("draft_probs", draft_probs, 2, vocab);
-  if (!draft_probs.IsContiguous()) refuse("draft_probs", "not contiguous", "contiguous");
+  check_contiguous("draft_probs", draft_probs);
   check_device("draft_token_ids", draft_token_ids, device);
   check_ndim("draft_token_ids", draft_token_ids, 2);
   check_size("draft_token_ids", draft_token_ids, 0, batch);
   check_size("draft_token_ids", draft_token_ids, 1, drafts);
-  if (!draft_token_ids.IsContiguous()) refuse("draft_token_ids", "not contiguous", "contiguous");
+  check_contiguous("draft_token_ids", draft_token_ids);
   const DLDataType id_dtype = draft_token_ids.dtype();
   if (id_dtype.code != kDLInt || (id_dtype.bits != 32 && id_dtype.bits != 64)) refuse("draft_token_ids.dtype", dtype_name(id_dtype), "int32 or int64");
   if (batch > kMaxRows) refuse("target_probs.shape[0] (batch)", batch, "at most " + std::to_string(kMaxRows));

@@ -191,8 +191,11 @@ struct LogitWeights {
   float scale;
   float floor;      // smallest difference that is looked at
 
-  ATTN_HD LogitWeights(float reference, float scale) : reference(reference), scale(scale), floor(-48.0f / scale) {}
+  ATTN_HD LogitWeights(float reference, float scale, float floor) : reference(reference), scale(scale), floor(floor) {}
+  ATTN_HD LogitWeights(float reference, float scale) : LogitWeights(reference, scale, floor_of(scale)) {}
   ATTN_HD LogitWeights(float reference, const LogitWeights& other) : reference(reference), scale(other.scale), floor(other.floor) {}
+
+  ATTN_HD static float floor_of(float scale) { return -48.0f / scale; }
 
   ATTN_HD uint64_t operator()(float logit) const { return exp2_fixed(max_of(logit - reference, floor), scale); }
 };
@@ -201,7 +204,7 @@ struct LogitWeights {
 struct ProbWeights {
   float reference;
 
-  ATTN_HD explicit ProbWeights(float reference, float = 1.0f) : reference(reference) {}
+  ATTN_HD explicit ProbWeights(float reference, float = 1.0f, float = 0.0f) : reference(reference) {}
   ATTN_HD ProbWeights(float reference, const ProbWeights&) : reference(reference) {}
 
   ATTN_HD uint64_t operator()(float prob) const {
@@ -251,6 +254,7 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 /// The parameters of one row.
 struct RowSettings {
   float scale;               // log2(e) / temperature
+  float floor;               // of LogitWeights
   float inverse_temperature;
   float min_p;               // 0: off
   int32_t top_k;             // 0: off
@@ -272,6 +276,7 @@ ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
   s.greedy = temperature == 0.0f;
   // Bounds that keep every product finite; beyond them a row is uniform, or has one token, anyway.
   s.scale = temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f;
+  s.floor = LogitWeights::floor_of(s.scale);
   s.inverse_temperature = temperature > 0.0f ? min_of(1.0f / temperature, kLargestFloat) : kLargestFloat;
   s.min_p = min_p > 0.0f ? min_of(min_p, 1.0f) : 0.0f;
   s.top_k = top_k > 0 && top_k < params.vocab ? static_cast<int32_t>(top_k) : 0;

@@ -1,0 +1,99 @@
+"""Samplers side by side: one token for each row, straight from float32 logits.
+
+Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at the rate of a device copy, plus a one-element kernel.
+Peers from logits too: FlashInfer by the fastest way to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch with a
+sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
+
+python -m benchmarks.sampling [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_backend import sample
+from benchmarks.report import number, options, save, table, wanted
+from benchmarks.sampling_peers import Filters, Requests, copy_time, flashinfer, torch_sort, vllm
+from benchmarks.timing import Launch, Machine, Timer
+
+BATCHES = (1, 8, 32, 128, 256, 512)
+VOCABS = (32000, 128256, 151936, 262144)
+FILTERS = (
+    Filters("temperature"),
+    Filters("top-k 50", top_k=50),
+    Filters("top-p 0.9", top_p=0.9),
+    Filters("min-p 0.1", min_p=0.1),
+    Filters("top-k 50 + top-p 0.9", top_k=50, top_p=0.9),
+    Filters("all three", top_k=50, top_p=0.9, min_p=0.1),
+    Filters("greedy", temperature=0.0),
+)
+SCALES = {"flat": 1.0, "peaked": 4.0}
+PEERS: dict[str, Callable[[Requests], list[Launch]]] = {"FlashInfer": flashinfer, "vLLM": vllm, "torch sort": torch_sort}
+COLUMNS = ["case", "floor", "ours", *PEERS, "ours / best peer", "ours / FlashInfer", "ours / floor"]
+
+
+def ours(requests: Requests) -> Launch:
+    f = requests.filters
+    batch = requests.logits.shape[0]
+    out = torch.empty(batch, dtype=torch.int32, device="cuda")
+    seed = torch.arange(batch, device="cuda")
+    temperature, top_p, min_p = requests.each(f.temperature), requests.each(f.top_p), requests.each(f.min_p)
+    top_k = requests.each(f.top_k, torch.int32)
+    assert temperature is not None
+    return lambda: sample(requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=seed, out=out)
+
+
+def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:
+    """µs of the fastest of a peer's launches; None: it has none, is not installed, or fails, which it says."""
+    try:
+        launches = PEERS[name](requests)
+        times = [timer(launch) for launch in launches]
+        copied = timer(copy_time(requests)) if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0] else 0.0
+        return min(times) - copied if times else None
+    except Exception as problem:     # whatever a peer raises
+        print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
+        return None
+
+
+def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers: list[str]) -> dict[str, Any]:
+    line: dict[str, Any] = {"case": case, "floor": requests.logits.nbytes / (machine.bandwidth * 1e-6) + machine.launch, "ours": timer(ours(requests))}
+    for name in PEERS:
+        line[name] = time_of_peer(name, case, requests, timer) if name in peers else None
+    known = [line[name] for name in PEERS if line[name] is not None]
+    line["ours / best peer"] = line["ours"] / min(known) if known else None
+    line["ours / FlashInfer"] = line["ours"] / line["FlashInfer"] if line["FlashInfer"] else None
+    line["ours / floor"] = line["ours"] / line["floor"]
+    return line
+
+
+def main() -> None:
+    parser = options(__doc__, repeats=20)
+    parser.add_argument("--peer", action="append", choices=list(PEERS), help="repeatable; default: all")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    timer = Timer(arguments.repeats)
+    machine = Machine.measure(timer)
+    header = f"{machine}\n\nTimes in µs, float32 logits, median of {arguments.repeats}."
+    print(header, table(COLUMNS, []), sep="\n\n", flush=True)
+    lines: list[dict[str, Any]] = []
+    for vocab in VOCABS:
+        normal = torch.randn(max(BATCHES), vocab, device="cuda")
+        for batch in BATCHES:
+            for shape, scale in SCALES.items():
+                for filters in FILTERS:
+                    case = f"{batch} x {vocab} {shape}: {filters.name}"
+                    if not wanted(case, arguments):
+                        continue
+                    requests = Requests(normal[:batch] * scale, filters)
+                    lines.append(measure(case, requests, machine, timer, arguments.peer or list(PEERS)))
+                    rows = [[line["case"], *(number(line[name], 2 if "/" in name else 1) for name in COLUMNS[1:])] for line in lines]
+                    print(f"| {' | '.join(rows[-1])} |", flush=True)
+                    save(arguments, f"{header}\n\n{table(COLUMNS, rows)}\n", {"header": header, "lines": lines})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+// The first CTA's part: what the candidates tell of the filters' threshold, the draw among them, the most likely tokens.
+#pragma once
+
+#include "device/sampling_row.cuh"
+
+namespace attn {
+
+/// A survivor, where there are few.
+struct alignas(16) Survivor {
+  uint64_t weight;
+  uint32_t key;
+  int32_t token;
+};
+
+template <class Source>
+struct Candidates {
+  const Row<Source>& row;
+  SamplingShared& shared;
+  BlockSums sums;
+  const int32_t count;      // at most kMaxCandidates
+  const uint32_t bound;     // they are complete from here on
+  const uint32_t best_key;
+  uint32_t keys[kHeld];     // this thread's: candidates threadIdx.x + i * kSamplingThreads; 0: none, or below the bound
+
+  __device__ __forceinline__ Candidates(const Row<Source>& row, int32_t count, uint32_t bound, uint32_t best_key)
+      : row(row), shared(row.shared), sums(shared.scratch), count(count), bound(bound), best_key(best_key) {
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) {
+      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
+      const uint32_t key = at < count ? shared.keys[at] : 0;
+      keys[i] = key >= bound ? key : 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ uint32_t count_from(uint32_t key) {
+    uint32_t sum = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? 1 : 0;
+    return sums(sum);
+  }
+
+  /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
+  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
+    return bisect<uint32_t>(from, best_key + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
+  }
+
+  /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
+  __device__ __forceinline__ uint32_t settle_top_k() {
+    const uint32_t min_p = min_p_key(row.weights(), row.settings);
+    if (row.settings.top_k == 0) return min_p;
+    const uint32_t from = max_of(min_p, bound);
+    const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
+    return count_from(from) >= wanted ? key_of_count(from, wanted) : min_p;
+  }
+
+  /// Goes on with top-p. False if the candidates do not tell.
+  __device__ __forceinline__ bool settle_top_p(uint32_t& threshold) {
+    if (row.settings.has_top_p) {
+      const bool of_all = row.top_p_of_all();
+      if (!of_all && threshold < bound) return false;
+      uint64_t weight[kHeld];
+#pragma unroll
+      for (int32_t i = 0; i < kHeld; ++i) weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
+      const auto mass_from = [&](uint32_t key) {
+        uint64_t sum = 0;
+#pragma unroll
+        for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? weight[i] : 0;
+        return sums(sum);
+      };
+      const uint32_t from = max_of(threshold, bound);
+      const uint64_t available = mass_from(from);
+      const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
+      if (available >= target) threshold = bisect<uint64_t>(from, best_key + 1, target, true, mass_from);
+    }
+    return threshold >= bound;
+  }
+
+  __device__ __forceinline__ uint64_t mass_from(uint32_t threshold) {
+    uint64_t sum = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
+    return sums(sum);
+  }
+
+  /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
+  __device__ __forceinline__ int32_t draw_of_few(uint32_t threshold, bool cuts_top_p) {
+    Survivor* survivors = reinterpret_cast<Survivor*>(shared.histogram.low);
+    if (threadIdx.x == 0) shared.result = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t i = 0; i < kHeld; ++i) {
+      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
+      if (at >= count || shared.keys[at] < threshold) continue;
+      survivors[atomicAdd(&shared.result, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
+    }
+    __syncthreads();
+    const int32_t num_survivors = shared.result;
+    const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
+    const Survivor own = is_one ? survivors[threadIdx.x] : Survivor{0, 0, 0};
+    bool survives = is_one;
+    if (cuts_top_p) {
+      uint64_t above = 0, total = 0;
+      if (is_one) {
+#pragma unroll 4
+        for (int32_t i = 0; i < num_survivors; ++i) {
+          const Survivor other = survivors[i];
+          above += other.key > own.key ? other.weight : 0;
+          total += other.weight;
+        }
+      }
+      survives = is_one && above < top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total);
+      __syncthreads();
+      if (is_one && !survives) survivors[threadIdx.x].weight = 0;
+    }
+    __syncthreads();
+    if (is_one) {
+      uint64_t before = 0, total = 0;
+#pragma unroll 4
+      for (int32_t i = 0; i < num_survivors; ++i) {
+        const Survivor other = survivors[i];
+        before += other.token < own.token ? other.weight : 0;
+        total += other.weight;
+      }
+      const uint64_t share = draw_share(shared.seed, shared.position, total);
+      if (survives && before <= share && share - before < own.weight) shared.result = own.token;
+    }
+    __syncthreads();
+    return shared.result;
+  }
+
+  /// The draw among any number of survivors, whose mass is known.
+  __device__ __forceinline__ int32_t draw_of_many(uint32_t threshold, uint64_t share) {
+    uint64_t weight[kHeld];
+    uint32_t from_last[kHeld];      // tokens in descending order
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) {
+      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
+      weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
+      from_last[i] = at < count ? static_cast<uint32_t>(kMaxVocab - 1 - shared.tokens[at]) : 0;
+    }
+    const uint32_t drawn = bisect<uint64_t>(0, kMaxVocab, share + 1, false, [&](uint32_t key) {
+      uint64_t sum = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kHeld; ++i) sum += from_last[i] >= key ? weight[i] : 0;
+      return sums(sum);
+    });
+    return kMaxVocab - 1 - static_cast<int32_t>(drawn);
+  }
+
+  /// The most likely tokens, in order. False if the candidates do not tell.
+  __device__ __forceinline__ bool write_top() {
+    const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
+    const uint32_t available = count_from(bound);
+    if (available < wanted && bound != kWholeRow) return false;
+    const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
+    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.histogram.low);      // key, then ~token
+    if (threadIdx.x == 0) shared.result = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
+      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.result, 1)] = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+    }
+    __syncthreads();
+    const int32_t found = shared.result;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < found; i += kSamplingThreads) {
+      uint32_t place = 0;
+#pragma unroll 4
+      for (int32_t j = 0; j < found; ++j) place += ranked[j] > ranked[i] ? 1 : 0;
+      if (place < wanted) row.store_top(static_cast<int32_t>(place), ranked[i]);
+    }
+    for (uint32_t place = found + threadIdx.x; place < wanted; place += kSamplingThreads) row.store_top(static_cast<int32_t>(place), 0);
+    __syncthreads();
+    return true;
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,319 @@
+// A row and the CTAs that share it: the first read, which finds the largest value, the segments' masses and the candidates.
+#pragma once
+
+#include "device/ptx/cluster.cuh"
+#include "device/ptx/prefetch.cuh"
+#include "device/sampling_select.cuh"
+#include "device/sampling_source.cuh"
+
+namespace attn {
+
+constexpr uint32_t kNoBound = 0xffffffffu;              // no candidates are kept
+constexpr uint32_t kWholeRow = kExcludedKey + 1;        // every token that can be drawn
+
+/// What the CTAs of a cluster tell each other.
+struct CtaSummary {
+  uint64_t best;            // key of the largest value, then ~token: the first one among equals
+  uint64_t mass;
+  uint64_t logprob_mass;
+  uint32_t bound;           // candidates are complete from this key on
+  int32_t num_candidates;   // of this CTA; may exceed what there is room for
+  uint32_t least_key;       // of a bin's members
+  uint32_t most_key;
+};
+
+/// What the first CTA tells the others.
+struct Decision {
+  uint64_t mass;            // of the survivors
+  uint32_t threshold;
+  bool settled;             // the candidates were enough
+  bool has_top;             // also for the top log-probabilities
+};
+
+struct SamplingShared {
+  uint32_t keys[kMaxCandidates];
+  int32_t tokens[kMaxCandidates];
+  Histogram histogram;
+  SelectScratch scratch;
+  CtaSummary summary;
+  Decision decision;
+  uint64_t warp_best[kSamplingWarps];
+  // Of the row: in registers they would be spilled.
+  RowSettings settings;
+  int64_t seed;
+  int64_t position;
+  uint64_t row_mass;
+  uint64_t logprob_mass;
+  float reference;          // the row's largest value, once it is known
+  int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
+  int32_t result;
+
+  /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
+  __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
+    return reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(this) + kSamplingStateBytes) + which * segments;
+  }
+  __device__ __forceinline__ float* segment_reference(int32_t segments) { return reinterpret_cast<float*>(segment_mass(2, segments)); }
+};
+
+static_assert(sizeof(SamplingShared) <= kSamplingStateBytes && kSamplingStateBytes % 16 == 0, "the tables follow");
+
+template <class Source>
+struct Row {
+  using Weights = typename Source::Weights;
+
+  const SamplingParams& params;
+  SamplingShared& shared;
+  const Source& source;
+  const RowSettings& settings;
+  const int32_t row;
+  const int32_t rank;
+  const int32_t num_ctas;
+  const int32_t segment_begin;      // of this CTA
+  const int32_t segment_end;
+
+  /// Without a barrier between: thread 0 has not yet written the settings.
+  __device__ __forceinline__ Row(const SamplingParams& params, SamplingShared& shared, const Source& source, int32_t row)
+      : params(params),
+        shared(shared),
+        source(source),
+        settings(shared.settings),
+        row(row),
+        rank(ptx::cluster_rank()),
+        num_ctas(ptx::cluster_size()),
+        segment_begin(num_segments() * rank / num_ctas),
+        segment_end(num_segments() * (rank + 1) / num_ctas) {}
+
+  __device__ __forceinline__ Weights weights() const { return Weights(shared.reference, settings.scale, settings.floor); }
+
+  __device__ __forceinline__ bool samples() const { return params.task == RowTask::kSample || params.task == RowTask::kSpeculate; }
+  __device__ __forceinline__ bool filters() const { return settings.filters() && !(samples() && settings.greedy); }
+  /// Whether top-p is a share of the whole row's mass.
+  __device__ __forceinline__ bool top_p_of_all() const { return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f); }
+
+  __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
+  __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ int32_t num_segments() const { return ceil_div(params.vocab, kSegmentTokens); }
+  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, segment_end - segment_begin) - segment_begin; }
+  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(segment_end - segment_begin) - segment_begin; }
+  __device__ __forceinline__ const CtaSummary& summary_of(int32_t cta) const { return *ptx::cluster_pointer(&shared.summary, cta); }
+
+  /// A barrier of all threads that work on the row.
+  __device__ __forceinline__ void sync() const {
+    if (num_ctas > 1) ptx::cluster_sync();
+    else __syncthreads();
+  }
+
+  /// Token i of a lane's vector j.
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j, int32_t i) { return Source::Reader::vector_token(segment, lane(), j) + i; }
+
+  __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const { return segment_begin + (segment_end - segment_begin) * of_warp / kSamplingWarps; }
+
+  /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
+  /// every warp before its first segment's body. Token i of the lane is token(segment, i / kVectorTokens, i % kVectorTokens).
+  template <class First, class Body>
+  __device__ __forceinline__ void for_segments(const First& first, const Body& body) const {
+    const int32_t begin = warp_begin(warp());
+    const int32_t end = warp_begin(warp() + 1);
+    typename Source::Vector raw[Source::kVectors];
+    float v[kLaneTokens];
+    // The round before the first only loads: one copy of the loading code.
+#pragma unroll 1
+    for (int32_t segment = begin - 1; segment < max_of(end, begin + 1); ++segment) {
+      const bool works = segment >= begin && segment < end;
+      if (works) {
+        source.template values<0>(raw[0], v);
+        source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
+        if constexpr (Source::kVectors == 4) {
+          source.template values<8>(raw[2], v);
+          source.template values<12>(raw[3], v);
+        }
+      }
+      if (segment + 1 < end) {
+#pragma unroll
+        for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment + 1, lane(), j, raw[j]);
+      }
+      if (segment == begin) first(works, v);
+      if (works) body(segment, v);
+    }
+  }
+
+  /// body(segment, vector, values) for every vector of this warp's segments, then end(segment): for passes that are rare, so it is small.
+  template <class Body, class End>
+  __device__ __forceinline__ void for_vectors(const Body& body, const End& end) const {
+    const int32_t last = warp_begin(warp() + 1);
+    typename Source::Vector raw;
+    float v[Source::kVectorTokens];
+#pragma unroll 1
+    for (int32_t segment = warp_begin(warp()); segment < last; ++segment) {
+#pragma unroll 1
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        source.load(segment, lane(), j, raw);
+        source.template values<0>(raw, v);
+        body(segment, j, v);
+      }
+      end(segment);
+    }
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void for_vectors(const Body& body) const {
+    for_vectors(body, [](int32_t) {});
+  }
+
+  __device__ __forceinline__ static uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
+    float most = v[0];
+#pragma unroll
+    for (int32_t i = 1; i < kLaneTokens; ++i) most = ptx::max_nan(most, v[i]);
+    return order_key(most);       // a NaN's is above all others: max_nan gives the positive one
+  }
+
+  /// A key that at least `wanted` lanes of the block have something at or above: to 16 bits the wanted-th largest of the lanes' maxima.
+  __device__ __forceinline__ uint32_t bound_of(uint32_t lane_key, int32_t wanted) const {
+    uint32_t prefix = 0;
+#pragma unroll 1
+    for (uint32_t bit = 0x8000; bit != 0; bit >>= 1) {
+      if (__syncthreads_count((lane_key >> 16) >= (prefix | bit)) >= wanted) prefix |= bit;
+    }
+    return max_of(prefix << 16, kWholeRow);
+  }
+
+  /// How many of the lanes' maxima in the row's first segments make a bound that some hundreds of tokens reach; 0: no candidates.
+  __device__ __forceinline__ int32_t lanes_at_bound() const {
+    const int32_t top_k = filters() ? settings.top_k : 0;
+    const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
+    if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 2) return 0;
+    const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates * 3 / 4);
+    const int32_t share = min_of(segment_end - segment_begin, kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
+    return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 8, kSamplingThreads / 2);
+  }
+
+  /// Keeps the lane's tokens i with bit i set, counted from vector j on. Values come from memory again (they are in the L1 cache): a register array has no index.
+  __device__ __forceinline__ void keep(uint32_t chosen, int32_t segment, int32_t j) const {
+#pragma unroll 1
+    while (chosen != 0) {
+      const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1;
+      chosen &= chosen - 1;
+      const int32_t of_value = token(segment, j + i / Source::kVectorTokens, i % Source::kVectorTokens);
+      const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
+      if (at < kMaxCandidates) {
+        shared.keys[at] = order_key(source.one(of_value));
+        shared.tokens[at] = of_value;
+      }
+    }
+  }
+
+  /// Sets the CTA's summary, without a barrier behind it. second: also the masses at temperature 1, for log-probabilities.
+  __device__ __forceinline__ void read(bool needs_mass, float scale, float floor, bool has_second) {
+    const int32_t lanes = lanes_at_bound();
+    uint32_t bound = lanes > 0 ? kWholeRow : kNoBound;
+    if (threadIdx.x == 0) {
+      shared.summary.num_candidates = 0;
+      shared.num_gathered = 0;
+    }
+    uint32_t best_key = 0;
+    uint32_t best_token = 0;
+    for_segments(
+        [&](bool works, const float (&v)[kLaneTokens]) {
+          if (lanes > 0 && params.vocab > kMaxCandidates) bound = bound_of(works ? lane_max_key(v) : 0, lanes);
+          else __syncthreads();       // num_candidates is 0
+        },
+        [&](int32_t segment, const float (&v)[kLaneTokens]) {
+          const uint32_t lane_key = lane_max_key(v);
+          const uint32_t key = ptx::warp_max(lane_key);
+          const float reference = key_value(key);
+          if (key > best_key) {
+            best_key = key;
+            uint32_t first_token = 0xffffffffu;
+#pragma unroll
+            for (int32_t i = kLaneTokens - 1; i >= 0; --i) {
+              if (v[i] == reference) first_token = token(segment, i / Source::kVectorTokens, i % Source::kVectorTokens);
+            }
+            best_token = ptx::warp_min(first_token);
+          }
+          if (lane() == 0) reference_table()[segment] = reference;
+          if (lane_key >= bound) {
+            const float least = key_value(bound);
+            uint32_t chosen = 0;
+#pragma unroll
+            for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
+            keep(chosen, segment, 0);
+          }
+          if (!needs_mass) return;
+          const bool has_mass = key > kExcludedKey && key < kInfiniteKey;
+#pragma unroll 1
+          for (int32_t which = 0; which < (has_second ? 2 : 1); ++which) {
+            uint64_t sum = 0;
+            if (has_mass) {
+              const Weights local(reference, which == 0 ? scale : kLog2E, which == 0 ? floor : LogitWeights::floor_of(kLog2E));
+#pragma unroll
+              for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
+            }
+            sum = ptx::warp_add(sum);
+            if (lane() == 0) mass_table(which)[segment] = sum;
+          }
+        });
+    if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32 | ~best_token;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint64_t best = 0;
+#pragma unroll
+      for (int32_t w = 0; w < kSamplingWarps; ++w) best = max_of(best, shared.warp_best[w]);
+      shared.summary.best = best;
+      shared.summary.bound = bound;
+    }
+  }
+
+  /// Masses of the segments in units of the row's; their sum.
+  __device__ __forceinline__ uint64_t scale_segments(BlockSums& sums, int32_t which, const Weights& of_row) const {
+    uint64_t* mass = mass_table(which);
+    const float* references = reference_table();
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x); s < segment_end; s += kSamplingThreads) {
+      const uint64_t scaled = references[s] > kMinusInfinity ? scale_mass(mass[s], segment_factor(of_row, references[s])) : 0;
+      mass[s] = scaled;
+      sum += scaled;
+    }
+    return sums(sum);
+  }
+
+  /// Brings the candidates of all CTAs, from `bound` on, to the first, behind its own.
+  __device__ __forceinline__ void gather_candidates(uint32_t bound) const {
+    if (rank == 0) return;
+    SamplingShared& first = *ptx::cluster_pointer(&shared, 0);
+    const int32_t own = first.summary.num_candidates;
+    const int32_t count = min_of(shared.summary.num_candidates, kMaxCandidates);
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
+      if (shared.keys[i] < bound) continue;
+      const int32_t at = own + atomicAdd(&first.num_gathered, 1);
+      if (at < kMaxCandidates) {
+        first.keys[at] = shared.keys[i];
+        first.tokens[at] = shared.tokens[i];
+      }
+    }
+  }
+
+  // ---- Results ----
+
+  __device__ __forceinline__ void store_token(int64_t index, int32_t token) const {
+    if (params.token_ids_are_int64 != 0) static_cast<int64_t*>(params.token_ids)[index] = token;
+    else static_cast<int32_t*>(params.token_ids)[index] = token;
+  }
+
+  __device__ __forceinline__ bool wants_logprobs() const { return samples() && (params.logprobs != nullptr || params.num_top_logprobs > 0); }
+  __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
+
+  __device__ __forceinline__ float logprob_of(float value) const {
+    return logprob(value, shared.reference, is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
+  }
+
+  /// `ranked`: key and ~token; 0: no such token.
+  __device__ __forceinline__ void store_top(int32_t place, uint64_t ranked) const {
+    const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
+    params.top_token_ids[at] = ranked == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(ranked));
+    params.top_logprobs[at] = ranked == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(ranked >> 32)));
+  }
+};
+
+}  // namespace attn
