@@ -378,6 +378,9 @@ class V2Sampler:
             self.sampler.needs_logits_processing = np.ones(slots, dtype=bool)
             self.sampler.logits_processors = [SimpleNamespace(apply=lambda logits, context: logits)]
             self.sampler.thinking_budget_state = SimpleNamespace(apply=lambda logits, context: None)
+            for name in ("logit_bias", "penalties", "bad_words"):       # 0.26
+                setattr(self.sampler, f"{name}_state", SimpleNamespace(**{f"apply_{name}": lambda *arguments: None}))
+            self.sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda slots: 0)
 
     def add(self, slot: int, params: SamplingParams) -> None:
         if self.device == "cpu":
@@ -404,18 +407,12 @@ class V2Sampler:
         return sampled[0].cpu(), sampled[1]
 
 
-V2_DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif("idx_mapping" not in inspect.signature(v2_module.Sampler.sample).parameters, reason="needs vLLM 0.32")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
 def skip_unless_v2_builds(device: str) -> None:
     if device == "cuda" and "vllm_config" in inspect.signature(v2_module.Sampler.__init__).parameters:
         pytest.skip("this release's sampler wants the engine's whole configuration")
 
 
-@pytest.fixture(params=V2_DEVICES)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def v2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> V2Sampler:
     skip_unless_v2_builds(request.param)
     assert sampler.install(torch.device(request.param))
