@@ -18,7 +18,7 @@ struct RowSampler : Row<Source> {
   using Base = Row<Source>;
   using typename Base::Weights;
   using Base::filters;
-  using Base::for_vectors;
+  using Base::for_fours;
   using Base::is_tempered;
   using Base::lane;
   using Base::logprob_of;
@@ -45,11 +45,11 @@ struct RowSampler : Row<Source> {
   using Base::Base;
 
   /// Draws by segments: the CTA that has the share-th part of the row finds the segment, then the token in it. Masses are scaled by the segment's factor where
-  /// the row has no filters (`threshold` is kWholeRow), else relative to the row's largest value. Returns the token, or -1 in the other CTAs.
-  __device__ __forceinline__ int32_t draw_segment(uint64_t share, uint32_t threshold, bool is_filtered) {
+  /// the row has no filters (`threshold` is kWholeRow), else relative to the row's largest value. False in the other CTAs.
+  __device__ __forceinline__ bool draw_segment(uint64_t share, uint32_t threshold, bool is_filtered) {
     uint64_t before = 0;
     for (int32_t cta = 0; cta < rank; ++cta) before += summary_of(cta).mass;
-    if (share < before || share - before >= shared.summary.mass) return -1;
+    if (share < before || share - before >= shared.summary.mass) return false;
     share -= before;
     constexpr int32_t kItems = kMaxVocab / kSegmentTokens / kSamplingThreads;
     const uint64_t* mass = mass_table(0);
@@ -80,14 +80,14 @@ struct RowSampler : Row<Source> {
         for (int32_t i = 0; i < kLaneTokens; ++i) {
           sum += order_key(v[i]) >= threshold ? local(v[i]) : 0;
           if (!found && scale_mass(sum, factor) > share) {
-            shared.result = begin + i;
+            shared.token = begin + i;
             found = true;
           }
         }
       }
     }
     __syncthreads();
-    return shared.result;
+    return true;
   }
 
   /// The same where the candidates do not tell: one read of the row for each. Rare (thousands of equal values, or a row in ascending order).
@@ -97,10 +97,10 @@ struct RowSampler : Row<Source> {
     for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
       uint64_t next = 0;
       if (last != 0) {
-        for_vectors([&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
+        for_fours([&](int32_t token, const float (&v)[4]) {
 #pragma unroll
-          for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
-            const uint64_t ranked = static_cast<uint64_t>(order_key(v[i])) << 32 | ~static_cast<uint32_t>(Base::token(segment, j, i));
+          for (int32_t i = 0; i < 4; ++i) {
+            const uint64_t ranked = static_cast<uint64_t>(order_key(v[i])) << 32 | ~static_cast<uint32_t>(token + i);
             if (v[i] > kMinusInfinity && ranked < last) next = max_of(next, ranked);
           }
         });
@@ -123,7 +123,7 @@ struct RowSampler : Row<Source> {
   }
 
   /// A row that cannot be sampled: its first token that the mask allows, else 0.
-  __device__ __forceinline__ void write_invalid(int64_t token_index) const {
+  __device__ __forceinline__ void write_invalid() const {
     if (rank != 0) return;
     uint32_t first = 0xffffffffu;
     if (params.token_mask != nullptr) {
@@ -139,7 +139,7 @@ struct RowSampler : Row<Source> {
     __syncthreads();
     if (threadIdx.x == 0) {
       for (int32_t w = 0; w < kSamplingWarps; ++w) first = min_of(first, static_cast<uint32_t>(shared.warp_best[w]));
-      store_token(token_index, first == 0xffffffffu ? 0 : static_cast<int32_t>(first));
+      store_token(shared.token_index, first == 0xffffffffu ? 0 : static_cast<int32_t>(first));
       params.valid[row] = 0;
       if (params.logprobs != nullptr) params.logprobs[row] = __uint_as_float(0x7fc00000u);
     }
@@ -154,10 +154,10 @@ struct RowSampler : Row<Source> {
     float* out = params.written + static_cast<int64_t>(row) * params.written_stride;
     const bool masks = params.task == RowTask::kMaskLogits;
     const Weights of_row = weights();
-    for_vectors([&](int32_t segment, int32_t j, const float (&v)[Source::kVectorTokens]) {
+    for_fours([&](int32_t first, const float (&v)[4]) {
 #pragma unroll
-      for (int32_t i = 0; i < Source::kVectorTokens; ++i) {
-        const int32_t token = Base::token(segment, j, i);
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t token = first + i;
         if (token >= params.vocab) continue;
         const bool survives = is_valid && order_key(v[i]) >= threshold;
         if (masks) out[token] = survives || !is_valid ? v[i] : kMinusInfinity;
@@ -180,6 +180,7 @@ struct RowSampler : Row<Source> {
       shared.settings = row_settings(params, row);
       shared.seed = seed;
       shared.position = position;
+      shared.token_index = token_index;
     }
     __syncthreads();
     const bool needs_row_mass =
@@ -203,7 +204,7 @@ struct RowSampler : Row<Source> {
     }
     const uint32_t best_key = static_cast<uint32_t>(best >> 32);
     if (!settings.valid || best_key <= kExcludedKey || best_key >= kInfiniteKey) {
-      if (samples()) write_invalid(token_index);
+      if (samples()) write_invalid();
       else write_values(0, 1, false);
       sync();
       return;
@@ -235,29 +236,28 @@ struct RowSampler : Row<Source> {
       }
       __syncthreads();
     }
-    int32_t token = samples() && settings.greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : -1;
+    bool has_token = samples() && settings.greedy && rank == 0;
+    if (has_token && threadIdx.x == 0) shared.token = static_cast<int32_t>(~static_cast<uint32_t>(best));
     bool has_top = params.num_top_logprobs == 0 || !samples();
     bool draws_segment = samples() && !settings.greedy && !filters();
-    uint32_t threshold = kWholeRow;
-    uint64_t mass = shared.row_mass;
     if (filters() || !has_top) {
-      if (rank == 0) token = ask_candidates(token, has_candidates, bound, best_key);
+      if (rank == 0) has_token |= ask_candidates(has_candidates, bound, best_key);
       sync();
       has_top = shared.decision.has_top;
-      threshold = shared.decision.threshold;
-      if (!draws_segment) mass = shared.decision.mass;
       if (filters() && !shared.decision.settled) {
-        mass = Rereader<Source>(*this).filter(threshold);
+        Rereader<Source>(*this).filter();
         draws_segment = samples();
       }
     }
-    if (draws_segment) token = draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
+    const uint32_t threshold = filters() ? shared.decision.threshold : kWholeRow;
+    const uint64_t mass = filters() ? shared.decision.mass : shared.row_mass;
+    if (draws_segment) has_token = draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
     if (!samples()) {
       write_values(threshold, mass, true);
-    } else if (token >= 0 && threadIdx.x == 0 && (!settings.greedy || rank == 0)) {
-      store_token(token_index, token);
+    } else if (has_token && threadIdx.x == 0) {
+      store_token(shared.token_index, shared.token);
       params.valid[row] = 1;
-      if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(token));
+      if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(shared.token));
     }
     if (!has_top) {
       sync();
@@ -266,8 +266,8 @@ struct RowSampler : Row<Source> {
     sync();                   // shared memory of every CTA is read until here
   }
 
-  /// The first CTA's part: decides, draws if the candidates are enough, and tells the others. Returns the token, or `token`.
-  __device__ __forceinline__ int32_t ask_candidates(int32_t token, bool has_candidates, uint32_t bound, uint32_t best_key) {
+  /// The first CTA's part: decides, draws if the candidates are enough, and tells the others. Whether it drew.
+  __device__ __forceinline__ bool ask_candidates(bool has_candidates, uint32_t bound, uint32_t best_key) {
     const int32_t found = shared.summary.num_candidates + shared.num_gathered;
     Decision decision{shared.row_mass, kWholeRow, false, params.num_top_logprobs == 0 || !samples()};
     if (has_candidates && found <= kMaxCandidates) {
@@ -277,17 +277,17 @@ struct RowSampler : Row<Source> {
         const bool is_few = samples() && decision.threshold >= bound && candidates.count_from(decision.threshold) <= kSamplingThreads;
         decision.settled = is_few || candidates.settle_top_p(decision.threshold);
         if (decision.settled && (is_few || (samples() && candidates.count_from(decision.threshold) <= kSamplingThreads))) {
-          token = candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p);
+          candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p);
         } else if (decision.settled) {
           decision.mass = candidates.mass_from(decision.threshold);
-          if (samples()) token = candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
+          if (samples()) candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
         }
       }
-      __syncthreads();        // the histogram's room is used for other things
+      __syncthreads();        // the bins' room is used for other things
       if (!decision.has_top) decision.has_top = candidates.write_top();
     }
     if (static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;
-    return token;
+    return samples() && decision.settled;
   }
 };
 

@@ -84,18 +84,18 @@ struct Candidates {
   }
 
   /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
-  __device__ __forceinline__ int32_t draw_of_few(uint32_t threshold, bool cuts_top_p) {
-    Survivor* survivors = reinterpret_cast<Survivor*>(shared.histogram.low);
-    if (threadIdx.x == 0) shared.result = 0;
+  __device__ __forceinline__ void draw_of_few(uint32_t threshold, bool cuts_top_p) {
+    Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
+    if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
       if (at >= count || shared.keys[at] < threshold) continue;
-      survivors[atomicAdd(&shared.result, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
+      survivors[atomicAdd(&shared.num_listed, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
     }
     __syncthreads();
-    const int32_t num_survivors = shared.result;
+    const int32_t num_survivors = shared.num_listed;
     const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
     const Survivor own = is_one ? survivors[threadIdx.x] : Survivor{0, 0, 0};
     bool survives = is_one;
@@ -123,14 +123,13 @@ struct Candidates {
         total += other.weight;
       }
       const uint64_t share = draw_share(shared.seed, shared.position, total);
-      if (survives && before <= share && share - before < own.weight) shared.result = own.token;
+      if (survives && before <= share && share - before < own.weight) shared.token = own.token;
     }
     __syncthreads();
-    return shared.result;
   }
 
   /// The draw among any number of survivors, whose mass is known.
-  __device__ __forceinline__ int32_t draw_of_many(uint32_t threshold, uint64_t share) {
+  __device__ __forceinline__ void draw_of_many(uint32_t threshold, uint64_t share) {
     uint64_t weight[kHeld];
     uint32_t from_last[kHeld];      // tokens in descending order
 #pragma unroll
@@ -145,7 +144,7 @@ struct Candidates {
       for (int32_t i = 0; i < kHeld; ++i) sum += from_last[i] >= key ? weight[i] : 0;
       return sums(sum);
     });
-    return kMaxVocab - 1 - static_cast<int32_t>(drawn);
+    if (threadIdx.x == 0) shared.token = kMaxVocab - 1 - static_cast<int32_t>(drawn);
   }
 
   /// The most likely tokens, in order. False if the candidates do not tell.
@@ -154,15 +153,15 @@ struct Candidates {
     const uint32_t available = count_from(bound);
     if (available < wanted && bound != kWholeRow) return false;
     const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
-    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.histogram.low);      // key, then ~token
-    if (threadIdx.x == 0) shared.result = 0;
+    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);      // key, then ~token
+    if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.result, 1)] = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
     }
     __syncthreads();
-    const int32_t found = shared.result;
+    const int32_t found = shared.num_listed;
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < found; i += kSamplingThreads) {
       uint32_t place = 0;

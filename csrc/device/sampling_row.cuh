@@ -18,7 +18,7 @@ struct CtaSummary {
   uint64_t logprob_mass;
   uint32_t bound;           // candidates are complete from this key on
   int32_t num_candidates;   // of this CTA; may exceed what there is room for
-  uint32_t least_key;       // of a bin's members
+  uint32_t least_key;       // of a window's members
   uint32_t most_key;
 };
 
@@ -30,10 +30,23 @@ struct Decision {
   bool has_top;             // also for the top log-probabilities
 };
 
+/// What is looked for when the row is read again: the threshold lies in [low, high). In shared memory, as all of it would not fit in registers.
+struct Search {
+  uint64_t target;
+  uint64_t base;            // what lies before the bins weighs or counts
+  uint32_t lowest;          // nothing below is looked at
+  uint32_t low;
+  uint32_t high;
+  uint32_t ends[2];         // least and largest key of a window's members
+  int32_t shift;            // fine bins have 2^shift keys, ends[1] in the first one; -1: coarse bins
+  bool by_mass;
+  bool is_wide;             // the window is what the bins prove, not what they suggest
+};
+
 struct SamplingShared {
   uint32_t keys[kMaxCandidates];
   int32_t tokens[kMaxCandidates];
-  Histogram histogram;
+  alignas(16) uint32_t bins[kBins];     // or a list of survivors, or of the most likely tokens
   SelectScratch scratch;
   CtaSummary summary;
   Decision decision;
@@ -42,11 +55,14 @@ struct SamplingShared {
   RowSettings settings;
   int64_t seed;
   int64_t position;
+  int64_t token_index;      // where in token_ids the token goes
   uint64_t row_mass;
   uint64_t logprob_mass;
   float reference;          // the row's largest value, once it is known
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
-  int32_t result;
+  int32_t token;            // that was drawn, in the CTA that drew it
+  int32_t num_listed;
+  Search search;
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
@@ -103,13 +119,15 @@ struct Row {
     else __syncthreads();
   }
 
-  /// Token i of a lane's vector j.
-  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j, int32_t i) { return Source::Reader::vector_token(segment, lane(), j) + i; }
+  /// Token i of this lane, i < kLaneTokens.
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t i) {
+    return Source::Reader::vector_token(segment, lane(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
+  }
 
   __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const { return segment_begin + (segment_end - segment_begin) * of_warp / kSamplingWarps; }
 
   /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
-  /// every warp before its first segment's body. Token i of the lane is token(segment, i / kVectorTokens, i % kVectorTokens).
+  /// every warp before its first segment's body.
   template <class First, class Body>
   __device__ __forceinline__ void for_segments(const First& first, const Body& body) const {
     const int32_t begin = warp_begin(warp());
@@ -137,27 +155,28 @@ struct Row {
     }
   }
 
-  /// body(segment, vector, values) for every vector of this warp's segments, then end(segment): for passes that are rare, so it is small.
+  /// body(token, values of it and of the next three) for all tokens of this warp's segments, then end(segment): for passes that are rare, so it is small.
   template <class Body, class End>
-  __device__ __forceinline__ void for_vectors(const Body& body, const End& end) const {
+  __device__ __forceinline__ void for_fours(const Body& body, const End& end) const {
     const int32_t last = warp_begin(warp() + 1);
     typename Source::Vector raw;
-    float v[Source::kVectorTokens];
+    float v[4];
 #pragma unroll 1
     for (int32_t segment = warp_begin(warp()); segment < last; ++segment) {
 #pragma unroll 1
-      for (int32_t j = 0; j < Source::kVectors; ++j) {
-        source.load(segment, lane(), j, raw);
-        source.template values<0>(raw, v);
-        body(segment, j, v);
+      for (int32_t i = 0; i < kLaneTokens; i += 4) {
+        if (i % Source::kVectorTokens == 0) source.load(segment, lane(), i / Source::kVectorTokens, raw);
+        else Source::skip_four(raw);
+        source.four_values(raw, v);
+        body(token(segment, i), v);
       }
       end(segment);
     }
   }
 
   template <class Body>
-  __device__ __forceinline__ void for_vectors(const Body& body) const {
-    for_vectors(body, [](int32_t) {});
+  __device__ __forceinline__ void for_fours(const Body& body) const {
+    for_fours(body, [](int32_t) {});
   }
 
   __device__ __forceinline__ static uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
@@ -187,18 +206,12 @@ struct Row {
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 8, kSamplingThreads / 2);
   }
 
-  /// Keeps the lane's tokens i with bit i set, counted from vector j on. Values come from memory again (they are in the L1 cache): a register array has no index.
-  __device__ __forceinline__ void keep(uint32_t chosen, int32_t segment, int32_t j) const {
-#pragma unroll 1
-    while (chosen != 0) {
-      const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1;
-      chosen &= chosen - 1;
-      const int32_t of_value = token(segment, j + i / Source::kVectorTokens, i % Source::kVectorTokens);
-      const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-      if (at < kMaxCandidates) {
-        shared.keys[at] = order_key(source.one(of_value));
-        shared.tokens[at] = of_value;
-      }
+  /// Keeps a candidate. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
+  __device__ __forceinline__ void keep(int32_t token) const {
+    const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
+    if (at < kMaxCandidates) {
+      shared.keys[at] = order_key(source.one(token));
+      shared.tokens[at] = token;
     }
   }
 
@@ -226,7 +239,7 @@ struct Row {
             uint32_t first_token = 0xffffffffu;
 #pragma unroll
             for (int32_t i = kLaneTokens - 1; i >= 0; --i) {
-              if (v[i] == reference) first_token = token(segment, i / Source::kVectorTokens, i % Source::kVectorTokens);
+              if (v[i] == reference) first_token = token(segment, i);
             }
             best_token = ptx::warp_min(first_token);
           }
@@ -236,7 +249,8 @@ struct Row {
             uint32_t chosen = 0;
 #pragma unroll
             for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
-            keep(chosen, segment, 0);
+#pragma unroll 1
+            for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1));
           }
           if (!needs_mass) return;
           const bool has_mass = key > kExcludedKey && key < kInfiniteKey;

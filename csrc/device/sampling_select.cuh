@@ -1,4 +1,4 @@
-// Selection inside a CTA: sums over the block, the threshold at which a sum is reached, by bisection of keys that threads hold or by a histogram.
+// Selection inside a CTA: sums over the block, the threshold at which a sum is reached, by bisection of keys that threads hold or in a running sum.
 #pragma once
 
 #include "attn/sampling.h"
@@ -7,31 +7,11 @@
 
 namespace attn {
 
-constexpr int32_t kBins = 2048;
-constexpr int32_t kBinBits = 11;
+constexpr int32_t kBins = 4096;
+constexpr int32_t kOctaveBins = 256;
 constexpr int32_t kThreadBins = kBins / kSamplingThreads;
 constexpr int32_t kMaxCandidates = 1024;
 constexpr int32_t kHeld = kMaxCandidates / kSamplingThreads;      // candidates of a thread
-
-/// Sums of 64 bits as two arrays of words, since shared memory adds 32 bits at a time.
-struct Histogram {
-  alignas(16) uint32_t low[kBins];
-  alignas(16) uint32_t high[kBins];
-
-  __device__ __forceinline__ void add(int32_t bin, uint64_t x) {
-    const uint32_t word = static_cast<uint32_t>(x);
-    const uint32_t before = atomicAdd(&low[bin], word);
-    const uint32_t carried = static_cast<uint32_t>(x >> 32) + (before + word < word ? 1u : 0u);
-    if (carried != 0) atomicAdd(&high[bin], carried);
-  }
-
-  __device__ __forceinline__ uint64_t sum(int32_t bin) const { return static_cast<uint64_t>(high[bin]) << 32 | low[bin]; }
-
-  __device__ __forceinline__ void set(int32_t bin, uint64_t x) {
-    low[bin] = static_cast<uint32_t>(x);
-    high[bin] = static_cast<uint32_t>(x >> 32);
-  }
-};
 
 /// Where a running sum reaches its target.
 struct Crossing {
@@ -88,7 +68,7 @@ __device__ __forceinline__ uint32_t bisect(uint32_t low, uint32_t high, Sum targ
 template <int32_t kItems, class Item>
 __device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64_t target, const Item& item) {
   uint64_t mine = 0;
-#pragma unroll
+#pragma unroll 4
   for (int32_t i = 0; i < kItems; ++i) mine += item(i);
   const int32_t lane = ptx::lane_id();
   uint64_t through = ptx::warp_inclusive_sum(mine, lane);
@@ -107,22 +87,6 @@ __device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64
   }
   __syncthreads();
   return scratch.crossing;
-}
-
-__device__ __forceinline__ void clear(Histogram& histogram) {
-#pragma unroll
-  for (int32_t i = 0; i < kBins / 4 / kSamplingThreads; ++i) {
-    reinterpret_cast<uint4*>(histogram.low)[threadIdx.x + i * kSamplingThreads] = uint4{0, 0, 0, 0};
-    reinterpret_cast<uint4*>(histogram.high)[threadIdx.x + i * kSamplingThreads] = uint4{0, 0, 0, 0};
-  }
-}
-
-/// The highest bin from which on upwards the sum is at least `target`, above 0. Everything has been added, with a barrier behind it.
-__device__ __forceinline__ Crossing find_bin(SelectScratch& scratch, const Histogram& histogram, uint64_t target) {
-  const int32_t top = kBins - 1 - static_cast<int32_t>(threadIdx.x) * kThreadBins;
-  Crossing crossing = find_crossing<kThreadBins>(scratch, target, [&](int32_t i) { return histogram.sum(top - i); });
-  crossing.index = kBins - 1 - crossing.index;
-  return crossing;
 }
 
 }  // namespace attn

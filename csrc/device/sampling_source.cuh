@@ -125,6 +125,21 @@ struct LogitSource {
     }
   }
 
+  /// Moves what comes behind the first four values to the front.
+  __device__ __forceinline__ static void skip_four(Vector& vector) {
+    vector.words[0] = vector.words[2];
+    vector.words[1] = vector.words[3];
+    vector.allowed >>= 4;
+  }
+
+  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const {
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      v[i] = Reader::value(vector.words, i);
+      if (mask != nullptr && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
+    }
+  }
+
   __device__ __forceinline__ float one(int32_t token) const {
     if (token >= reader.vocab) return kMinusInfinity;
     if (mask != nullptr && (__ldg(mask + (token >> 5)) >> (token & 31) & 1) == 0) return kMinusInfinity;
@@ -171,6 +186,9 @@ struct ProbSource {
       v[kFirst + i] = prob_value(prob);
     }
   }
+
+  __device__ __forceinline__ static void skip_four(Vector&) {}
+  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const { values<0>(vector, v); }
 
   __device__ __forceinline__ float one(int32_t token) const {
     if (token >= reader.vocab) return kMinusInfinity;

@@ -1,0 +1,333 @@
+"""Sampling against its definition, and what every edge case gives. Where a GPU is: the same tokens as on the CPU, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backend import sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
+from tests.sampling_oracle import keeps, philox4x32, probabilities, uniform64
+
+NAN, INF = math.nan, math.inf
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def bits(token_mask: torch.Tensor) -> torch.Tensor:
+    """bool [batch, vocab] as the int32 words of a token mask."""
+    batch, vocab = token_mask.shape
+    padded = torch.zeros(batch, (vocab + 31) // 32 * 32, dtype=torch.int64)
+    padded[:, :vocab] = token_mask
+    words = (padded.view(batch, -1, 32) << torch.arange(32)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def random_settings(choose: random.Random, batch: int, vocab: int, device: torch.device) -> dict[str, Any]:
+    """A value for each row of every parameter, edge values among them."""
+
+    def each(*values: float) -> torch.Tensor:
+        return torch.tensor([choose.choice(values) for _ in range(batch)], device=device)
+
+    return {
+        "temperature": each(0.0, 0.01, 0.6, 1.0, 1.0, 2.0, 1e30, 1e-30).float(),
+        "top_k": each(-1, 0, 0, 1, 2, 50, 513, vocab // 2, vocab - 1, vocab, vocab + 7).int(),
+        "top_p": each(-1.0, 0.0, 1e-7, 0.5, 0.9, 0.9999, 1.0, 1.0, 2.0).float(),
+        "min_p": each(-1.0, 0.0, 0.0, 1e-4, 0.1, 1.0, 2.0).float(),
+        "filter_order": choose.choice(["top_k_first", "joint"]),
+    }
+
+
+def row(settings: dict[str, Any], i: int) -> dict[str, Any]:
+    """The parameters of one row, for the oracle."""
+    return {name: value if isinstance(value, str) else value[i].item() for name, value in settings.items()}
+
+
+def test_random_numbers_are_philox() -> None:
+    # Known answers of Random123.
+    assert philox4x32([0, 0, 0, 0], [0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox4x32([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_draws_are_an_inverse_cdf_in_token_order(device: torch.device) -> None:
+    """Among equally likely tokens a request's 64 random bits say which one: that and nothing else is the draw."""
+    vocab = 1000
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=torch.Generator().manual_seed(0))
+    positions = torch.randint(0, 2**62, (64,), generator=torch.Generator().manual_seed(1))
+    logits = torch.zeros(64, vocab, device=device)
+    for settings in ({}, {"top_k": 10}, {"min_p": 0.5}):
+        tokens = sample(logits, seed=seeds.to(device), position=positions.to(device), **settings).token_ids.tolist()
+        assert tokens == [uniform64(seed, position) * vocab >> 64 for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_only_survivors_are_drawn(device: torch.device, number: int) -> None:
+    choose = random.Random(number)
+    generator = torch.Generator().manual_seed(number)
+    vocab = choose.choice([1, 2, 31, 33, 511, 513, 1000, 2049, 5000])
+    settings = random_settings(choose, 3, vocab, device)
+    logits = torch.randn(3, vocab, generator=generator) * choose.choice([0.1, 2.0, 8.0])
+    mask = torch.rand(3, vocab, generator=generator) < 0.7
+    mask[:, choose.randrange(vocab)] = True
+    kept = []
+    for i in range(3):
+        of_row = row(settings, i)
+        if of_row["temperature"] == 0:
+            kept.append(logits[i] == logits[i].masked_fill(~mask[i], -INF).max())
+            continue
+        kept.append(keeps(logits[i], mask=mask[i], **of_row))
+    draws = 200
+    samples = sample(
+        logits.to(device).repeat(draws, 1),
+        seed=torch.arange(3 * draws, device=device),
+        token_mask=bits(mask).to(device).repeat(draws, 1),
+        **{name: value if isinstance(value, str) else value.repeat(draws) for name, value in settings.items()},
+    )
+    assert bool(samples.valid.all())
+    tokens = samples.token_ids.cpu().long().view(draws, 3)
+    for i in range(3):
+        assert bool(kept[i][tokens[:, i]].all()), row(settings, i)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_greedy_takes_the_first_of_the_largest(device: torch.device, dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 3, (50, 3001), generator=torch.Generator().manual_seed(4)).to(dtype)
+    samples = sample(logits.to(device), temperature=0.0, top_k=7, top_p=0.1, min_p=0.9, seed=torch.arange(50, device=device))
+    assert samples.token_ids.tolist() == [int((x == x.max()).nonzero()[0]) for x in logits]
+    negative_zero = torch.tensor([[-0.0, 0.0], [0.0, -0.0]], dtype=dtype)
+    assert sample(negative_zero.to(device), temperature=0.0).token_ids.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("of", ["logits", "tempered"])
+@pytest.mark.parametrize("vocab", [5, 1000, 40000])
+def test_log_probabilities(device: torch.device, vocab: int, of: str) -> None:
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)) * 4
+    temperature = torch.tensor([0.0, 0.5, 0.7, 1.0, 1.5, 3.0])
+    count = 20
+    samples = sample(
+        logits.to(device), temperature=temperature.to(device), top_k=3, seed=9, return_logprobs=True, num_top_logprobs=count, logprobs_of=of  # type: ignore[arg-type]
+    )
+    assert samples.logprobs is not None
+    assert samples.top_logprobs is not None
+    assert samples.top_token_ids is not None
+    divisor = torch.where(temperature == 0, 1.0, temperature) if of == "tempered" else torch.ones(6)
+    expected = torch.log_softmax(logits.double() / divisor[:, None].double(), -1)
+    tokens = samples.token_ids.cpu().long()
+    torch.testing.assert_close(samples.logprobs.cpu().double(), expected.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=2e-6)
+    exist = min(count, vocab)
+    best = expected.topk(exist)
+    assert torch.equal(samples.top_token_ids[:, :exist].cpu().long(), best.indices)
+    torch.testing.assert_close(samples.top_logprobs[:, :exist].cpu().double(), best.values, rtol=1e-5, atol=2e-6)
+    assert bool((samples.top_logprobs[:, exist:] == -INF).all())
+
+
+def test_most_likely_tokens_among_equals_are_the_first(device: torch.device) -> None:
+    """Thousands of equal values: more than there is room for."""
+    logits = torch.zeros(2, 9000)
+    logits[1, 5000:] = 1.0
+    samples = sample(logits.to(device), num_top_logprobs=5)
+    assert samples.top_token_ids is not None
+    assert samples.top_token_ids.tolist() == [[0, 1, 2, 3, 4], [5000, 5001, 5002, 5003, 5004]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "survivors"),
+    [
+        ({"top_k": 0}, {0, 1, 2, 3, 4}),
+        ({"top_k": -5}, {0, 1, 2, 3, 4}),
+        ({"top_k": 6}, {0, 1, 2, 3, 4}),
+        ({"top_k": 10**12}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {1, 3}),                      # ties stay together
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 3}, {0, 1, 3}),
+        ({"top_p": 0.0}, {1, 3}),
+        ({"top_p": -1.0}, {1, 3}),
+        ({"top_p": 0.3}, {1, 3}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        ({"top_p": 7.0}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.999999}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": -1.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 1.0}, {1, 3}),
+        ({"min_p": 3.0}, {1, 3}),
+        ({"min_p": 0.5}, {0, 1, 3}),
+    ],
+    ids=str,
+)
+def test_edge_values(device: torch.device, settings: dict[str, Any], survivors: set[int]) -> None:
+    logits = torch.tensor([1.5, 2.0, 0.0, 2.0, 0.5, -INF], device=device).expand(2000, -1)
+    samples = sample(logits, seed=torch.arange(2000, device=device), **settings)
+    assert set(samples.token_ids.tolist()) == survivors
+    assert bool(samples.valid.all())
+
+
+def test_extreme_temperatures(device: torch.device) -> None:
+    logits = torch.tensor([1.0, 1.0001, -3.0, -INF], device=device).expand(1000, -1)
+    seeds = torch.arange(1000, device=device)
+    for cold in (1e-7, 1e-30, 1e-45):
+        assert set(sample(logits, temperature=cold, seed=seeds).token_ids.tolist()) == {1}
+    for hot in (1e10, 1e38, INF):
+        assert set(sample(logits, temperature=hot, seed=seeds).token_ids.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("vocab", [1, 262_144])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_smallest_and_largest_vocabulary(device: torch.device, vocab: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(6)).to(dtype).to(device)
+    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}, {"temperature": 0.0}):
+        samples = sample(logits, seed=torch.arange(4, device=device), return_logprobs=True, num_top_logprobs=3, **settings)
+        assert bool(samples.valid.all())
+        tokens = samples.token_ids.cpu().long()
+        for i in range(4):
+            if "temperature" not in settings:
+                assert bool(keeps(logits[i].cpu(), **settings)[tokens[i]])
+
+
+BAD_ROWS = {
+    "NaN": [0.0, NAN, 1.0],
+    "only NaN": [NAN, NAN, NAN],
+    "+inf": [0.0, INF, 1.0],
+    "+inf and -inf": [-INF, INF, -INF],
+    "all -inf": [-INF, -INF, -INF],
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_flags_itself_and_nobody_else(device: torch.device, name: str, temperature: float) -> None:
+    logits = torch.randn(9, 3, generator=torch.Generator().manual_seed(7))
+    seeds = torch.arange(9, device=device)
+    good = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2)
+    logits[4] = torch.tensor(BAD_ROWS[name])
+    for settings in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}):
+        bad = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2, **settings)
+        assert bad.valid.tolist() == [i != 4 for i in range(9)]
+        assert bad.token_ids[4].item() == 0
+        assert bad.logprobs is not None
+        assert bad.top_logprobs is not None
+        assert math.isnan(bad.logprobs[4].item())
+        assert bool(bad.top_logprobs[4].isnan().all())
+        if not settings:
+            others = [i for i in range(9) if i != 4]
+            assert bad.token_ids[others].tolist() == good.token_ids[others].tolist()
+
+
+@pytest.mark.parametrize("parameter", ["temperature", "top_p", "min_p"])
+def test_a_nan_parameter_makes_a_bad_row(device: torch.device, parameter: str) -> None:
+    values = torch.full((3,), 0.5, device=device)
+    values[1] = NAN
+    assert sample(torch.zeros(3, 10, device=device), **{parameter: values}).valid.tolist() == [True, False, True]  # type: ignore[arg-type]
+    negative = torch.tensor([1.0, -1.0, 0.0], device=device)
+    assert sample(torch.zeros(3, 10, device=device), temperature=negative).valid.tolist() == [True, False, True]
+
+
+def test_token_mask(device: torch.device) -> None:
+    mask = torch.zeros(5, 100, dtype=torch.bool)
+    mask[0, 42] = mask[1, 99] = mask[2, 31] = mask[2, 32] = True
+    mask[4] = True
+    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(8))
+    logits[0, 7] = NAN          # not allowed: it does not matter
+    logits[1, 5] = INF
+    samples = sample(logits.to(device), token_mask=bits(mask).to(device), seed=3, num_top_logprobs=2, return_logprobs=True)
+    assert samples.valid.tolist() == [True, True, True, False, True]
+    assert samples.token_ids[0].item() == 42
+    assert samples.token_ids[1].item() == 99
+    assert samples.token_ids[2].item() in (31, 32)
+    assert samples.token_ids[3].item() == 0
+    assert samples.logprobs is not None
+    assert samples.logprobs[0].item() == 0.0
+    bad = logits.clone()
+    bad[2, 32] = NAN
+    assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31      # the first token that is allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_out(device: torch.device, dtype: torch.dtype) -> None:
+    out = torch.full((4,), -1, dtype=dtype, device=device)
+    samples = sample(torch.randn(4, 10, device=device), out=out)
+    assert samples.token_ids is out
+    assert bool(((out >= 0) & (out < 10)).all())
+
+
+def test_empty_batch(device: torch.device) -> None:
+    samples = sample(torch.zeros(0, 10, device=device), return_logprobs=True, num_top_logprobs=2)
+    assert samples.token_ids.shape == samples.valid.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax(device: torch.device, dtype: torch.dtype, temperature: float) -> None:
+    logits = (torch.randn(5, 3001, generator=torch.Generator().manual_seed(9)) * 3).to(dtype)
+    logits[1, 100:2000] = -INF
+    result = softmax(logits.to(device), temperature).cpu().double()
+    torch.testing.assert_close(result, torch.softmax(logits.double() / temperature, -1), rtol=2e-5, atol=1e-11)
+    assert softmax(torch.tensor([[1.0, 3.0, 3.0], [NAN, 0.0, 0.0]], device=device), torch.tensor([0.0, 1.0], device=device)).tolist() == [
+        [0.0, 0.5, 0.5],
+        [0.0, 0.0, 0.0],
+    ]
+
+
+@pytest.mark.parametrize("vocab", [10, 1500, 40000])
+def test_renormalised_probabilities(device: torch.device, vocab: int) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(10)).double()
+    probs = torch.softmax(logits, -1)
+    top_k = torch.tensor([1, 7, vocab // 2, vocab])
+    top_p = torch.tensor([0.0, 0.5, 0.95, 1.0])
+    by_k = top_k_renorm_probs(probs.float().to(device), top_k.int().to(device)).cpu().double()
+    by_p = top_p_renorm_probs(probs.float().to(device), top_p.to(device)).cpu().double()
+    masked = top_k_mask_logits(logits.float().to(device), top_k.to(device)).cpu()
+    for i in range(4):
+        kept_k, kept_p = keeps(logits[i], top_k=int(top_k[i])), keeps(logits[i], top_p=float(top_p[i]))
+        assert torch.equal(by_k[i] > 0, kept_k)
+        assert torch.equal(by_p[i] > 0, kept_p)
+        torch.testing.assert_close(by_k[i], probabilities(logits[i], kept_k), rtol=1e-5, atol=0)
+        torch.testing.assert_close(by_p[i], probabilities(logits[i], kept_p), rtol=1e-5, atol=0)
+        assert torch.equal(masked[i] > -INF, kept_k)
+        assert torch.equal(masked[i][kept_k], logits[i].float()[kept_k])
+
+
+def test_probabilities_that_are_none(device: torch.device) -> None:
+    probs = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.5, -0.1], [NAN, 0.5], [INF, 0.5], [1e-40, 1e-41], [0.0, 2.0]], device=device)
+    samples = sample_from_probs(probs)
+    assert samples.valid.tolist() == [True, False, False, False, False, False, True]
+    assert samples.token_ids[1:].tolist() == [0, 0, 0, 0, 0, 1]
+    assert top_p_renorm_probs(probs, 0.9)[1:6].tolist() == [[0.0, 0.0]] * 5
+
+
+def test_refuses(device: torch.device) -> None:
+    logits = torch.zeros(3, 64, device=device)
+    for argument, call in [
+        ("logits", lambda: sample(logits.double())),
+        ("logits", lambda: sample(logits.int())),
+        ("logits", lambda: sample(logits.T)),
+        ("logits", lambda: sample(logits[0])),
+        ("logits", lambda: sample(torch.zeros(1, 0, device=device))),
+        ("logits", lambda: sample(torch.zeros(1, (1 << 19) + 1, device=device))),
+        ("temperature", lambda: sample(logits, temperature=-1.0)),
+        ("temperature", lambda: sample(logits, temperature=NAN)),
+        ("temperature", lambda: sample(logits, temperature="hot")),  # type: ignore[arg-type]
+        ("temperature", lambda: sample(logits, temperature=torch.ones(2, device=device))),
+        ("temperature", lambda: sample(logits, temperature=torch.ones(3, dtype=torch.float64, device=device))),
+        ("temperature", lambda: softmax(logits, 0.0)),
+        ("top_k", lambda: sample(logits, top_k=torch.ones(3, device=device))),
+        ("top_k", lambda: sample(logits, top_k=1.5)),  # type: ignore[arg-type]
+        ("top_p", lambda: sample(logits, top_p=NAN)),
+        ("min_p", lambda: sample(logits, min_p=torch.ones(3, 1, device=device))),
+        ("seed", lambda: sample(logits, seed=torch.ones(3, dtype=torch.uint8, device=device))),
+        ("position", lambda: sample(logits, position=torch.ones(6, dtype=torch.int64, device=device)[::2])),
+        ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 1, dtype=torch.int32, device=device))),
+        ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device))),
+        ("token_ids", lambda: sample(logits, out=torch.zeros(3, device=device))),
+        ("token_ids", lambda: sample(logits, out=torch.zeros(2, dtype=torch.int32, device=device))),
+        ("num_top_logprobs", lambda: sample(logits, num_top_logprobs=129)),
+        ("filter_order", lambda: sample(logits, filter_order="top_p_first")),  # type: ignore[arg-type]
+        ("logprobs_of", lambda: sample(logits, logprobs_of="probs")),  # type: ignore[arg-type]
+        ("probs", lambda: sample_from_probs(logits.half())),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
+            call()
+    if device.type == "cuda":
+        with pytest.raises(ValueError, match=r"^seed\.device is cpu, must be cuda"):
+            sample(logits, seed=torch.zeros(3, dtype=torch.int64))
