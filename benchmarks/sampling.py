@@ -1,8 +1,8 @@
 """Samplers side by side: one token for each row, straight from float32 logits.
 
-Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at the rate of a device copy, plus a one-element kernel.
-Peers from logits too: FlashInfer by the fastest way to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch with a
-sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
+Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at the rate of a device copy and the launch of one
+element. Peers from logits too: FlashInfer by the fastest way to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch
+with a sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
 
 python -m benchmarks.sampling [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """

@@ -184,7 +184,7 @@ def sample_from_probs(
 
 
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
-    """softmax(logits / temperature): float32 [batch, vocab]. Temperature 0 (of a row): the most likely tokens in equal shares. A row that cannot be sampled: zeros.
+    """softmax(logits / temperature): float32 [batch, vocab]. Temperature 0 of a row: its most likely tokens, equally. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.

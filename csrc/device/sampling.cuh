@@ -45,11 +45,11 @@ struct RowSampler : Row<Source> {
   using Base::Base;
 
   /// Draws by segments: the CTA that has the share-th part of the row finds the segment, then the token in it. Masses are scaled by the segment's factor where
-  /// the row has no filters (`threshold` is kWholeRow), else relative to the row's largest value. False in the other CTAs.
-  __device__ __forceinline__ bool draw_segment(uint64_t share, uint32_t threshold, bool is_filtered) {
+  /// the row has no filters (`threshold` is kWholeRow), else relative to the row's largest value.
+  __device__ __forceinline__ void draw_segment(uint64_t share, uint32_t threshold, bool is_filtered) {
     uint64_t before = 0;
     for (int32_t cta = 0; cta < rank; ++cta) before += summary_of(cta).mass;
-    if (share < before || share - before >= shared.summary.mass) return false;
+    if (share < before || share - before >= shared.summary.mass) return;
     share -= before;
     constexpr int32_t kItems = kMaxVocab / kSegmentTokens / kSamplingThreads;
     const uint64_t* mass = mass_table(0);
@@ -75,19 +75,16 @@ struct RowSampler : Row<Source> {
       const bool reaches = scale_mass(sum, factor) > share;
       sum -= mine;
       if (reaches && scale_mass(sum, factor) <= share) {
-        bool found = false;
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) {
-          sum += order_key(v[i]) >= threshold ? local(v[i]) : 0;
-          if (!found && scale_mass(sum, factor) > share) {
-            shared.token = begin + i;
-            found = true;
-          }
+        int32_t token = begin;
+#pragma unroll 1
+        for (int32_t i = 0; i < kLaneTokens; ++i, ++token) {
+          const float value = source.one(token);
+          sum += order_key(value) >= threshold ? local(value) : 0;
+          if (scale_mass(sum, factor) > share) break;
         }
+        shared.token = token;
       }
     }
-    __syncthreads();
-    return true;
   }
 
   /// The same where the candidates do not tell: one read of the row for each. Rare (thousands of equal values, or a row in ascending order).
@@ -166,21 +163,15 @@ struct RowSampler : Row<Source> {
     });
   }
 
-  /// Has the first segments of every warp on their way while the row's parameters are.
-  __device__ __forceinline__ void prefetch_row() const {
-    constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
-    const int32_t token = Base::warp_begin(warp()) * kSegmentTokens + lane() * kLineTokens;
-    if (token < params.vocab) ptx::prefetch_l2(source.reader.row + token);
-  }
-
   /// All of it. token_index: where in token_ids the token goes.
   __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
-    prefetch_row();
+    this->prefetch(Base::warp_begin(warp()));      // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
       shared.settings = row_settings(params, row);
       shared.seed = seed;
       shared.position = position;
       shared.token_index = token_index;
+      shared.token = -1;        // drawn by no CTA, or by another one
     }
     __syncthreads();
     const bool needs_row_mass =
@@ -236,40 +227,38 @@ struct RowSampler : Row<Source> {
       }
       __syncthreads();
     }
-    bool has_token = samples() && settings.greedy && rank == 0;
-    if (has_token && threadIdx.x == 0) shared.token = static_cast<int32_t>(~static_cast<uint32_t>(best));
-    bool has_top = params.num_top_logprobs == 0 || !samples();
-    bool draws_segment = samples() && !settings.greedy && !filters();
-    if (filters() || !has_top) {
-      if (rank == 0) has_token |= ask_candidates(has_candidates, bound, best_key);
+    if (threadIdx.x == 0 && samples() && settings.greedy && rank == 0) shared.token = static_cast<int32_t>(~static_cast<uint32_t>(best));
+    if (filters() || wants_top()) {
+      if (rank == 0) ask_candidates(has_candidates, bound, best_key);
       sync();
-      has_top = shared.decision.has_top;
-      if (filters() && !shared.decision.settled) {
-        Rereader<Source>(*this).filter();
-        draws_segment = samples();
-      }
+      if (filters() && !shared.decision.settled) Rereader<Source>(*this).filter();
     }
     const uint32_t threshold = filters() ? shared.decision.threshold : kWholeRow;
     const uint64_t mass = filters() ? shared.decision.mass : shared.row_mass;
-    if (draws_segment) has_token = draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
     if (!samples()) {
       write_values(threshold, mass, true);
-    } else if (has_token && threadIdx.x == 0) {
+    } else if (!settings.greedy && !(filters() && shared.decision.settled)) {
+      draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && shared.token >= 0) {
       store_token(shared.token_index, shared.token);
       params.valid[row] = 1;
       if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(shared.token));
     }
-    if (!has_top) {
+    if (wants_top() && !shared.decision.has_top) {
       sync();
       write_top_again();
     }
     sync();                   // shared memory of every CTA is read until here
   }
 
-  /// The first CTA's part: decides, draws if the candidates are enough, and tells the others. Whether it drew.
-  __device__ __forceinline__ bool ask_candidates(bool has_candidates, uint32_t bound, uint32_t best_key) {
+  __device__ __forceinline__ bool wants_top() const { return samples() && params.num_top_logprobs > 0; }
+
+  /// The first CTA's part: decides, draws if the candidates are enough, and tells the others.
+  __device__ __forceinline__ void ask_candidates(bool has_candidates, uint32_t bound, uint32_t best_key) {
     const int32_t found = shared.summary.num_candidates + shared.num_gathered;
-    Decision decision{shared.row_mass, kWholeRow, false, params.num_top_logprobs == 0 || !samples()};
+    Decision decision{shared.row_mass, kWholeRow, false, !wants_top()};
     if (has_candidates && found <= kMaxCandidates) {
       Candidates<Source> candidates(*this, found, bound, best_key);
       if (filters()) {
@@ -287,7 +276,6 @@ struct RowSampler : Row<Source> {
       if (!decision.has_top) decision.has_top = candidates.write_top();
     }
     if (static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;
-    return samples() && decision.settled;
   }
 };
 

@@ -221,7 +221,7 @@ struct Rereader {
       least = min_of(least, other.least_key);
       most = max_of(most, other.most_key);
     }
-    row.sync();               // summaries and the search were read
+    __syncthreads();          // the ends were read
     if (threadIdx.x == 0) {
       shared.search.ends[0] = least;
       shared.search.ends[1] = most;
@@ -249,10 +249,10 @@ struct Rereader {
     constexpr int32_t kWindows = 4;
     bool counts = true;
     bool looks = true;
-    int32_t round = 0;
 #pragma unroll 1
-    for (int32_t reads = 0; reads < kWindows + 3 + 32; ++reads) {
-      looks = looks && reads < kWindows;
+    for (int32_t round = -kWindows; round < 3 + 32; ++round) {      // from 0 on a bisection
+      if (round < 0 && !looks) round = 0;
+      looks = round < 0;
       uint32_t middle = search.lowest;
       Window window{0, kBins, kBins};         // everything is summed
       if (looks) {
@@ -272,7 +272,7 @@ struct Rereader {
         const uint32_t range = search.ends[1] - search.ends[0];
         counts = look == Look::kTooMany && range > 0;
         looks = counts || (look == Look::kMissed && !search.is_wide && window.last < kBins - 1);
-        __syncthreads();
+        row.sync();           // the search was read, and summaries by other CTAs
         if (threadIdx.x == 0) {
           search.is_wide = look == Look::kMissed;
           if (counts) {
@@ -293,7 +293,6 @@ struct Rereader {
       if (threadIdx.x == 0) (reaches ? search.low : search.high) = middle;
       row.sync();             // so were the masses
       if (sum == search.target || search.high - search.low <= 1) break;
-      ++round;
     }
     if (threadIdx.x == 0) shared.decision.threshold = search.low;
     __syncthreads();
@@ -309,9 +308,9 @@ struct Rereader {
 #pragma unroll 1
     for (int32_t step = 0; step < 4; ++step) {      // top-k, its masses, top-p, its masses: one copy of the code of each kind
       const bool is_top_p = step >= 2;
-      row.sync();                                   // what the step before left was read
       if (step % 2 == 0) {
         if (is_top_p ? !settings.has_top_p : settings.top_k == 0) continue;
+        row.sync();                                 // what the step before left was read
         if (threadIdx.x == 0) {
           shared.num_gathered = 0;
           shared.summary.num_candidates = 0;
@@ -337,6 +336,7 @@ struct Rereader {
         }
       } else {
         if (!is_top_p && settings.has_top_p && row.top_p_of_all()) continue;
+        row.sync();                                 // so were masses
         if (!has_masses) sum_masses(shared.decision.threshold, Window{0, kBins, kBins}, true);
         has_masses = true;
         const uint64_t mass = total_mass();

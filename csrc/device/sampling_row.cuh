@@ -155,6 +155,13 @@ struct Row {
     }
   }
 
+  /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
+  __device__ __forceinline__ void prefetch(int32_t segment) const {
+    constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
+    const int32_t first = lane() * kLineTokens;
+    if (first < kSegmentTokens && segment * kSegmentTokens + first < params.vocab) ptx::prefetch_l2(source.reader.row + segment * kSegmentTokens + first);
+  }
+
   /// body(token, values of it and of the next three) for all tokens of this warp's segments, then end(segment): for passes that are rare, so it is small.
   template <class Body, class End>
   __device__ __forceinline__ void for_fours(const Body& body, const End& end) const {
@@ -163,6 +170,7 @@ struct Row {
     float v[4];
 #pragma unroll 1
     for (int32_t segment = warp_begin(warp()); segment < last; ++segment) {
+      prefetch(segment + 1);
 #pragma unroll 1
       for (int32_t i = 0; i < kLaneTokens; i += 4) {
         if (i % Source::kVectorTokens == 0) source.load(segment, lane(), i / Source::kVectorTokens, raw);

@@ -15,7 +15,7 @@ constexpr int32_t kHeld = kMaxCandidates / kSamplingThreads;      // candidates 
 
 /// Where a running sum reaches its target.
 struct Crossing {
-  uint64_t before;    // sum of what comes before `index`
+  uint64_t before;    // sum of what comes before `index`: of everything, if it is not reached
   int32_t index;
   bool found;
 };
@@ -74,7 +74,6 @@ __device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64
   uint64_t through = ptx::warp_inclusive_sum(mine, lane);
   __syncthreads();      // the scratch may still be read
   if (lane == 31) scratch.sums[0][threadIdx.x / 32] = through;
-  if (threadIdx.x == 0) scratch.crossing = Crossing{0, 0, false};
   __syncthreads();
 #pragma unroll
   for (int32_t w = 0; w < kSamplingWarps; ++w) through += w < static_cast<int32_t>(threadIdx.x / 32) ? scratch.sums[0][w] : 0;
@@ -85,6 +84,7 @@ __device__ __forceinline__ Crossing find_crossing(SelectScratch& scratch, uint64
     for (; i < kItems - 1 && before + item(i) < target; ++i) before += item(i);
     scratch.crossing = Crossing{before, static_cast<int32_t>(threadIdx.x) * kItems + i, true};
   }
+  if (threadIdx.x == kSamplingThreads - 1 && through < target) scratch.crossing = Crossing{through, kSamplingThreads * kItems, false};
   __syncthreads();
   return scratch.crossing;
 }

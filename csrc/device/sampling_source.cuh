@@ -88,8 +88,8 @@ struct RowReader {
   }
 };
 
-/// A row of logits, some of whose tokens a mask may forbid.
-template <class Element>
+/// A row of logits, of whose tokens a mask may allow some only.
+template <class Element, bool kMasked>
 struct LogitSource {
   using Weights = LogitWeights;
   using Reader = RowReader<Element>;
@@ -102,26 +102,27 @@ struct LogitSource {
   };
 
   Reader reader;
-  const uint32_t* mask;     // nullptr: all tokens are allowed
+  const uint32_t* mask;
 
   __device__ __forceinline__ LogitSource(const SamplingParams& params, int64_t row)
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
-        mask(params.token_mask != nullptr ? params.token_mask + row * params.mask_stride : nullptr) {}
+        mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
     reader.load(first, vector.words);
-    if (mask != nullptr) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
+    if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
   template <int32_t kFirst, int32_t kCount>
   __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
-    if (mask == nullptr) return;
+    if constexpr (kMasked) {
 #pragma unroll
-    for (int32_t i = 0; i < kVectorTokens; ++i) {
-      if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
+      for (int32_t i = 0; i < kVectorTokens; ++i) {
+        if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
+      }
     }
   }
 
@@ -136,13 +137,13 @@ struct LogitSource {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       v[i] = Reader::value(vector.words, i);
-      if (mask != nullptr && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
+      if (kMasked && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
     }
   }
 
   __device__ __forceinline__ float one(int32_t token) const {
     if (token >= reader.vocab) return kMinusInfinity;
-    if (mask != nullptr && (__ldg(mask + (token >> 5)) >> (token & 31) & 1) == 0) return kMinusInfinity;
+    if (kMasked && (__ldg(mask + (token >> 5)) >> (token & 31) & 1) == 0) return kMinusInfinity;
     return reader.one(token);
   }
 };

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "attn/sampling.h"
 #include "cpu/sampling.h"
@@ -108,28 +109,30 @@ constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
-/// CTAs for each row: enough to fill the GPU several times over, as long as each of their warps has a segment.
+/// CTAs for each row: as many as give every multiprocessor one, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have
+/// a segment.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && int64_t{params.batch} * 2 * ctas <= 4 * multiprocessors[device] && segments >= kSamplingWarps * ctas) ctas *= 2;
+  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas && int64_t{params.batch} * 2 * ctas <= (ctas == 1 ? 4 : 1) * multiprocessors[device]) ctas *= 2;
   return ctas;
 }
 
 /// max_ctas: of a row; 1 where there are no clusters. row_ctas: 0, or how many to take.
 void launch(const SamplingParams& params, const String& file, DLDevice device, int64_t max_ctas, int64_t row_ctas) {
-  static std::map<std::pair<std::string, int32_t>, driver::Kernel> kernels;
+  static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
   const int32_t ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
   if (ctas > max_ctas) refuse("ctas of a row", ctas, "at most " + std::to_string(max_ctas));
   driver::Kernel kernel;
+  const char* symbol = params.token_mask != nullptr ? "masked_sampling_kernel" : "sampling_kernel";
   {
     std::lock_guard<std::mutex> lock(mutex);
-    driver::Kernel& known = kernels[{file, device.device_id}];
+    driver::Kernel& known = kernels[{symbol, file, device.device_id}];
     if (!known) {
-      known = driver::load_kernel(file, "sampling_kernel", device.device_id, sampling_shared_bytes(kMaxVocab, 1));
+      known = driver::load_kernel(file, symbol, device.device_id, sampling_shared_bytes(kMaxVocab, 1));
       if (max_ctas > kPortableClusterCtas) driver::allow_large_clusters(known);
     }
     kernel = known;

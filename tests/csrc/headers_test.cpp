@@ -7,6 +7,7 @@
 
 #include "attn/math.h"
 #include "attn/planning.h"
+#include "attn/sampling.h"
 #include "attn/schedule.h"
 #include "attn/variants.h"
 
@@ -102,9 +103,65 @@ void test_max_row_tiles() {
   }
 }
 
+/// Weights against 2^t in double, everywhere monotone as far as a token's rank goes, 2^40 for the most likely token, 0 below 2^-40.
+void test_weights() {
+  for (const float temperature : {0.01f, 0.6f, 1.0f, 3.0f, 1e30f, 1e-30f}) {
+    const float scale = attn::clamp(attn::kLog2E / temperature, 1e-36f, 1e36f);
+    const attn::LogitWeights weights(5.0f, scale);
+    expect(weights(5.0f) == uint64_t{1} << 40, "weight of the reference", static_cast<int64_t>(weights(5.0f)), 0);
+    expect(weights(-INFINITY) == 0, "weight of -inf", static_cast<int64_t>(weights(-INFINITY)), 0);
+    for (int32_t i = 0; i <= 400000; ++i) {
+      const float logit = 5.0f - static_cast<float>(i) * 1e-4f / scale;
+      const double right = std::exp2(static_cast<double>(logit - 5.0f) * scale + 40.0);
+      const double wrong = std::fabs(static_cast<double>(weights(logit)) - right);
+      expect(wrong <= 4e-7 * right + 1.0, "weight at i * 1e-4 powers of two below, error", i, static_cast<int64_t>(wrong));
+    }
+  }
+  for (const float prob : {1.0f, 0.75f, 0.3f, 1e-3f, 1e-9f}) {
+    const double right = static_cast<double>(prob) * std::exp2(40.0);
+    expect(std::fabs(static_cast<double>(attn::ProbWeights(1.0f)(prob)) - right) <= 1e-7 * right + 1.0, "weight of a probability", 0, 0);
+  }
+  expect(attn::ProbWeights(1.0f)(0.0f) == 0 && attn::ProbWeights(1.0f)(-INFINITY) == 0, "weight of nothing", 0, 0);
+}
+
+void test_log2() {
+  std::mt19937 random(2);
+  for (int i = 0; i < 1000000; ++i) {
+    const float x = attn::bits_float(0x00800000u + random() % 0x7f000000u);
+    const double right = std::log2(static_cast<double>(x));
+    expect(std::fabs(attn::log2_of(x) - right) <= 3e-7 * std::fmax(1.0, std::fabs(right)), "log2_of()", i, 0);
+  }
+}
+
+/// Keys order floats as the floats are ordered, and give them back.
+void test_keys() {
+  std::mt19937 random(3);
+  for (int i = 0; i < 1000000; ++i) {
+    const float a = attn::bits_float(static_cast<uint32_t>(random())), b = i % 3 == 0 ? -a : attn::bits_float(static_cast<uint32_t>(random()));
+    if (std::isnan(a) || std::isnan(b)) continue;
+    expect((a < b) == (attn::order_key(a) < attn::order_key(b)) && (a == b) == (attn::order_key(a) == attn::order_key(b)), "order_key()", i, 0);
+    expect(attn::key_value(attn::order_key(a)) == a, "key_value()", i, 0);
+  }
+  expect(attn::order_key(-INFINITY) == attn::kExcludedKey && attn::order_key(INFINITY) == attn::kInfiniteKey, "keys of infinities", 0, 0);
+}
+
+/// A mass scaled by a factor never falls when the mass grows, and is mass * factor / 2^40 rounded down.
+void test_scale_mass() {
+  std::mt19937_64 random(4);
+  for (int i = 0; i < 1000000; ++i) {
+    const uint64_t mass = random() >> (14 + random() % 50), factor = (uint64_t{1} << 40) >> (random() % 41);
+    const unsigned __int128 right = static_cast<unsigned __int128>(mass) * factor >> 40;
+    expect(attn::scale_mass(mass, factor) == static_cast<uint64_t>(right), "scale_mass()", static_cast<int64_t>(mass), static_cast<int64_t>(factor));
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_weights();
+  test_log2();
+  test_keys();
+  test_scale_mass();
   test_fast_divisor();
   test_tanh();
   test_mask_ranges();

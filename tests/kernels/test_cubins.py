@@ -17,7 +17,8 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 def test_kernel_set_is_complete() -> None:
     names = set(cubins.kernel_sources())
     instances = {"merge_bf16", "merge_f16"} | {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
-    expected = {"plan", "append"} | instances
+    samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
+    expected = {"plan", "append"} | instances | samplers
     assert expected <= names
 
 
