@@ -6,13 +6,17 @@
         --dataset sharegpt prefix:4096+256 --num-prompts 300 128 --output-len recorded 128 --request-rate 16 40
     python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-no-cascade FLASH_ATTN TRITON_ATTN --model llama-3.1-8b \\
         --dataset prefix:4096+256 sharegpt sharegpt --num-prompts 128 96 24 --output-len 128 recorded recorded --request-rate 40 8 2 --samples 1 4 16
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-stock-sampler --model llama-3.1-8b --request-rate 16 \\
+        --num-prompts 256 --sampling temperature=0.8,top_p=0.95,top_k=40
 
 Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
 sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
 
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
-`stock` is what the engine picks by itself; any other name is given to the engine as it is. Prefix caching is on in both engines, as it is by default. Answers
-are greedy. All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
+`attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
+name is given to the engine as it is. Prefix caching is on in both engines, as it is by default. Answers are greedy, or sampled with --sampling, and then
+every request brings a seed of its own. All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs,
+are in --results.
 `python -m integration.merge_reports` puts several runs into one report.
 """
 
@@ -29,8 +33,8 @@ from typing import Any
 
 from integration.client import ClientError, run_client
 from integration.device import device_name, find_device, package_versions
-from integration.engines import ENGINES, Client, Engine, Launch, Metrics
-from integration.engines.base import OURS_NO_CASCADE, STOCK
+from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
+from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
 from integration.model import REPOSITORY, resolve_model
 from integration.packages import DownloadError
 from integration.report import Row, format_table, write_report, write_tables
@@ -74,20 +78,23 @@ class Settings:
     python: str = sys.executable
     server_arguments: list[str] = field(default_factory=list)
     client_arguments: list[str] = field(default_factory=list)
+    sampling: Sampling | None = None
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
     """What reports call a backend."""
     if backend == OURS_NO_CASCADE:
         return "attn_backend, cascade off"
+    if backend == OURS_STOCK_SAMPLER:
+        return "attn_backend, the engine's sampler"
     return engine.stock_backend(device) if backend == STOCK else backend
 
 
-def describe(workload: Workload, request_rate: float) -> str:
+def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None) -> str:
     """What reports call a load."""
     speed = "at once" if request_rate == float("inf") else f"at {request_rate:g}/s"
     answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
-    return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}"
+    return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
 
 
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
@@ -122,7 +129,7 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
                 when_ready(backend, url)
             for index, (load, workload) in enumerate(zip(settings.loads, workloads, strict=True)):
                 repeats = [measure(settings, engine, launch, load, workload, index, repeat) for repeat in range(settings.repeats)]
-                rows.append(Row(label(engine, backend, settings.device), describe(workload, load.request_rate), repeats))
+                rows.append(Row(label(engine, backend, settings.device), describe(workload, load.request_rate, settings.sampling), repeats))
                 write_tables(settings.results, title, described, rows)  # a run that is cut short leaves what it has measured
     for path in write_report(settings.results, title, described, rows):
         print(f"written: {path}", flush=True)
@@ -132,7 +139,8 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
 def measure(settings: Settings, engine: Engine, launch: Launch, load: Load, workload: Workload, index: int, repeat: int) -> Metrics:
     """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
     name = f"{launch.backend}-{index}-{repeat}"
-    print(f"{engine.name} with {launch.backend}: {describe(workload, load.request_rate)}, run {repeat + 1} of {settings.repeats}", flush=True)
+    described = describe(workload, load.request_rate, settings.sampling)
+    print(f"{engine.name} with {launch.backend}: {described}, run {repeat + 1} of {settings.repeats}", flush=True)
     client = Client(
         settings.python,
         launch.model,
@@ -143,6 +151,7 @@ def measure(settings: Settings, engine: Engine, launch: Launch, load: Load, work
         settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
         settings.results / f"client-{name}.json",
         settings.client_arguments,
+        settings.sampling,
     )
     begin = time.monotonic()
     metrics = run_client(engine, client, settings.device, settings.results / f"client-{name}.log", CLIENT_TIMEOUT_S)
@@ -164,13 +173,14 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
-    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), attn_backend-no-cascade, stock, or the engine's names")
+    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
     parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
     parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate: N, LOW-HIGH, or {RECORDED}: what the data set says")
     parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="prompts per second, Poisson; default: all at once")
     parser.add_argument("--samples", nargs="+", type=int, default=[1], help="answers to each prompt, one number or one for each data set")
+    parser.add_argument("--sampling", type=Sampling.parse, help="e.g. temperature=0.8,top_p=0.95,top_k=40; also min_p; default: greedy")
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
     parser.add_argument("--seed", type=int, default=0)
@@ -204,6 +214,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         python=given.python,
         server_arguments=given.server_args,
         client_arguments=given.client_args,
+        sampling=given.sampling,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -11,12 +12,49 @@ from integration.workload import Workload
 
 OURS = "attn_backend"
 OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package, told not to look for shared prefixes
+OURS_STOCK_SAMPLER = "attn_backend-stock-sampler"  # the same package, told to leave sampling to the engine
 STOCK = "stock"
+
+BENCH_CLIENT = Path(__file__).resolve().parent.parent / "bench_client.py"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; named as in both engines' APIs. top_k 0 and min_p 0 are off."""
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 40
+    min_p: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> Sampling:
+        """From "temperature=0.8,top_p=0.95,top_k=40"; what is not named is off. Raises ValueError."""
+        values: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in values:
+                raise ValueError(f"sampling: {name!r} is none of {', '.join(values)}")
+            try:
+                values[name] = int(value) if name == "top_k" else float(value)
+            except ValueError:
+                raise ValueError(f"sampling: {name} is {value!r}, must be a number") from None
+        return Sampling(**values)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name):g}" for field in fields(self) if getattr(self, field.name))
+
+    def parameters(self) -> dict[str, float]:
+        """As a server takes them: both engines want -1 where top_k is off."""
+        return asdict(self) | {"top_k": self.top_k or -1}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One server to start. `backend` is `attn_backend`, `attn_backend-no-cascade`, `stock` (the engine picks) or a name that the engine knows."""
+    """One server to start.
+
+    `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine picks) or a name that the engine knows.
+    """
 
     python: str
     model: Model
@@ -28,6 +66,8 @@ class Launch:
     max_model_len: int = 2048
     max_num_seqs: int = 8
     extra_arguments: list[str] = field(default_factory=list)
+    prefix_caching: bool = True
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,15 +86,27 @@ class Client:
     seed: int
     result: Path
     extra_arguments: list[str] = field(default_factory=list)
+    sampling: Sampling | None = None  # None: greedy
 
 
 def is_ours(backend: str) -> bool:
-    return backend in (OURS, OURS_NO_CASCADE)
+    return backend in (OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLER)
 
 
-def cascade_environment(backend: str) -> dict[str, str]:
+def our_environment(backend: str) -> dict[str, str]:
     """The environment of a server with our backend. It says "on" as well, so that a variable of the user's cannot make a report's label wrong."""
-    return {"ATTN_BACKEND_CASCADE": "1" if backend == OURS else "0"} if is_ours(backend) else {}
+    if not is_ours(backend):
+        return {}
+    switches = {"ATTN_BACKEND_CASCADE": backend != OURS_NO_CASCADE, "ATTN_BACKEND_SAMPLER": backend != OURS_STOCK_SAMPLER}
+    return {name: "1" if is_on else "0" for name, is_on in switches.items()}
+
+
+def bench_client(python: str, module: str, keep_order: bool, client: Client) -> list[str]:
+    """The beginning of the command line of an engine's client `module`: through bench_client.py where its own options do not do."""
+    if not keep_order and client.sampling is None:
+        return [python, "-m", module]
+    sampling = None if client.sampling is None else client.sampling.parameters()
+    return [python, str(BENCH_CLIENT), module, json.dumps({"keep_order": keep_order, "sampling": sampling, "seed": 1_000_000 * client.seed})]
 
 
 @dataclass(frozen=True)
@@ -104,3 +156,6 @@ class Engine(Protocol):
 
     def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
         """Greedy tokens for a prompt of token ids, the end-of-text token ignored."""
+
+    def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
+        """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from integration.engines.base import OURS, STOCK, Client, Launch, Metrics, Token, cascade_environment, is_ours
+from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment
 from integration.http import post_json
 from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
 CPU_KV_TOKENS = 16384
-# `sglang.bench_serving`, but it sends a file's requests in their order: it has no option against shuffling, and the copies of a prompt must stay neighbours
-ORDERED_CLIENT = "import random, runpy; random.shuffle = lambda requests: None; runpy.run_module('sglang.bench_serving', run_name='__main__', alter_sys=True)"
 
 
 class SGLang:
@@ -33,16 +31,24 @@ class SGLang:
         else:
             if backend != STOCK:
                 command += ["--attention-backend", backend]
+            if is_ours(launch.backend) and launch.backend != OURS_STOCK_SAMPLER:
+                command += ["--sampling-backend", OURS]
             if not launch.cuda_graphs:
                 command += ["--disable-cuda-graph"]
+        if not launch.prefix_caching:
+            command += ["--disable-radix-cache"]
+        if launch.batch_invariant:
+            command += ["--enable-deterministic-inference"]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        return self.client_environment(launch.device) | cascade_environment(launch.backend)
+        return self.client_environment(launch.device) | our_environment(launch.backend)
 
     def client_command(self, client: Client) -> list[str]:
+        # The client has no option against shuffling a file's requests, and the copies of a prompt must stay neighbours.
+        command = bench_client(client.python, "sglang.bench_serving", True, client)
+        command += ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
         # --model is the local path: with another name the client asks a hub for it
-        command = [client.python, "-c", ORDERED_CLIENT, "--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
         command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests)]
         command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples)]
         command += ["--output-file", str(client.result), "--output-details"]
@@ -91,3 +97,9 @@ class SGLang:
         for (logprob, token_id, _), top in zip(answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True):
             tokens.append(Token(token_id, logprob, {other_id: other for other, other_id, _ in top}))
         return tokens
+
+    def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
+        parameters = sampling.parameters() | {"sampling_seed": seed, "max_new_tokens": max_tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": logprobs}
+        output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
+        return output_ids

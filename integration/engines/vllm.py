@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from integration.engines.base import STOCK, Client, Launch, Metrics, Token, cascade_environment, is_ours
+from integration.engines.base import STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment
 from integration.http import post_json
 from integration.workload import SharedPrefix, ShareGPT
 
-CLI = ["-m", "vllm.entrypoints.cli.main"]
+CLI = "vllm.entrypoints.cli.main"
 SERVED_NAME = "model"
 
 
@@ -19,7 +19,7 @@ class VLLM:
         return "CPU_ATTN (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
-        command = [launch.python, *CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
+        command = [launch.python, "-m", CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         command += ["--max-model-len", str(launch.max_model_len), "--max-num-seqs", str(launch.max_num_seqs)]
         if launch.model.random_weights:
@@ -31,16 +31,21 @@ class VLLM:
                 command += ["--attention-backend", "CUSTOM" if is_ours(launch.backend) else launch.backend]
             if not launch.cuda_graphs:
                 command += ["--enforce-eager"]
+        if not launch.prefix_caching:
+            command += ["--no-enable-prefix-caching"]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | cascade_environment(launch.backend)
+        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | our_environment(launch.backend)
+        if launch.batch_invariant:
+            environment |= {"VLLM_BATCH_INVARIANT": "1"}
         if launch.device == "cpu":
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "ATTN_BACKEND_VLLM_CPU": "1" if is_ours(launch.backend) else "0"}
         return environment
 
     def client_command(self, client: Client) -> list[str]:
-        command = [client.python, *CLI, "bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
+        command = bench_client(client.python, CLI, False, client)
+        command += ["bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
         command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests), "--seed", str(client.seed)]
         command += ["--request-rate", str(client.request_rate * client.workload.samples), "--ignore-eos", "--temperature", "0"]
         command += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
@@ -95,6 +100,12 @@ class VLLM:
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
             tokens.append(Token(_token_id(token), logprob, {_token_id(name): value for name, value in top.items()}))
         return tokens
+
+    def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+        body |= sampling.parameters() | {"seed": seed} | ({"logprobs": 2} if logprobs else {})
+        token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
+        return token_ids
 
 
 def _token_id(text: str) -> int:

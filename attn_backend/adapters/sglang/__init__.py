@@ -1,17 +1,26 @@
-"""SGLang plugin: `--attention-backend attn_backend`. SGLang finds `register` through the entry point group `sglang.srt.plugins`."""
+"""SGLang plugin: `--attention-backend attn_backend`, `--sampling-backend attn_backend`. SGLang finds `register` through the entry point group
+`sglang.srt.plugins`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attn_backend.adapters.options import SAMPLER_SWITCH, insist_on_sampler, use_sampler
+
 if TYPE_CHECKING:
     from .backend import SGLangAttentionBackend
+    from .sampler import AttnSampler
 
 NAME = "attn_backend"
 
 
 def register() -> None:
-    """Makes `--attention-backend attn_backend` known to SGLang in this process. Calling it again changes nothing.
+    """Makes `--attention-backend attn_backend` and `--sampling-backend attn_backend` known to SGLang in this process. Calling it again changes nothing.
+
+    Environment:
+        ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also puts it in the place of SGLang's `pytorch` sampler, which SGLang insists on on CPUs and
+            under --enable-deterministic-inference whatever --sampling-backend says.
 
     Raises:
         RuntimeError: this release of SGLang has no registry that this package knows; the message says what was looked for.
@@ -19,6 +28,10 @@ def register() -> None:
     from . import compat
 
     compat.register_backend(NAME, create_backend)
+    if use_sampler():
+        compat.register_sampler(NAME, create_sampler)
+    if insist_on_sampler():
+        compat.register_sampler("pytorch", create_sampler)
 
 
 def create_backend(runner: object) -> SGLangAttentionBackend:
@@ -33,3 +46,17 @@ def create_backend(runner: object) -> SGLangAttentionBackend:
     except ImportError as error:
         raise RuntimeError(f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is missing.") from error
     return SGLangAttentionBackend(runner)
+
+
+def create_sampler() -> AttnSampler:
+    """The sampler of one model runner; SGLang calls it while it starts.
+
+    Raises:
+        RuntimeError: this package cannot be loaded.
+    """
+    try:
+        from .sampler import AttnSampler
+    except ImportError as error:
+        advice = f"`attn-backend doctor` says what is missing; {SAMPLER_SWITCH}=0 leaves it out"
+        raise RuntimeError(f"--sampling-backend {NAME} cannot be loaded: {error}. {advice}.") from error
+    return AttnSampler()

@@ -38,6 +38,21 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
         server_args.add_deterministic_attention_backend_choices([name])
 
 
+def register_sampler(name: str, create: Callable[[], Any]) -> None:
+    """Adds a sampler to SGLang's registry and to the choices of `--sampling-backend`. Registering the same one again changes nothing.
+
+    Raises:
+        RuntimeError: the registry is not where the known releases have it.
+    """
+    try:
+        from sglang.srt.layers import sampler
+        from sglang.srt.layers.sampler import register_sampler_backend
+    except ImportError as error:
+        raise RuntimeError(f"sampling backend {name!r} cannot be registered with SGLang {release()}: {error}") from error
+    if getattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {}).get(name) is not create:   # SGLang warns of every second registration
+        register_sampler_backend(name, create)
+
+
 def deterministic() -> bool:
     """Whether the server runs with --enable-deterministic-inference."""
     return bool(setting("exec.deterministic.enable_deterministic_inference", False))

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from attn_backend.adapters.options import use_cascade
-from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
@@ -88,6 +88,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             )
             for key in plan_keys(vllm_config, kv_cache_spec, layer_names)
         }
+        sampler.install(device, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:
         cm = common_attn_metadata

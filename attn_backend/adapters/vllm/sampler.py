@@ -1,0 +1,276 @@
+"""Sampling in vLLM, which has no hook for it: this file alone replaces the functions of vLLM that draw tokens.
+
+vLLM has two model runners, and each has a sampler of its own. Replaced are
+
+- of the newer one (V2) `Sampler.sample`, and `SamplingStates.add_request` to know when a request's parameters change;
+- of the older one (V1) `Sampler.sample`, and `GPUModelRunner._sample`, which has what V1's sampler is not told: the requests' seeds and positions.
+
+Everything around the draw stays vLLM's: logits processors, penalties, grammars, log-probabilities, and the rejection sampler of speculative decoding. A release
+in which these functions have other arguments than in the known ones (0.26.0 to 0.33.0), or a draw that disagrees with vLLM's own filters in the check at
+start, is answered with one warning, and vLLM's sampler stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_backend.adapters.options import SAMPLER_SWITCH, use_sampler
+from attn_backend.adapters.seeds import SeedSource, signed_64_bits
+from attn_backend.adapters.vllm.sampler_check import check_sampler
+from attn_backend.kernels.sampling import sample
+
+logger = logging.getLogger("vllm.attn_backend")
+
+V2_SAMPLER, V2_STATES = "vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.states"
+V1_SAMPLER, V1_RUNNER = "vllm.v1.sample.sampler", "vllm.v1.worker.gpu_model_runner"
+
+# Arguments of the functions that are replaced or called, as the known releases have them.
+_V2_BATCHES = [
+    "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                                      # 0.26
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",  # 0.32, 0.33
+]
+_KNOWN_ARGUMENTS = {
+    (V2_SAMPLER, "Sampler.sample"): [f"self {batch} return_logprobs" for batch in _V2_BATCHES],
+    (V2_SAMPLER, "Sampler.apply_sampling_params"): [f"self {batch} skip_top_k_top_p" for batch in _V2_BATCHES],
+    (V2_STATES, "SamplingStates.add_request"): ["self req_idx sampling_params"],
+    (V2_STATES, "SamplingStates.apply_temperature"): ["self logits expanded_idx_mapping idx_mapping_np"],
+    (V2_STATES, "SamplingStates.apply_min_p"): ["self logits expanded_idx_mapping idx_mapping_np"],
+    (V1_SAMPLER, "Sampler.sample"): ["self logits sampling_metadata logprobs_mode_override"],
+    (V1_SAMPLER, "Sampler.apply_temperature"): ["logits temp all_random"],
+    (V1_RUNNER, "GPUModelRunner._sample"): ["self logits spec_decode_metadata"],
+}
+_PROCESSED = ("processed_logits", "processed_logprobs")     # modes in which vLLM reports what the filters left
+
+_installed: bool | None = None      # None: not tried yet
+_originals: list[tuple[type, str, Any]] = []
+
+
+def install(device: torch.device, vllm_config: Any = None) -> bool:
+    """Has this process sample with this package, after a check on `device`. Does it once; called when a plan is made for a worker's layers.
+
+    Environment:
+        ATTN_BACKEND_SAMPLER: `0` leaves vLLM's sampler in place.
+
+    Returns:
+        Whether this package samples. If not, and it was not switched off, a warning has said why.
+    """
+    global _installed   # noqa: PLW0603
+    if _installed is None:
+        _installed = use_sampler() and _install(device, vllm_config)
+    return _installed
+
+
+def _install(device: torch.device, vllm_config: Any) -> bool:
+    try:
+        check_arguments()
+        check_sampler(device)
+        replacements = _replacements(vllm_config)
+    except Exception as error:      # whatever it is, the engine can serve without
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("attn_backend does not sample, vLLM's own sampler does: %s. %s=0 chooses that without this warning.", reason, SAMPLER_SWITCH)
+        return False
+    for owner, name, replacement in replacements:
+        _originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+    logger.info("attn_backend samples, in the place of vLLM's own sampler")
+    return True
+
+
+def uninstall() -> None:
+    """Puts vLLM's functions back; the next `install` tries again."""
+    global _installed   # noqa: PLW0603
+    _installed = None
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+
+
+def check_arguments() -> None:
+    """The version probe, of the model runners that this process has imported: a worker imports the one that it uses.
+
+    Raises:
+        RuntimeError: a function has other arguments than in the known releases; the message names both.
+    """
+    probed = [key for key in _KNOWN_ARGUMENTS if key[0] in sys.modules]
+    if not probed:
+        raise RuntimeError(f"neither of vLLM's model runners is loaded ({V2_SAMPLER}, {V1_RUNNER})")
+    for module, name in probed:
+        owner, function = name.split(".")
+        arguments = " ".join(inspect.signature(getattr(getattr(sys.modules[module], owner), function)).parameters)
+        if arguments not in _KNOWN_ARGUMENTS[module, name]:
+            raise RuntimeError(f"{module}.{name} takes ({arguments}), known releases take ({' or '.join(_KNOWN_ARGUMENTS[module, name])})")
+
+
+def _replacements(vllm_config: Any) -> list[tuple[type, str, Callable[..., Any]]]:
+    found: list[tuple[type, str, Callable[..., Any]]] = []
+    if V2_SAMPLER in sys.modules:
+        sampler, states = sys.modules[V2_SAMPLER].Sampler, sys.modules[V2_STATES].SamplingStates
+        found += [(sampler, "sample", v2_sample(sampler)), (states, "add_request", v2_add_request(states.add_request))]
+    if V1_RUNNER in sys.modules:
+        sampler, runner = sys.modules[V1_SAMPLER].Sampler, sys.modules[V1_RUNNER].GPUModelRunner
+        parallel = getattr(vllm_config, "parallel_config", None)
+        source = SeedSource(getattr(getattr(vllm_config, "model_config", None), "seed", 0), getattr(parallel, "data_parallel_rank", 0))
+        found += [(sampler, "sample", v1_sample(sampler)), (runner, "_sample", v1_runner_sample(runner._sample, source))]
+    return found
+
+
+# ---- Model runner V2: parameters, seeds and positions are on the device, indexed by the request's slot
+
+
+class SlotParameters(NamedTuple):
+    """What the rows of a batch are sampled with; [rows] tensors, None where no row has that filter."""
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seed: Tensor
+
+
+def v2_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The replacement of V2's `Sampler.sample`: (logits [rows, vocab], ...) -> (int64 [rows] token ids, logits that log-probabilities may be made of)."""
+    original: Callable[..., Any] = sampler.sample
+    names = list(inspect.signature(original).parameters)
+    slots_at, slots_np_at, positions_at = (names.index(name) - 2 for name in ("expanded_idx_mapping", "idx_mapping_np", "pos"))
+
+    def sample_rows(self: Any, logits: Tensor, *batch: Any, return_logprobs: bool = False) -> tuple[Tensor, Tensor]:
+        if type(self) is not sampler:       # a watermark's sampler draws in its own way
+            return original(self, logits, *batch, return_logprobs=return_logprobs)
+        reports_filtered = (return_logprobs and self.logprobs_mode in _PROCESSED) or getattr(self, "return_sampling_mask", False)
+        penalized = _v2_penalize(self, logits.clone() if reports_filtered else logits, batch)
+        parameters = slot_parameters(self.sampling_states, batch[slots_at], batch[slots_np_at])
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        sample(penalized, position=batch[positions_at], out=token_ids, **parameters._asdict())
+        if reports_filtered:
+            _, penalized = original(self, logits, *batch, return_logprobs=return_logprobs)
+        return token_ids, penalized
+
+    return sample_rows
+
+
+def _v2_penalize(self: Any, logits: Tensor, batch: tuple[Any, ...]) -> Tensor:
+    """The logits after vLLM's processors, before temperature and filters: those are part of the draw."""
+    states = self.sampling_states
+    states.apply_temperature = states.apply_min_p = _leave_logits
+    try:
+        return self.apply_sampling_params(logits, *batch, skip_top_k_top_p=True)
+    finally:
+        del states.apply_temperature, states.apply_min_p
+
+
+def _leave_logits(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> None: ...
+
+
+def slot_parameters(states: Any, slots: Tensor, slots_np: Any) -> SlotParameters:
+    """The parameters of a batch, gathered once for as long as the batch stays the same.
+
+    Args:
+        slots: [rows], the slot of each row's request.
+        slots_np: the same on the host, one for each request.
+    """
+    key = slots_np.tobytes() if len(slots_np) == slots.shape[0] else None
+    kept = getattr(states, "_attn_backend_parameters", None)
+    if key is not None and kept is not None and kept[0] == key:
+        return kept[1]
+    used = {
+        "top_k": (states.top_k.np[slots_np] < states.vocab_size).any(),
+        "top_p": (states.top_p.np[slots_np] < 1.0).any(),
+        "min_p": (states.min_p.np[slots_np] > 0.0).any(),
+    }
+    filters = {name: getattr(states, name).gpu[slots] if is_used else None for name, is_used in used.items()}
+    parameters = SlotParameters(states.temperature.gpu[slots], **filters, seed=states.seeds.gpu[slots])
+    states._attn_backend_parameters = (key, parameters)
+    return parameters
+
+
+def v2_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(self: Any, req_idx: int, sampling_params: Any) -> Any:
+        self._attn_backend_parameters = None
+        return original(self, req_idx, sampling_params)
+
+    return add_request
+
+
+# ---- Model runner V1: the sampler sees one SamplingMetadata for each composition of the batch; seeds and positions travel on it
+
+
+class Draws(NamedTuple):
+    """What a batch's draws depend on; both [batch], on the device."""
+
+    seed: Tensor
+    position: Tensor
+
+
+def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
+    """The replacement of `GPUModelRunner._sample`: tells the sampler the batch's seeds and positions.
+
+    The position is that of the request's last token, as in V2: it comes from the lengths on the device, which are right also where the host runs ahead.
+    """
+
+    def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        batch = self.input_batch
+        if logits is not None and spec_decode_metadata is None and logits.shape[0] == batch.num_reqs:
+            metadata = batch.sampling_metadata
+            draws = getattr(metadata, "_attn_backend_draws", None)
+            seeds = v1_seeds(self, source) if draws is None else draws.seed
+            metadata._attn_backend_draws = Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)
+            # vLLM winds a generator back after a draw that does not count. These have not advanced, and are not needed: the seeds are known.
+            batch.generators.clear()
+        return original(self, logits, spec_decode_metadata)
+
+    return _sample
+
+
+def v1_seeds(runner: Any, source: SeedSource) -> Tensor:
+    """int64 [batch]: each request's seed, or one that is drawn when the request is first seen."""
+    batch = runner.input_batch
+    seeds = []
+    for request_id in batch.req_ids[: batch.num_reqs]:
+        request = runner.requests[request_id]
+        seed = getattr(request, "_attn_backend_seed", None)
+        if seed is None:
+            seed = source.draw() if request.generator is None else signed_64_bits(request.generator.initial_seed())
+            request._attn_backend_seed = seed    # kept: a request that is preempted comes back
+        seeds.append(seed)
+    return torch.tensor(seeds, dtype=torch.int64, pin_memory=runner.device.type == "cuda").to(runner.device, non_blocking=True)
+
+
+def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The replacement of V1's `Sampler.sample`: (logits [batch, vocab], metadata) -> (token ids [batch], processed log-probabilities if asked for)."""
+    original: Callable[..., Any] = sampler.sample
+
+    def sample_batch(self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor | None]:
+        metadata = sampling_metadata
+        draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
+        if draws is None or type(self) is not sampler:      # a warm-up run, or the bonus tokens of speculative decoding
+            return original(self, logits, metadata, logprobs_mode_override)
+        reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+        reports_filtered = reports and (logprobs_mode_override or self.logprobs_mode) in _PROCESSED
+        token_ids = v1_draw(self, logits.clone() if reports_filtered else logits, metadata, draws)
+        return token_ids, original(self, logits, metadata, logprobs_mode_override)[1] if reports_filtered else None
+
+    return sample_batch
+
+
+def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
+    if metadata.all_greedy:
+        return sample(logits, temperature=0.0).token_ids
+    temperature, min_p = metadata.temperature, None
+    processors = [processor for processor in metadata.logitsprocs.argmax_invariant if getattr(processor, "min_p_count", 1) > 0]
+    if len(processors) == 1 and type(processors[0]).__name__ == "MinPLogitsProcessor":
+        min_p = processors[0].min_p.view(-1)
+    elif processors:        # the user's own: they expect logits that the temperature has been applied to
+        logits = self.apply_temperature(logits, temperature, metadata.all_random)
+        for processor in processors:
+            logits = processor.apply(logits)
+        temperature = (temperature > 0).float()
+    return sample(
+        logits, temperature=temperature, top_k=metadata.top_k, top_p=metadata.top_p, min_p=min_p, seed=draws.seed, position=draws.position
+    ).token_ids

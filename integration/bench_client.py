@@ -1,0 +1,59 @@
+"""An engine's own benchmark client, with what its options do not offer: requests in their order, sampling parameters, and a seed for each request.
+
+Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...
+OPTIONS is JSON: {"keep_order": true or false, "sampling": null or the parameters as the server's API calls them, "seed": the first request's seed}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import runpy
+import sys
+from typing import Any
+
+
+class AddSampling:
+    """Puts the parameters, and the next seed, into every request for an answer that aiohttp sends."""
+
+    def __init__(self, sampling: dict[str, Any], first_seed: int) -> None:
+        import aiohttp
+
+        self.sampling, self.seeds, self.requests = sampling, itertools.count(first_seed), 0
+        original = aiohttp.ClientSession.post
+
+        def post(session: Any, url: Any, **options: Any) -> Any:
+            if isinstance(options.get("json"), dict):
+                options["json"] = self.add_to(options["json"])
+            return original(session, url, **options)
+
+        aiohttp.ClientSession.post = post  # type: ignore[method-assign,assignment]
+
+    def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of a request for an answer, with the parameters and the next seed; other bodies as they are."""
+        if "sampling_params" in body:  # SGLang's API
+            added = {"sampling_params": body["sampling_params"] | self.sampling | {"sampling_seed": next(self.seeds)}}
+        elif "prompt" in body:  # OpenAI's
+            added = self.sampling | {"seed": next(self.seeds)}
+        else:
+            return body
+        self.requests += 1
+        return body | added
+
+
+def main() -> None:
+    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]  # modules here have names of the standard library's
+    module, options = sys.argv[1], json.loads(sys.argv[2])
+    sys.argv = [module, *sys.argv[3:]]
+    if options["keep_order"]:
+        random.shuffle = lambda requests: None  # type: ignore[assignment]
+    added = AddSampling(options["sampling"], options["seed"]) if options["sampling"] else None
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if added and added.requests == 0:
+        sys.exit(f"{module} sent no request that sampling parameters could be added to")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Does a request with a seed get the same tokens whatever else the server does? Sampled answers to ShareGPT prompts, each with a seed of its own.
+
+    python -m integration.compare_sampling --engine vllm --num-prompts 32 --max-tokens 64
+    python -m integration.compare_sampling --engine sglang --model llama-3.1-8b --batch-invariant
+
+The same requests are sent to one server
+
+- one at a time, and once more one at a time: the answers must be equal;
+- all at once, in another order, log-probabilities asked for in every other one: must be equal where the logits are, that is in float32 or with
+  --batch-invariant (the engine's own mode). Elsewhere matrix products round differently in batches of different sizes, and one logit can change a token;
+- one at a time with other seeds: nearly all answers must differ, or the seeds would have no effect.
+
+Prefix caching is off, since a prompt that is computed from the cache is computed in other shapes.
+
+Exit status: 0 when all that must hold does, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.compare_tokens import sharegpt_prompts
+from integration.device import find_device
+from integration.engines import ENGINES, Engine, Launch, Sampling
+from integration.engines.base import OURS
+from integration.model import REPOSITORY, resolve_model
+from integration.serve_benchmark import KNOWN_ERRORS
+from integration.server import free_port, running_server, stop_on_signals
+from integration.sharegpt import sharegpt_file
+
+DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
+Answers = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt (token ids) with its seed."""
+
+    prompt: list[int]
+    seed: int
+
+
+def make_requests(prompts: list[list[int]], round_number: int) -> list[Request]:
+    """Seeds of all sizes: small ones, and ones that need 63 bits."""
+    draw = random.Random(round_number)
+    return [Request(prompt, draw.getrandbits(63) if index % 2 else index + 1000 * round_number) for index, prompt in enumerate(prompts)]
+
+
+def one_at_a_time(engine: Engine, url: str, requests: list[Request], max_tokens: int, sampling: Sampling) -> Answers:
+    return [engine.sample(url, request.prompt, max_tokens, sampling, request.seed, logprobs=False) for request in requests]
+
+
+def all_at_once(engine: Engine, url: str, requests: list[Request], max_tokens: int, sampling: Sampling, concurrency: int) -> Answers:
+    """Sent in another order, so that requests meet others and sit in other rows; returned in that of `requests`."""
+    order = list(range(len(requests)))
+    random.Random(0).shuffle(order)
+    answers: Answers = [[] for _ in requests]
+
+    def ask(index: int) -> None:
+        request = requests[index]
+        answers[index] = engine.sample(url, request.prompt, max_tokens, sampling, request.seed, logprobs=index % 2 == 1)
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        list(pool.map(ask, order))
+    return answers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How many answers are equal to those that were given one at a time."""
+
+    prompts: int
+    again: int
+    at_once: int
+    other_seeds: int
+
+    def holds(self, same_logits: bool) -> bool:
+        differ = self.prompts - self.other_seeds
+        return self.again == self.prompts and (self.at_once == self.prompts or not same_logits) and differ >= DIFFERENT_SEEDS_DIFFER * self.prompts
+
+    def __str__(self) -> str:
+        counts = f"{self.again} of {self.prompts} answers are equal when asked for again, {self.at_once} when asked for all at once"
+        return f"{counts}, {self.other_seeds} with another seed"
+
+
+def compare_answers(reference: Answers, again: Answers, at_once: Answers, other_seeds: Answers) -> Outcome:
+    same = [sum(one == other for one, other in zip(reference, answers, strict=True)) for answers in (again, at_once, other_seeds)]
+    return Outcome(len(reference), *same)
+
+
+def serve_and_sample(
+    engine: Engine, launch: Launch, prompts: list[list[int]], max_tokens: int, sampling: Sampling, log: Path, timeout_s: float = 900
+) -> list[Answers]:
+    """Start the server, ask for the four sets of answers that `compare_answers` takes, stop it."""
+    requests, others = make_requests(prompts, 0), make_requests(prompts, 1)
+    with running_server(engine, launch, log, timeout_s) as url:
+        begin = time.monotonic()
+        reference = one_at_a_time(engine, url, requests, max_tokens, sampling)
+        again = one_at_a_time(engine, url, requests, max_tokens, sampling)
+        at_once = all_at_once(engine, url, requests, max_tokens, sampling, launch.max_num_seqs)
+        other_seeds = one_at_a_time(engine, url, others, max_tokens, sampling)
+        print(f"{engine.name} with {launch.backend}: {4 * len(prompts)} answers in {time.monotonic() - begin:.0f} s", flush=True)
+    return [reference, again, at_once, other_seeds]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--backend", default=OURS)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--sampling", type=Sampling.parse, default=Sampling(), help="default: temperature=0.8,top_p=0.95,top_k=40")
+    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--longest-prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device())
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--no-cuda-graphs", action="store_true")
+    parser.add_argument("--start-timeout", type=float, default=900)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--server-args", type=shlex.split, default=[])
+    parser.add_argument("--results", type=Path, help="folder for the JSON file and the log; default: results/sampling-ENGINE-TIME")
+    return parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> bool:
+    results: Path = (given.results or REPOSITORY / "results" / f"sampling-{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    model = resolve_model(given.model, given.python)
+    path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
+    prompts = sharegpt_prompts(model, path, given.num_prompts, given.longest_prompt)
+    launch = Launch(
+        given.python,
+        model,
+        given.backend,
+        given.device,
+        free_port(),
+        dtype,
+        not given.no_cuda_graphs,
+        max_model_len=given.longest_prompt + given.max_tokens + 1,
+        max_num_seqs=given.concurrency,
+        extra_arguments=given.server_args,
+        prefix_caching=False,
+        batch_invariant=given.batch_invariant,
+    )
+    log = results / f"server-{given.engine}-{given.backend}.log"
+    answers = serve_and_sample(ENGINES[given.engine], launch, prompts, given.max_tokens, given.sampling, log, given.start_timeout)
+    outcome = compare_answers(*answers)
+    print(f"\n{outcome}")
+    holds = outcome.holds(same_logits=dtype == "float32" or given.batch_invariant)
+    names = ("one_at_a_time", "again", "at_once", "other_seeds")
+    report = {"settings": {name: str(value) for name, value in vars(given).items()} | {"dtype": dtype}, "holds": holds, **vars(outcome)}
+    (results / "sampling.json").write_text(json.dumps(report | dict(zip(names, answers, strict=True))) + "\n", encoding="utf-8")
+    print(f"written: {results / 'sampling.json'}")
+    return holds
+
+
+def main() -> None:
+    stop_on_signals()
+    try:
+        holds = run(parse_arguments())
+    except KNOWN_ERRORS as error:
+        sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()
