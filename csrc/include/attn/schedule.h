@@ -96,7 +96,7 @@ struct ScheduleHeader {
   int32_t is_plain;        // no row is in several groups, and there is no row list
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
-  uint32_t arrived;        // CTAs of the device planner that have finished their part; 0 between plans
+  uint32_t arrived;        // not used
   int64_t share;           // cost that each CTA gets
   int32_t kv_tile_cost[kNumTileKinds];   // as in ScheduleConfig
   int32_t pair_cost[kNumTileKinds];
@@ -208,7 +208,7 @@ struct Schedule {
   RowLink* links;            // [num_links][max_merge_rows]
   int32_t* rows;             // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;         // [max_nodes]
-  Attachment* attachments;   // [max_nodes]: what the device planner's CTAs tell each other
+  Attachment* attachments;   // [max_nodes]: what the device planner's CTAs tell each other; 0 between plans
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
