@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     )
     from .metadata import BSRView, Composition, KVCache, PageTable
 
-_SAMPLING = [
-    "Samples",
-    "SpeculativeSamples",
-    "chain_speculative_sampling",
-    "sample",
-    "sample_from_probs",
-    "softmax",
-    "top_k_mask_logits",
-    "top_k_renorm_probs",
-    "top_p_renorm_probs",
-]
-
 __all__ = [
     "Attention",
     "BSRView",
@@ -51,13 +39,13 @@ __all__ = [
     "top_p_renorm_probs",
 ]
 
-_HOMES = {"Attention": ".kernels.attention", "append_kv": ".kernels.append", **dict.fromkeys(_SAMPLING, ".kernels.sampling")}
+_HOMES = {"Attention": ".kernels.attention", "append_kv": ".kernels.append"} | dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata")
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `attn-backend doctor` can run, and say so, where torch is missing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, ".metadata"), __name__), name)
+    value = getattr(import_module(_HOMES.get(name, ".kernels.sampling"), __name__), name)
     globals()[name] = value
     return value

@@ -32,8 +32,8 @@ from integration.device import find_device
 from integration.engines import ENGINES, Engine, Launch, Sampling
 from integration.engines.base import OURS
 from integration.model import REPOSITORY, resolve_model
-from integration.serve_benchmark import KNOWN_ERRORS
-from integration.server import free_port, running_server, stop_on_signals
+from integration.serve_benchmark import exit_with
+from integration.server import free_port, running_server
 from integration.sharegpt import sharegpt_file
 
 DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
@@ -166,14 +166,7 @@ def run(given: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    stop_on_signals()
-    try:
-        holds = run(parse_arguments())
-    except KNOWN_ERRORS as error:
-        sys.exit(f"\nerror: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0 if holds else 1)
+    exit_with(lambda: run(parse_arguments()))
 
 
 if __name__ == "__main__":

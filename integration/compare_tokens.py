@@ -23,8 +23,8 @@ from pathlib import Path
 from integration.device import find_device
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.model import REPOSITORY, Model, resolve_model
-from integration.serve_benchmark import KNOWN_ERRORS
-from integration.server import free_port, running_server, stop_on_signals
+from integration.serve_benchmark import exit_with
+from integration.server import free_port, running_server
 from integration.sharegpt import first_turns, sharegpt_file
 
 ALTERNATIVES = 10
@@ -185,14 +185,7 @@ def run(given: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    stop_on_signals()
-    try:
-        same = run(parse_arguments())
-    except KNOWN_ERRORS as error:
-        sys.exit(f"\nerror: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0 if same else 1)
+    exit_with(lambda: run(parse_arguments()))
 
 
 if __name__ == "__main__":

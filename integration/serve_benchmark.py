@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from integration.client import ClientError, run_client
 from integration.device import device_name, find_device, package_versions
@@ -218,16 +218,25 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     )
 
 
-def main() -> None:
+def exit_with(command: Callable[[], bool]) -> NoReturn:
+    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
     stop_on_signals()
     try:
-        settings = parse_arguments()
-        rows = benchmark(settings)
+        holds = command()
     except KNOWN_ERRORS as error:
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    print(f"\n{format_table(rows)}")
+    sys.exit(0 if holds else 1)
+
+
+def run() -> bool:
+    print(f"\n{format_table(benchmark(parse_arguments()))}")
+    return True
+
+
+def main() -> None:
+    exit_with(run)
 
 
 if __name__ == "__main__":

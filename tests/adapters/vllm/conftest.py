@@ -35,3 +35,22 @@ def registry() -> Iterator[Any]:
     yield AttentionBackendEnum
     AttentionBackendEnum.CUSTOM.clear_override()
     AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+@pytest.fixture
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """None of vLLM's functions is replaced, before and after."""
+    from vllm_sampling import replaced
+
+    from attn_backend.adapters.vllm import sampler
+
+    monkeypatch.delenv("ATTN_BACKEND_SAMPLER", raising=False)
+    sampler.uninstall()
+    yield
+    sampler.uninstall()
+    assert replaced() == {False}
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
