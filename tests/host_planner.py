@@ -46,9 +46,9 @@ class _View(ctypes.Structure):
 
 def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None) -> Schedule:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner."""
-    config = list(attention._library.schedule_config(attention._handle))[:-6]
+    config = list(attention._library.schedule_config(attention._handle))[:-7]
     c_config = (ctypes.c_int32 * len(config))(*config)
-    offsets = (ctypes.c_int64 * 6)()
+    offsets = (ctypes.c_int64 * 7)()
     workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
 
     levels = composition.levels if isinstance(composition, Composition) else (composition,)

@@ -11,6 +11,7 @@
 #include "device/hopper/work_item.cuh"
 #include "device/output.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/math.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/work.cuh"
 
@@ -45,12 +46,18 @@ struct BoxCopier {
 
   __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
 
-  /// Starts to look up the boxes of the tile from `tile_token` on.
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+  /// Starts to look up the boxes of the tile from `tile_token` on. `start`: of the CTA, for the KV tile that it starts with.
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, const CtaStart* start = nullptr) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
     token = tile_token + share.first_token + box_token;
-    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.visible.end && token + params.box_tokens > tile.visible.begin;
-    if (wanted) entry = tile.entry(params.attention, token);
+    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end && token + params.box_tokens > tile.readable.begin;
+    if (!wanted) return;
+    if (start != nullptr && tile.indices != nullptr) {
+      const FastDivisor& page_size = params.attention.page_size;
+      entry = __ldg(start->entries + page_size.divide(token) - page_size.divide(tile_token));
+    } else {
+      entry = tile.entry(params.attention, token);
+    }
   }
 
   // Where the box that was looked up is.
@@ -65,7 +72,7 @@ struct BoxCopier {
     if (tile.indices == nullptr) {
       box.row = entry;       // behind the end of the tensor the copy engine brings zeros
       const AttentionParams& attention = params.attention;
-      if (entry + min_of(params.box_tokens, tile.visible.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+      if (entry + min_of(params.box_tokens, tile.readable.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
     } else {
       box.page = tile.page(params.attention, entry);
       box.row = params.attention.page_size.modulo(token);
@@ -104,11 +111,11 @@ struct RowCopier {
 
   __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
 
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, const CtaStart* = nullptr) {
     token = tile_token + share.first_token + ptx::lane_id();
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      wanted[i] = token + 32 * i >= tile.visible.begin && token + 32 * i < tile.visible.end;
+      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
       if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
     }
   }
@@ -134,17 +141,26 @@ struct RowCopier {
 
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+    constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
     const int chunk = lane % Tile::kRowChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
-    const uint32_t target = ptx::shared_address(shared.kv(part));
     const uint32_t unit_bytes = static_cast<uint32_t>(kElementBytes) << params.unit_shift;
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Tile::kRowChunks, chunk);
 #pragma unroll
-    for (int first = 0; first < Share<kHeadDim>::kTokens; first += kRowsPerPass) {
-      const int row = first % 32 + lane / Tile::kRowChunks;
-      const uint32_t from = __shfl_sync(0xffffffffu, box.row[first / 32], row);
-      if (from != kNotWanted) ptx::cp_async_16(target + Tile::offset(share.first_token + first / 32 * 32 + row, chunk), base + static_cast<uint64_t>(from) * unit_bytes);
+    for (int batch = 0; batch < Share<kHeadDim>::kTokens; batch += kBatch * kRowsPerPass) {
+      uint32_t from[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Tile::kRowChunks);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        if (from[i] != kNotWanted) ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+      }
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
@@ -200,11 +216,12 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
-  LoadedRowTile tile(params, cursor.now.tile);
+  const CtaStart& start = params.schedule.starts[blockIdx.x];
+  LoadedRowTile tile(params, start.tile, start.group, start.level);
   Copier copier(hopper_params, share);
 
-  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
-  look_up();
+  const auto look_up = [&](const CtaStart* known) { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim), known); };
+  look_up(&start);
   while (!cursor.done()) {
     produce_item<kHeadDim>(params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t tile_number = cursor.now.tile;
@@ -214,17 +231,17 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
-      if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
+      if (Copier::kLooksUpFirst && !last) look_up(nullptr);   // the next KV tile's pages
       wait_for_part<kHeadDim>(shared, place, narrow);
       copier.copy(shared, box, head, place.slot);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
-      if (!Copier::kLooksUpFirst) look_up();
+      if (!Copier::kLooksUpFirst) look_up(nullptr);
     }
     cursor.next_pair(params.num_kv_heads);
     if (cursor.done()) break;
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
-    look_up();
+    look_up(nullptr);
   }
   produce_item<kHeadDim>(params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();

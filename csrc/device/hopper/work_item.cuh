@@ -11,7 +11,8 @@ namespace attn::hopper {
 /// A row tile, read once.
 struct LoadedRowTile {
   RowTileRows<true> rows;
-  TokenRange visible;        // tokens that some row sees
+  int32_t kv_end;            // behind the last token that some row sees
+  TokenRange readable;       // from the first token that some row sees to the end of the row group's: these are in the cache, whether seen or not
   int32_t first_token;       // of its first KV tile
   int32_t num_kv_tiles;
   int32_t kind;
@@ -23,25 +24,27 @@ struct LoadedRowTile {
   int64_t num_entries;
   int64_t table_begin;
 
-  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) {
-    const RowTile& tile = params.schedule.tiles[tile_number];
+  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) : LoadedRowTile(params, params.schedule.tiles[tile_number]) {}
+  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile) : LoadedRowTile(params, tile, params.schedule.groups[tile.group]) {}
+  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile, const RowGroup& group)
+      : LoadedRowTile(params, tile, group, params.schedule.header->levels[group.level]) {}
+
+  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile, const RowGroup& group, const Level& level) {
     first_token = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
-    const int32_t kv_end = tile.kv_end;
-    const RowGroup& group = params.schedule.groups[tile.group];
+    kv_end = tile.kv_end;
     table_begin = group.table_begin;
-    const Level& level = params.schedule.header->levels[group.level];
     indices = level.indices;
     num_entries = level.num_entries;
     entry_step = level.entry_step;
     causal = level.causal;
     window_left = level.window_left;
-    rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
+    rows = RowTileRows<true>(tile, group, level, params.group_size.divisor);
     const VariantParams variant{params.sm_scale, params.logits_soft_cap, causal, window_left};
-    const TokenRange all{0, params.num_pages > 0 ? kv_end : 0};
-    visible = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all);
-    visible.end = all.end;
+    if (params.num_pages == 0) kv_end = 0;
+    readable = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), TokenRange{0, kv_end});
+    readable.end = params.num_pages > 0 ? group.kv_len : 0;
   }
 
   /// Starts to read the page table, for a token of the request.
@@ -63,7 +66,8 @@ struct LoadedRowTile {
 /// A run of KV tiles of one (row tile, KV head) pair.
 struct WorkItem {
   RowTileRows<true> rows;
-  TokenRange visible;        // tokens that some row sees
+  int32_t kv_end;            // behind the last token that some row sees
+  TokenRange readable;       // of its row tile: what else lies in its KV tiles is not in the cache
   int32_t num_kv_tiles;      // 0: there is no further item
   int32_t first_token;       // of the first KV tile
   int32_t kind;
@@ -79,7 +83,8 @@ struct WorkItem {
   __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor) {
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
-    visible = tile.visible;
+    kv_end = tile.kv_end;
+    readable = tile.readable;
     num_kv_tiles = end - cursor.now.kv_tile;
     first_token = tile.first_token + cursor.now.kv_tile * params.kv_tile;
     kind = tile.kind;
