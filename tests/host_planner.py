@@ -74,9 +74,9 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
 
 def _workspace(library: ctypes.CDLL, attention: Attention) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
     """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
-    config = list(attention._library.schedule_config(attention._handle))[:-7]
+    config = list(attention._library.schedule_config(attention._handle))[:-6]
     c_config = (ctypes.c_int32 * len(config))(*config)
-    offsets = (ctypes.c_int64 * 7)()
+    offsets = (ctypes.c_int64 * 6)()
     workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
     return config, c_config, workspace, list(offsets)
 

@@ -152,5 +152,5 @@ def differences(schedule: Schedule, model: Model) -> list[str]:
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
-    names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "starts", "rows"] + ["links"] * links
+    names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
     return a.errors == b.errors and a.forest == b.forest and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -81,7 +81,6 @@ class Schedule:
         tiles: int32 [tiles, 6]: group, kind, packed_begin, kv_begin, kv_end, num_kv_tiles.
         cost_begin: int64 [tiles]: cost of everything before the tile.
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
-        starts: int32 [num_ctas, 40]: the words of CtaStart but for its pointers: what each CTA's interval starts with; 0 for a CTA without work.
         links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the row's number in them. Row i of `links` is row i
             of Q in a composition of several levels; with a forest they are the rows of all requests in taken nodes, one after another; in a batch
             invariant schedule requests.
@@ -97,7 +96,6 @@ class Schedule:
     tiles: torch.Tensor
     cost_begin: torch.Tensor
     positions: torch.Tensor
-    starts: torch.Tensor
     links: torch.Tensor
     rows: torch.Tensor
     forest: tuple[PrefixNode, ...]
@@ -115,7 +113,7 @@ class Schedule:
     def read(cls, workspace: torch.Tensor, config: list[int]) -> Schedule:
         """Reads the bytes of a workspace (uint8, CPU); `config` comes from the host library's schedule_config()."""
         _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, min_share, *costs = config[:25]
-        groups_at, tiles_at, positions_at, starts_at, links_at, rows_at, nodes_at = config[25:]
+        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[25:]
 
         def int32(begin: int, count: int, size: int) -> torch.Tensor:
             return workspace[begin : begin + 4 * count * size].view(torch.int32).view(count, size)
@@ -124,8 +122,6 @@ class Schedule:
         levels = int32(80, num_levels, 10)
         groups = int32(groups_at, num_groups, 10)
         tiles = int32(tiles_at, num_tiles, 8)
-        positions = int32(positions_at, num_ctas + 1, 4)[:, :3].clone()
-        starts = int32(starts_at, num_ctas, 44)
         links = int32(links_at, num_links * max_merge_rows if num_merge_rows else 0, 2)
         listed = int(groups[groups[:, 6] == 1, 3].sum()) if num_requests else 0
         return cls(
@@ -133,8 +129,7 @@ class Schedule:
             table_begin=groups[:, :2].contiguous().view(torch.int64).flatten(),
             tiles=tiles[:, 2:].clone(),
             cost_begin=tiles[:, :2].contiguous().view(torch.int64).flatten(),
-            positions=positions,
-            starts=torch.cat([starts[:, :18], starts[:, 22:]], dim=1).where(positions[:-1, :1] < num_tiles, 0),
+            positions=int32(positions_at, num_ctas + 1, 4)[:, :3].clone(),
             links=links.view(-1, max_merge_rows, 2)[:, :num_merge_rows].clone() if num_merge_rows else links.view(0, 0, 2),
             rows=int32(rows_at, listed, 1).flatten().clone(),
             forest=_read_forest(int32(nodes_at, num_requests, 12)),

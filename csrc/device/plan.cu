@@ -247,9 +247,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   };
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    const Position position = find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned));
-    store<int4>(p.schedule.positions + cta, position);
-    if (cta < config.num_ctas && position.tile < line.num_tiles) store<int4>(p.schedule.starts + cta, make_cta_start(p, position));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
   }
 }
 

@@ -52,12 +52,9 @@ struct RowTileRows {
 
   RowTileRows() = default;
 
-  __device__ __forceinline__ RowTileRows(const Schedule& schedule, const RowTile& tile, const RowGroup& group, int32_t group_size)
-      : RowTileRows(tile, group, schedule.header->levels[group.level], group_size) {}
-
-  __device__ __forceinline__ RowTileRows(const RowTile& tile, const RowGroup& group, const Level& level, int32_t group_size) {
+  __device__ __forceinline__ RowTileRows(const Schedule& schedule, const RowTile& tile, const RowGroup& group, int32_t group_size) {
     if constexpr (kManyLevels) {
-      list = level.rows;
+      list = schedule.header->levels[group.level].rows;
       state_begin = group.state_begin;
     }
     packed_begin = tile.packed_begin;

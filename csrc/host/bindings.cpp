@@ -48,7 +48,7 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
   object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
 }
 
-/// What a reader of the schedule needs: all of ScheduleConfig, in its order, then the offsets of groups, tiles, positions, starts, links, rows and nodes.
+/// What a reader of the schedule needs: all of ScheduleConfig, in its order, then the offsets of groups, tiles, positions, links, rows and nodes.
 tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   const ScheduleConfig& config = object(handle).schedule_config();
   const ScheduleLayout& layout = object(handle).layout();
@@ -56,7 +56,7 @@ tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   const int32_t* fields = reinterpret_cast<const int32_t*>(&config);
   tvm::ffi::Array<int64_t> values;
   for (size_t i = 0; i < sizeof(config) / sizeof(int32_t); ++i) values.push_back(fields[i]);
-  for (const int64_t offset : {layout.groups, layout.tiles, layout.positions, layout.starts, layout.links, layout.rows, layout.nodes}) values.push_back(offset);
+  for (const int64_t offset : {layout.groups, layout.tiles, layout.positions, layout.links, layout.rows, layout.nodes}) values.push_back(offset);
   return values;
 }
 

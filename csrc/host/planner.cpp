@@ -70,9 +70,7 @@ void plan_on_host(const PlanParams& p) {
   planned.share = cta_share(p, total_cost);
   const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    const Position position = find_position(p, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
-    p.schedule.positions[cta] = position;
-    if (cta < config.num_ctas && position.tile < planned.num_tiles) p.schedule.starts[cta] = make_cta_start(p, position);
+    p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
   }
   write_header(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);

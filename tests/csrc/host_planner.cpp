@@ -3,16 +3,15 @@
 
 #include "plan_params.h"
 
-/// Bytes of the workspace; `offsets` receives where groups, tiles, positions, starts, links, rows and nodes start in it.
+/// Bytes of the workspace; `offsets` receives where groups, tiles, positions, links, rows and nodes start in it.
 extern "C" int64_t host_planner_layout(const int32_t* config, int64_t* offsets) {
   const attn::ScheduleLayout layout(attn::passed_config(config));
   offsets[0] = layout.groups;
   offsets[1] = layout.tiles;
   offsets[2] = layout.positions;
-  offsets[3] = layout.starts;
-  offsets[4] = layout.links;
-  offsets[5] = layout.rows;
-  offsets[6] = layout.nodes;
+  offsets[3] = layout.links;
+  offsets[4] = layout.rows;
+  offsets[5] = layout.nodes;
   return layout.bytes;
 }
 

@@ -46,27 +46,6 @@ def test_planner_agrees_with_model(device: torch.device, shape: tuple[int, int, 
         assert not schedule_model.differences(schedule, model), seed
 
 
-def test_ctas_start_with_their_first_tile(device: torch.device) -> None:
-    attention = make_attention(SHAPES[0], device)
-    for seed in range(BATCHES):
-        view = batches.random_view(seed, device, True)
-        attention.plan(view)
-        schedule = attention.schedule()
-        for (tile, _, kv_tile), start in zip(schedule.positions.tolist(), schedule.starts.tolist(), strict=False):
-            if tile >= len(schedule.tiles):
-                assert not any(start)
-                continue
-            group = schedule.tiles[tile, 0]
-            assert start[2:8] == schedule.tiles[tile].tolist()
-            assert start[10:17] == schedule.groups[group].tolist()
-            indices, step = view.table.indices, view.table.entry_step
-            if indices is not None:
-                flat = indices.flatten() if indices.is_contiguous() else indices.as_strided(((indices.shape[0] - 1) * indices.stride(0) + indices.shape[1],), (1,))
-                page = (schedule.tiles[tile, 3] + kv_tile * schedule.kv_tile) // view.table.page_size
-                entries = schedule.table_begin[group] + (page + torch.arange(16)) * step
-                assert not len(flat) or start[24:] == flat.cpu()[entries.clamp(0, len(flat) - 1)].tolist()
-
-
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("options", [{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], ids=["plain", "cascade", "always", "invariant"])

@@ -8,7 +8,6 @@
 #include "device/hopper/producer.cuh"
 #include "device/hopper/shared_memory.cuh"
 #include "device/ptx/grid_dependency.cuh"
-#include "device/ptx/prefetch.cuh"
 #include "device/ptx/registers.cuh"
 #include "device/work.cuh"
 
@@ -20,8 +19,6 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
   const SharedMemory<kHeadDim> shared(memory);
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
-  const char* const start = reinterpret_cast<const char*>(params.attention.schedule.starts + blockIdx.x);
-  if (threadIdx.x < 2) ptx::prefetch_l2(start + threadIdx.x * 128);   // on its way together with the positions
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(params.k);

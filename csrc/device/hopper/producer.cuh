@@ -46,18 +46,12 @@ struct BoxCopier {
 
   __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
 
-  /// Starts to look up the boxes of the tile from `tile_token` on. `start`: of the CTA, for the KV tile that it starts with.
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, const CtaStart* start = nullptr) {
+  /// Starts to look up the boxes of the tile from `tile_token` on.
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
     token = tile_token + share.first_token + box_token;
     wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end && token + params.box_tokens > tile.readable.begin;
-    if (!wanted) return;
-    if (start != nullptr && tile.indices != nullptr) {
-      const FastDivisor& page_size = params.attention.page_size;
-      entry = __ldg(start->entries + page_size.divide(token) - page_size.divide(tile_token));
-    } else {
-      entry = tile.entry(params.attention, token);
-    }
+    if (wanted) entry = tile.entry(params.attention, token);
   }
 
   // Where the box that was looked up is.
@@ -111,7 +105,7 @@ struct RowCopier {
 
   __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<kHeadDim>& share_) : params(params_), share(share_) {}
 
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, const CtaStart* = nullptr) {
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     token = tile_token + share.first_token + ptx::lane_id();
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
@@ -216,12 +210,11 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
-  const CtaStart& start = params.schedule.starts[blockIdx.x];
-  LoadedRowTile tile(params, start.tile, start.group, start.level);
+  LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
-  const auto look_up = [&](const CtaStart* known) { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim), known); };
-  look_up(&start);
+  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
+  look_up();
   while (!cursor.done()) {
     produce_item<kHeadDim>(params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t tile_number = cursor.now.tile;
@@ -231,17 +224,17 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
-      if (Copier::kLooksUpFirst && !last) look_up(nullptr);   // the next KV tile's pages
+      if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
       wait_for_part<kHeadDim>(shared, place, narrow);
       copier.copy(shared, box, head, place.slot);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
-      if (!Copier::kLooksUpFirst) look_up(nullptr);
+      if (!Copier::kLooksUpFirst) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
     if (cursor.done()) break;
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
-    look_up(nullptr);
+    look_up();
   }
   produce_item<kHeadDim>(params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();

@@ -24,23 +24,21 @@ struct LoadedRowTile {
   int64_t num_entries;
   int64_t table_begin;
 
-  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) : LoadedRowTile(params, params.schedule.tiles[tile_number]) {}
-  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile) : LoadedRowTile(params, tile, params.schedule.groups[tile.group]) {}
-  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile, const RowGroup& group)
-      : LoadedRowTile(params, tile, group, params.schedule.header->levels[group.level]) {}
-
-  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, const RowTile& tile, const RowGroup& group, const Level& level) {
+  __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) {
+    const RowTile& tile = params.schedule.tiles[tile_number];
     first_token = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
     kv_end = tile.kv_end;
+    const RowGroup& group = params.schedule.groups[tile.group];
     table_begin = group.table_begin;
+    const Level& level = params.schedule.header->levels[group.level];
     indices = level.indices;
     num_entries = level.num_entries;
     entry_step = level.entry_step;
     causal = level.causal;
     window_left = level.window_left;
-    rows = RowTileRows<true>(tile, group, level, params.group_size.divisor);
+    rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant{params.sm_scale, params.logits_soft_cap, causal, window_left};
     if (params.num_pages == 0) kv_end = 0;
     readable = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), TokenRange{0, kv_end});

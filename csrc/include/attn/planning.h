@@ -287,28 +287,12 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   }
 }
 
-ATTN_HD Level make_level(const PlanParams& p, int32_t index) {
+ATTN_HD void write_level(const PlanParams& p, int32_t index) {
   const PlanLevel& level = p.levels[index];
   int32_t group_begin = 0;
   for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
-  return Level{level.table.indices, level.rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
-}
-
-ATTN_HD void write_level(const PlanParams& p, int32_t index) { p.schedule.header->levels[index] = make_level(p, index); }
-
-/// What an interval that starts at `position` starts with. Row tiles and row groups are written.
-ATTN_HD CtaStart make_cta_start(const PlanParams& p, const Position& position) {
-  CtaStart start;
-  start.tile = p.schedule.tiles[position.tile];
-  start.group = p.schedule.groups[start.tile.group];
-  start.level = make_level(p, start.group.level);
-  const PageTable& table = p.levels[start.group.level].table;
-  const int32_t first_page = table.indices == nullptr ? 0 : (start.tile.kv_begin + position.kv_tile * p.config.kv_tile) / table.page_size;
-  for (int32_t i = 0; i < kStartEntries; ++i) {
-    const int64_t entry = start.group.table_begin + static_cast<int64_t>(first_page + i) * table.entry_step;
-    start.entries[i] = table.indices == nullptr || table.num_entries == 0 ? 0 : table.indices[clamp<int64_t>(entry, 0, table.num_entries - 1)];
-  }
-  return start;
+  p.schedule.header->levels[index] =
+      Level{level.table.indices, level.rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
 }
 
 /// Links row number `index` of a group of a composition, and reports a row that does not exist. Returns the row's number plus 1, 0 if it does not exist.

@@ -86,18 +86,6 @@ struct Level {
   int32_t group_begin;     // its first RowGroup
 };
 
-/// Entries of a page table that CtaStart has room for.
-constexpr int32_t kStartEntries = 16;
-
-/// What a CTA's interval starts with: its first row tile, and what else an attention kernel would have to look up for it, one miss after another, before it can ask
-/// for the first K. Unwritten for a CTA without work.
-struct alignas(16) CtaStart {
-  RowTile tile;
-  RowGroup group;
-  Level level;
-  int32_t entries[kStartEntries];   // of the page table, from the first page of the interval's first KV tile on
-};
-
 struct ScheduleHeader {
   int32_t num_groups;
   int32_t num_tiles;
@@ -190,7 +178,6 @@ struct ScheduleLayout {
   int64_t groups;
   int64_t tiles;
   int64_t positions;
-  int64_t starts;
   int64_t links;
   int64_t rows;
   int64_t nodes;
@@ -201,8 +188,7 @@ struct ScheduleLayout {
     groups = align(static_cast<int64_t>(sizeof(ScheduleHeader)));
     tiles = align(groups + static_cast<int64_t>(sizeof(RowGroup)) * config.max_groups);
     positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
-    starts = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
-    links = align(starts + static_cast<int64_t>(sizeof(CtaStart)) * config.num_ctas);
+    links = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
     rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
     nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
     attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
@@ -219,7 +205,6 @@ struct Schedule {
   RowGroup* groups;          // [max_groups]
   RowTile* tiles;            // [max_tiles]
   Position* positions;       // [num_ctas + 1]
-  CtaStart* starts;          // [num_ctas]
   RowLink* links;            // [num_links][max_merge_rows]
   int32_t* rows;             // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;         // [max_nodes]
@@ -232,7 +217,6 @@ struct Schedule {
     groups = reinterpret_cast<RowGroup*>(base + layout.groups);
     tiles = reinterpret_cast<RowTile*>(base + layout.tiles);
     positions = reinterpret_cast<Position*>(base + layout.positions);
-    starts = reinterpret_cast<CtaStart*>(base + layout.starts);
     links = reinterpret_cast<RowLink*>(base + layout.links);
     rows = reinterpret_cast<int32_t*>(base + layout.rows);
     nodes = reinterpret_cast<PrefixNode*>(base + layout.nodes);
