@@ -281,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     }
     __syncthreads();
     planned = shared.planned;
-    if (linkers.has_this_thread() && shared.takes_forest) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, planned.num_groups - size));
+    const int32_t num_taken = planned.num_groups - size;
+    if (linkers.has_this_thread() && num_taken > 1) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, num_taken));
   }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
   attn::plan(params, m, linkers, shared, tile_begin, planned, errors);

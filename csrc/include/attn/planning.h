@@ -50,6 +50,10 @@ inline void prepare_plan(PlanParams& p) {
   p.page_size = FastDivisor(p.levels[0].table.page_size);
   p.num_ctas = FastDivisor(p.config.num_ctas);
   for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
+  for (int32_t i = 0; i < p.num_levels; ++i) {
+    const PageTable& table = p.levels[i].table;
+    p.levels[i].kv_length = table.kv_lens ? table.kv_lens : table.last_page_len ? table.last_page_len : p.levels[i].qo_indptr;
+  }
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
   if (!p.seeks_forest) return;
@@ -95,13 +99,8 @@ struct GroupLengths {
   IndexArray::Words kv;
 };
 
-/// kv_lens, or else last_page_len; or an array that has as many elements and is not used.
-ATTN_HD const IndexArray& kv_length_array(const PlanLevel& level) {
-  return level.table.kv_lens ? level.table.kv_lens : level.table.last_page_len ? level.table.last_page_len : level.qo_indptr;
-}
-
 ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
-  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), kv_length_array(level).words(i)};
+  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
 }
 
 /// Row group i of a level. What cannot be right is clamped and reported, as above.
@@ -110,7 +109,7 @@ ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const Gro
   const PageTable& table = level.table;
   const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
   const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
-  const int32_t length = kv_length_array(level).narrow(lengths.kv);
+  const int32_t length = level.kv_length.narrow(lengths.kv);
   RowGroup group;
   group.table_begin = range.begin;
   group.qo_begin = clamp(qo_first, 0, level.max_rows);
