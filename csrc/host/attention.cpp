@@ -111,7 +111,8 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
   if (config.on_cuda) {
     const int32_t device = config.device;
     const ScheduleConfig schedule = make_schedule_config(config);
-    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
+    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, 0));
+    if (schedule.max_nodes > 0) plan_forest_kernel_ = driver::load_kernel(files.plan, "plan_forest_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
     const bool hopper = config.kernel == KernelKind::kHopper;
     threads_ = hopper ? hopper::kThreads : kThreads;
     const int32_t attention_bytes = hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
@@ -151,7 +152,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
       const int32_t num_requests = params.levels[0].num_groups;
       shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);
     }
-    driver::launch(plan_kernel_, shape, &params, stream);
+    driver::launch(params.seeks_forest ? plan_forest_kernel_ : plan_kernel_, shape, &params, stream);
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;
