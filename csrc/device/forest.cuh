@@ -82,11 +82,13 @@ struct OnlyNode {
   int32_t rows;
   int32_t requests;
   int32_t weight;
+  int32_t tile_cost;         // kv_tile_cost_of_rows()
+  int64_t fixed_cost;        // fixed_node_cost()
   int32_t rows_before;       // of its requests before this thread's; -1: it is not one of them
 };
 
 /// What is known of the only node, if all that attach do so at the same one: everything but its pages. Behind it all threads have seen what was written before.
-__device__ __forceinline__ OnlyNode expect_only_node(const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+__device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t i = team.thread();
   const bool attaches = i < f.size && f[i].key != 0;
@@ -111,6 +113,8 @@ __device__ __forceinline__ OnlyNode expect_only_node(const ForestMemory& m, Fore
   only.rows = total.a + f[only.leader].qo_len;
   only.requests = total.b + 1;
   only.weight = shared.weight + f[only.leader].tile_cost;
+  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows);
+  only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
   only.rows_before = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
   return only;
 }
@@ -159,7 +163,7 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     f[i].deepest = f[i].newest = -1;
     f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
   });
-  if (f.size <= team.count) only = expect_only_node(m, shared, team); else team.sync();
+  if (f.size <= team.count) only = expect_only_node(p, m, shared, team); else team.sync();
   int32_t key = 0;
   team.for_each(f.size, [&](int32_t i) {
     f[i].node = -1;
@@ -336,13 +340,8 @@ __device__ __forceinline__ bool make_only_node(const PlanParams& p, const Forest
   const Forest& f = m.forest;
   const int32_t i = team.thread();
   if (i >= f.size) return true;    // not asked
-  ForestEntry node{};
-  node.pages = only.pages;
-  node.rows = only.rows;
-  node.weight = only.weight;
-  const int32_t states = 2 * only.rows;
-  const NodeCost cost = node_cost(p, node, 0, states);
-  int32_t reason = judge_node(p.config, cost, 0, states, forest_states(p.config));
+  const NodeCost cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
+  int32_t reason = judge_node(p.config, cost, 0, 2 * only.rows, forest_states(p.config));
   if (reason == kNodeTaken && !forest_pays(p.config, cost.saved - cost.added)) reason = kForestSavesTooLittle;
   const bool taken = reason == kNodeTaken;
   const bool takes_part = taken && only.rows_before >= 0;
