@@ -35,7 +35,7 @@ from benchmarks.schedules import taken_prefixes, total_cost
 from benchmarks.timing import Machine, Timer
 
 MAX_BATCH = 256
-STATE_COSTS = np.arange(0, 257, 4)            # grid of the regret fit, 64ths of a cost unit
+STATE_COSTS = np.arange(0, 1025, 16)          # grid of the regret fit, 64ths of a cost unit
 CASCADE_COSTS = np.arange(0, 20001, 250)      # grid of the regret fit, cost units
 
 

@@ -18,6 +18,11 @@ struct ForestShared {
   int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
   int32_t saved_low;
   int32_t states;            // that taking every node would need
+  int32_t weight;            // of OnlyNode, without its leader
+  int32_t first_attached;    // smallest request that attaches
+  int32_t first_leader;      // smallest and largest first request of the same first page, over all requests that attach
+  int32_t last_leader;
+  int32_t keys[kPlanThreads / 32];   // of each warp's requests that attach; 0: there are none, -1: they differ
   int32_t max_depth;
   int32_t max_taken_depth;   // 0: no node was taken
 };
@@ -68,13 +73,80 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
   return several;
 }
 
+/// A forest of one node, as it is where one prefix is all that requests share. What does not depend on where they attach is found out while they still wait for
+/// that, a thread a request.
+struct OnlyNode {
+  int32_t leader = -1;       // -1: there may be other nodes
+  int32_t number;            // of the node
+  int32_t pages;
+  int32_t rows;
+  int32_t requests;
+  int32_t weight;
+  int32_t tile_cost;         // kv_tile_cost_of_rows()
+  int64_t fixed_cost;        // fixed_node_cost()
+  int32_t rows_before;       // of its requests before this thread's; -1: it is not one of them
+};
+
+/// What is known of the only node, if all that attach do so at the same one: everything but its pages. Behind it all threads have seen what was written before.
+__device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+  const Forest& f = m.forest;
+  const int32_t i = team.thread();
+  const bool attaches = i < f.size && f[i].key != 0;
+  const int32_t leader = attaches ? f[f[i].node].smallest : 0;
+  const int32_t first_leader = __reduce_min_sync(0xffffffffu, attaches ? leader : f.size);
+  const int32_t last_leader = __reduce_max_sync(0xffffffffu, attaches ? leader : -1);
+  const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? f[i].tile_cost : 0);
+  const int32_t first_attached = __reduce_min_sync(0xffffffffu, attaches ? i : f.size);
+  if (i % 32 == 0) {
+    ptx::shared_min(&shared.first_attached, first_attached);
+    ptx::shared_min(&shared.first_leader, first_leader);
+    ptx::shared_max(&shared.last_leader, last_leader);
+    ptx::shared_add(&shared.weight, weight);
+  }
+  PlanSums<int32_t> total;
+  bool any = false;
+  const PlanSums<int32_t> before = sum_before(team, shared.sums, f.size, PlanSums<int32_t>{attaches ? f[i].qo_len : 0, attaches}, total, any);
+  OnlyNode only;
+  if (shared.first_leader != shared.last_leader) return only;
+  only.leader = shared.first_leader;
+  only.number = shared.first_attached;
+  only.rows = total.a + f[only.leader].qo_len;
+  only.requests = total.b + 1;
+  only.weight = shared.weight + f[only.leader].tile_cost;
+  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows);
+  only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
+  only.rows_before = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
+  return only;
+}
+
+/// Checks that there is no other node, and fills in where it is. `key`: of this thread's request; 0: it does not attach.
+__device__ __forceinline__ void confirm_only_node(ForestShared& shared, const PlanTeam& team, int32_t key, OnlyNode& only) {
+  const int32_t warp = team.thread() / 32;
+  const uint32_t attached = __ballot_sync(0xffffffffu, key != 0);
+  const int32_t lane = attached == 0 ? 0 : __ffs(static_cast<int>(attached)) - 1;
+  const int32_t of_lane = __shfl_sync(0xffffffffu, key, lane);
+  const bool same = __all_sync(0xffffffffu, key == 0 || key == of_lane);
+  if (team.thread() % 32 == 0) shared.keys[warp] = same ? of_lane : -1;
+  team.sync();
+  int32_t found = 0;
+#pragma unroll 4
+  for (int32_t w = 0; w < team.count / 32; ++w) {
+    const int32_t of_warp = shared.keys[w];
+    if (of_warp != 0) found = found == 0 || found == of_warp ? of_warp : -1;
+  }
+  if (found < 0) only.leader = -1;
+  only.pages = found >> Forest::kNodeBits;
+}
 /// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this
-/// thread.
-__device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
+/// thread; `only`: receives the only node, if there is but one.
+__device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors,
+                                                    OnlyNode& only) {
   const Forest& f = m.forest;
   if (threadIdx.x == 0) {
-    shared.saved_high = shared.saved_low = shared.states = shared.max_taken_depth = 0;
+    shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_taken_depth = 0;
     shared.max_depth = 1;
+    shared.first_attached = shared.first_leader = f.size;
+    shared.last_leader = -1;
   }
   read_requests(p, team, m, f.size, errors);
   team.for_each(f.size, [&](int32_t i) {
@@ -91,7 +163,8 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     f[i].deepest = f[i].newest = -1;
     f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
   });
-  team.sync();
+  if (f.size <= team.count) only = expect_only_node(p, m, shared, team); else team.sync();
+  int32_t key = 0;
   team.for_each(f.size, [&](int32_t i) {
     f[i].node = -1;
     f[i].smallest = i;
@@ -100,8 +173,9 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     f[i].leader = attachment.leader;
     f[i].pages = attachment.pages;
     f[i].node = kGrouped;
-    f[i].key = attachment.pages << Forest::kNodeBits | attachment.leader;
+    f[i].key = key = attachment.pages << Forest::kNodeBits | attachment.leader;
   });
+  if (only.leader >= 0) confirm_only_node(shared, team, key, only);
   return !wrong;   // what is wrong is not shared; the mail had to be received all the same
 }
 
@@ -258,17 +332,51 @@ __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared
   planned.num_groups += num_taken;
   planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
   planned.num_links = shared.max_taken_depth + 1;
-  team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
+  if (num_taken > 1) team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
 }
 
-/// Everything but the links. Returns whether anything was taken.
+/// Makes the forest of one node; a thread a request. The same as decide() and place_forest(), but every thread decides for itself. Returns whether it is taken.
+__device__ __forceinline__ bool make_only_node(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const OnlyNode& only, Planned& planned) {
+  const Forest& f = m.forest;
+  const int32_t i = team.thread();
+  if (i >= f.size) return true;    // not asked
+  const NodeCost cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
+  int32_t reason = judge_node(p.config, cost, 0, 2 * only.rows, forest_states(p.config));
+  if (reason == kNodeTaken && !forest_pays(p.config, cost.saved - cost.added)) reason = kForestSavesTooLittle;
+  const bool taken = reason == kNodeTaken;
+  const bool takes_part = taken && only.rows_before >= 0;
+  f[i].top = takes_part ? only.number : -1;
+  f[i].merge_begin = takes_part ? only.rows_before : -1;
+  if (i == 0) f[i].taken_node = only.number;
+  if (i == only.number) {
+    f[i].parent = -1;
+    f[i].taken = i;
+    f[i].taken_depth = 1;
+    f[i].rows = only.rows;
+    f[i].group = f.size;
+    f[i].row_begin = 0;
+    p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, -1, reason, cost.saved, cost.added};
+  } else {
+    p.schedule.nodes[i].leader = -1;
+  }
+  if (taken) {
+    ++planned.num_groups;
+    planned.num_merge_rows = only.rows;
+    planned.num_links = 2;
+  }
+  return taken;
+}
+
+/// Everything but the links. Returns whether anything was taken: thread 0's answer counts.
 __device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned,
                                             uint32_t& errors) {
   planned.num_requests = m.forest.size;
-  if (!receive_attachments(p, m, shared, team, errors)) {
+  OnlyNode only;
+  if (!receive_attachments(p, m, shared, team, errors, only)) {
     team.for_each(m.forest.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
     return false;
   }
+  if (only.leader >= 0) return make_only_node(p, m, team, only, planned);
   find_nodes(p, m, shared, team);
   if (!decide(p, m, shared, team)) return false;
   place_forest(m, shared, team, planned);
@@ -323,13 +431,13 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
   }
 }
 
-/// Links all rows of the forest. The rows of the first nodes have been counted.
+/// Links all rows of the forest. The rows of the first nodes have been counted, unless there is but one: then all rows to be merged are its rows.
 __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
   const Forest& f = m.forest;
   const int32_t num_taken = planned.num_groups - f.size;
   const int32_t columns = count_columns(m, num_taken);
 #pragma unroll 1
-  for (int32_t begin = 0; begin < num_taken; begin += columns) {
+  for (int32_t begin = 0; num_taken > 1 && begin < num_taken; begin += columns) {
     if (begin > 0) {
       team.sync();
       team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
@@ -343,7 +451,10 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
     if (f[i].merge_begin < 0) return;
     const int32_t depth = f[f[i].top].taken_depth;
 #pragma unroll 1
-    for (int32_t row = 0; row < f[i].qo_len; ++row) link_own_row(p, f, i, row, depth, planned.num_links);
+    for (int32_t row = 0; row < f[i].qo_len; ++row) {
+      if (num_taken == 1) link_node_row(p, f, f[i].top, i, row, f[i].merge_begin + row);
+      link_own_row(p, f, i, row, depth, planned.num_links);
+    }
   });
 }
 

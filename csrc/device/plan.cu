@@ -120,10 +120,13 @@ struct Line {
   int64_t cost;
 };
 
-/// Reads row group i, as it is before it has a place on the line. `forest`: of the requests, where one was sought.
+/// Reads row group i, as it is before it has a place on the line.
+template <bool kSeeksForest>
 __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const PlanSharedMemory& shared, int32_t i, uint32_t& errors) {
-  if (p.config.batch_invariant) return p.schedule.groups[i];
-  if (!p.seeks_forest) return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
+  if constexpr (!kSeeksForest) {
+    if (p.config.batch_invariant) return p.schedule.groups[i];
+    return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
+  }
   const Forest& f = m.forest;
   if (i >= f.size) return node_group(p, f, f[i - f.size].taken_node, m.table_begin[f[i - f.size].taken_node], shared.planned.num_merge_rows);
   const int32_t kind = choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size);
@@ -134,6 +137,7 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
 
 /// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `tile_begin` receives the first tile of
 /// each group. Returns whether all tiles were laid.
+template <bool kSeeksForest>
 __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, const Planned& planned,
                                              Line& line, uint32_t& errors) {
   const ScheduleConfig& config = p.config;
@@ -149,7 +153,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
     int32_t count = 0;
     int64_t cost = 0;
     if (i < planned.num_groups) {
-      group = find_row_group(p, m, shared, i, errors);
+      group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
       count = count_row_tiles(config, group);
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
@@ -209,23 +213,28 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
 }
 
 /// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
+template <bool kSeeksForest>
 __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin,
                                      Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  if (p.num_levels > 1) {
-    for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += kPlanThreads) p.schedule.links[i] = RowLink{-1, 0};
+  if constexpr (!kSeeksForest) {
+    if (p.num_levels > 1) {
+      for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += kPlanThreads) p.schedule.links[i] = RowLink{-1, 0};
+    }
+    if (config.batch_invariant) make_chunks(p, shared, planned, errors);
   }
-  if (config.batch_invariant) make_chunks(p, shared, planned, errors);
   Line line;
-  const bool placed = place_groups(p, m, shared, tile_begin, planned, line, errors);
+  const bool placed = place_groups<kSeeksForest>(p, m, shared, tile_begin, planned, line, errors);
   if (line.num_tiles > config.max_tiles) {
     errors |= kQoIndptrInvalid;
     line.num_tiles = config.max_tiles;
   }
-  if (links_rows(p)) {
-    __syncthreads();
-    link_rows(p, planned.num_groups, shared, errors);
+  if constexpr (!kSeeksForest) {
+    if (links_rows(p)) {
+      __syncthreads();
+      link_rows(p, planned.num_groups, shared, errors);
+    }
   }
   if (errors) atomicOr(&shared.errors, errors);
   if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
@@ -233,11 +242,13 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
 
   // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and
   // the first ones find positions.
-  if (p.seeks_forest && shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
+  if constexpr (kSeeksForest) {
+    if (shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
+  }
   planned.num_tiles = line.num_tiles;
   planned.share = cta_share(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.num_tiles, line.cost);
   planned.errors = shared.errors;
-  if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
+  if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   const int32_t from_last = kPlanThreads - 1 - thread;
   if (from_last == 0) write_header(p, planned);
   if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
@@ -251,29 +262,28 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   }
 }
 
-}  // namespace attn
-
-extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
-  extern __shared__ __align__(16) char memory[];   // ForestMemory, PlanSharedMemory, the first tile of each row group
+/// The work of a CTA. `memory`: ForestMemory, PlanSharedMemory, the first tile of each row group.
+template <bool kSeeksForest>
+__device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t size = params.seeks_forest ? params.levels[0].num_groups : 0;
-  const attn::ForestMemory m(memory, size);
-  if (blockIdx.x > 0) {
-    attn::search_prefixes(params, m);
+  const int32_t size = kSeeksForest ? p.levels[0].num_groups : 0;
+  const ForestMemory m(memory, size);
+  if (kSeeksForest && blockIdx.x > 0) {
+    search_prefixes(p, m);
     return;
   }
-  attn::PlanSharedMemory& shared = *reinterpret_cast<attn::PlanSharedMemory*>(memory + attn::forest_shared_bytes(size));
+  PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
-  attn::Planned planned{};
-  planned.num_groups = params.num_levels == 1 ? params.levels[0].num_groups : attn::count_groups(params);
-  planned.num_links = params.num_levels;
+  Planned planned{};
+  planned.num_groups = kSeeksForest ? size : p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p);
+  planned.num_links = p.num_levels;
   uint32_t errors = 0;
-  const attn::PlanTeam team{1, attn::min_of((size + 31) / 32 * 32, attn::kPlanThreads)};
+  const PlanTeam team{1, min_of((size + 31) / 32 * 32, kPlanThreads)};
   // Where there are threads left, those that link rows are others than those that find positions.
-  const attn::PlanTeam linkers{1, team.count, team.count <= attn::kPlanThreads / 2 ? attn::kPlanThreads / 2 : 0};
-  if (params.seeks_forest) {
+  const PlanTeam linkers{1, team.count, team.count <= kPlanThreads / 2 ? kPlanThreads / 2 : 0};
+  if constexpr (kSeeksForest) {
     if (team.has_this_thread()) {
-      const bool taken = attn::make_forest(params, m, shared.forest, team, planned, errors);
+      const bool taken = make_forest(p, m, shared.forest, team, planned, errors);
       if (thread == 0) {
         shared.takes_forest = taken;
         shared.planned = planned;
@@ -281,8 +291,22 @@ extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(
     }
     __syncthreads();
     planned = shared.planned;
-    if (linkers.has_this_thread() && shared.takes_forest) attn::count_node_rows(m, linkers, 0, attn::count_columns(m, planned.num_groups - size));
+    const int32_t num_taken = planned.num_groups - size;
+    if (linkers.has_this_thread() && num_taken > 1) count_node_rows(m, linkers, 0, count_columns(m, num_taken));
   }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  attn::plan(params, m, linkers, shared, tile_begin, planned, errors);
+  plan<kSeeksForest>(p, m, linkers, shared, tile_begin, planned, errors);
+}
+
+}  // namespace attn
+
+extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
+  extern __shared__ __align__(16) char memory[];
+  attn::plan_as_cta<false>(params, memory);
+}
+
+/// Where a forest is sought. A kernel of its own: code that is not there is not fetched, nor jumped over.
+extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_forest_kernel(const __grid_constant__ attn::PlanParams params) {
+  extern __shared__ __align__(16) char memory[];
+  attn::plan_as_cta<true>(params, memory);
 }

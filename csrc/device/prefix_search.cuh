@@ -28,8 +28,8 @@ struct ForestMemory {
 __device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const ForestMemory& m, int32_t count, uint32_t& errors) {
   team.for_each(count, [&](int32_t i) {
     const PlanLevel& level = p.levels[0];
+    const TableRange range = read_table_range(level.table, i, errors);   // first, as it branches
     const GroupLengths lengths = read_lengths(level, i);
-    const TableRange range = read_table_range(level.table, i, errors);
     const int32_t first_entry = read_first_entry(level.table, range.begin);
     const RowGroup group = make_row_group(p, GroupPlace{0, i}, lengths, range, errors);
     ForestEntry& entry = m.forest[i];

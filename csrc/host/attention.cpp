@@ -20,7 +20,7 @@ struct Costs {
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{6, 6, 8, 9}, {8, 8, 10, 17}, 9, 352, 3900};
+constexpr Costs kHopperCosts{{6, 6, 9, 9}, {8, 8, 20, 30}, 9, 464, 2500};
 constexpr Costs kGenericCosts{{4, 4, 5, 7}, {2, 2, 8, 18}, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}, 64, 16, 0};
 
@@ -111,7 +111,8 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
   if (config.on_cuda) {
     const int32_t device = config.device;
     const ScheduleConfig schedule = make_schedule_config(config);
-    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
+    plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, 0));
+    if (schedule.max_nodes > 0) plan_forest_kernel_ = driver::load_kernel(files.plan, "plan_forest_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
     const bool hopper = config.kernel == KernelKind::kHopper;
     threads_ = hopper ? hopper::kThreads : kThreads;
     const int32_t attention_bytes = hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
@@ -151,7 +152,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
       const int32_t num_requests = params.levels[0].num_groups;
       shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);
     }
-    driver::launch(plan_kernel_, shape, &params, stream);
+    driver::launch(params.seeks_forest ? plan_forest_kernel_ : plan_kernel_, shape, &params, stream);
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;

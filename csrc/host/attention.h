@@ -72,7 +72,7 @@ class Attention {
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
   int32_t threads_ = 0;             // of a CTA of the attention kernel
-  driver::Kernel plan_kernel_, attention_kernel_, merge_kernel_;
+  driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, merge_kernel_;
   Schedule schedule_;
   PlanParams plan_params_{};
   float* partial_o_ = nullptr;

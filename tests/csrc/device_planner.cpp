@@ -139,6 +139,6 @@ extern "C" void device_planner_plan(const int32_t* config, void* workspace, cons
   planned_params = attn::passed_params(config, workspace, views, num_levels);
   const int32_t blocks = attn::plan_ctas(planned_params);
   for (int32_t block = blocks - 1; block >= 0; --block) {
-    emulation::run_cta(block, blocks, attn::kPlanThreads, seed + static_cast<uint32_t>(block), [] { plan_kernel(planned_params); });
+    emulation::run_cta(block, blocks, attn::kPlanThreads, seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
   }
 }

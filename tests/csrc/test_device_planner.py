@@ -59,6 +59,25 @@ def test_random_forests(library: ctypes.CDLL, mode: object) -> None:
         assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
 
 
+@pytest.mark.parametrize("mode", [True, "always"])
+def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
+    """One prefix is all that is shared, by all requests or by some."""
+    for seed, num_requests in enumerate([2, 3, 16, 31, 32, 33, 64, 65, 200, 513, 640, 641]):
+        rng = numpy.random.default_rng([seed, 6])
+        prefix = list(range(int(rng.integers(1, 300))))
+        share = rng.random(num_requests) < rng.choice([0.2, 0.9, 1])
+        share[rng.permutation(num_requests)[:2]] = True
+        pages = [[*(prefix if shares else []), 1000 + 2 * i, 1001 + 2 * i] for i, shares in enumerate(share)]
+        qo_lens = [int(rng.integers(1, 4)) if seed % 2 else 1 for _ in pages]
+        batch = Batch(16, qo_lens, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 5000)
+        attention = make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows, max_batch=num_requests, cascade=mode)
+        view = batch.view(rng, "cpu")
+        planned = host_planner.plan(library, attention, view)
+        assert len(planned.forest) == 1
+        assert mode is True or planned.forest[0].group >= 0
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned), seed
+
+
 @pytest.mark.parametrize("num_requests", [512, 641, 1024])
 @pytest.mark.parametrize("kind", ["levels", "pairs", "random"])
 def test_very_many_requests(library: ctypes.CDLL, num_requests: int, kind: str) -> None:

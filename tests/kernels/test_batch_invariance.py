@@ -64,7 +64,8 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) -> None:
     """All lengths in one batch; then each alone, and beside a few others."""
-    kv_lens = [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1024, 1025, 4097] + [8191, 8192, 8193, 20000] * (qo_len <= 2)
+    kv_lens = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 639, 640, 641, 1023, 1024, 1025, 1280, 1281, 4097]
+    kv_lens += [8191, 8192, 8193, 20000, 40000] * (qo_len <= 2)
     rng = numpy.random.default_rng(qo_len)
     starts = numpy.cumsum([0, *[-(-kv_len // 16) for kv_len in kv_lens]]).tolist()
     pages = [list(range(begin, end)) for begin, end in itertools.pairwise(starts)]

@@ -146,35 +146,37 @@ struct NodeCost {
   int64_t added;
 };
 
-/// `begin`: the first page that node n would read; `states`: row states that it needs.
-ATTN_HD NodeCost node_cost(const PlanParams& p, const Forest& f, int32_t n, int32_t begin, int32_t states) {
-  const ScheduleConfig& config = p.config;
-  const int32_t tokens = (f[n].pages - begin) * p.levels[0].table.page_size;
-  const int64_t packed_rows = static_cast<int64_t>(f[n].rows) * config.group_size;
+/// What a node adds however many pages it reads: row tiles that hold its rows, and row states.
+ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t rows, int32_t states) {
+  const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
-  const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * config.kv_tile < tokens);
-  NodeCost cost;
-  cost.saved = static_cast<int64_t>(whole_kv_tiles) * f[n].weight;
-  cost.added = static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * (config.pair_cost[kind] + kv_tiles * config.kv_tile_cost[kind]) +
-               ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
-  return cost;
+  return static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * config.pair_cost[kind] + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
 }
 
-/// Decides on a node whose ancestors have been decided on, and records it. `free_states`: row states that are left. Returns what it saves if it is taken,
-/// else 0.
+/// `pages`: that the node would read; `weight`: see ForestEntry; `tile_cost`: kv_tile_cost_of_rows() of its rows; `fixed`: fixed_node_cost().
+ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, int32_t tile_cost, int64_t fixed) {
+  const int32_t tokens = pages * p.levels[0].table.page_size;
+  const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
+  const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * p.config.kv_tile < tokens);
+  return NodeCost{static_cast<int64_t>(whole_kv_tiles) * weight, fixed + static_cast<int64_t>(kv_tiles) * tile_cost};
+}
+
+/// A NodeReason but for kForestSavesTooLittle. `depth_above`: taken nodes above it; `free_states`: row states that are left.
+ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, int32_t depth_above, int32_t states, int32_t free_states) {
+  if (depth_above >= kMaxLevels - 1) return kNodeTooDeep;
+  if (config.cascade != kCascadeAlways && cost.saved <= cost.added) return kNodeSavesTooLittle;
+  return states > free_states ? kNodeHasNoRoom : kNodeTaken;
+}
+
+/// Decides on a node whose ancestors have been decided on, and records it. Returns what it saves if it is taken, else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   const int32_t above = f.taken_above(n);
   const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;
   const int32_t begin = f.covered_pages(above);
   const int32_t states = node_states(f, n, above);
-  const NodeCost cost = node_cost(p, f, n, begin, states);
-  int32_t reason = kNodeTaken;
-  if (depth_above >= kMaxLevels - 1) reason = kNodeTooDeep;
-  else if (p.config.cascade != kCascadeAlways && cost.saved <= cost.added) reason = kNodeSavesTooLittle;
-  else if (states > free_states) reason = kNodeHasNoRoom;
-  PrefixNode& record = p.schedule.nodes[n];
-  record = PrefixNode{f[n].leader, f[n].parent, begin, f[n].pages, f[n].requests, f[n].rows, -1, reason, cost.saved, cost.added};
+  const NodeCost cost = node_cost(p, f[n].pages - begin, f[n].weight, kv_tile_cost_of_rows(p.config, f[n].rows), fixed_node_cost(p.config, f[n].rows, states));
+  const int32_t reason = judge_node(p.config, cost, depth_above, states, free_states);
+  p.schedule.nodes[n] = PrefixNode{f[n].leader, f[n].parent, begin, f[n].pages, f[n].requests, f[n].rows, -1, reason, cost.saved, cost.added};
   f[n].taken = reason == kNodeTaken ? n : above;
   f[n].taken_depth = depth_above + (reason == kNodeTaken);
   return reason == kNodeTaken ? cost.saved - cost.added : 0;

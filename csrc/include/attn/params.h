@@ -35,10 +35,11 @@ struct IndexArray {
   ATTN_HD Words words(int32_t i) const {
     const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
     const int32_t* at = reinterpret_cast<const int32_t*>(element);
+    // `high` of an int32 is not looked at.
 #if defined(__CUDA_ARCH__)
-    return Words{__ldg(at), is_int64 ? __ldg(at + 1) : 0};
+    return Words{__ldg(at), __ldg(at + is_int64)};
 #else
-    return Words{at[0], is_int64 ? at[1] : 0};
+    return Words{at[0], at[is_int64]};
 #endif
   }
 
@@ -76,6 +77,7 @@ struct PlanLevel {
   int32_t num_groups = 0;
   int32_t causal = 0;
   int32_t window_left = -1;
+  IndexArray kv_length;           // from prepare_plan (planning.h): kv_lens, or else last_page_len, or else any array of as many elements, which is not looked at
 };
 
 struct PlanParams {

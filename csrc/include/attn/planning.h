@@ -50,6 +50,10 @@ inline void prepare_plan(PlanParams& p) {
   p.page_size = FastDivisor(p.levels[0].table.page_size);
   p.num_ctas = FastDivisor(p.config.num_ctas);
   for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
+  for (int32_t i = 0; i < p.num_levels; ++i) {
+    const PageTable& table = p.levels[i].table;
+    p.levels[i].kv_length = table.kv_lens ? table.kv_lens : table.last_page_len ? table.last_page_len : p.levels[i].qo_indptr;
+  }
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
   if (!p.seeks_forest) return;
@@ -95,13 +99,8 @@ struct GroupLengths {
   IndexArray::Words kv;
 };
 
-/// kv_lens, or else last_page_len; or an array that has as many elements and is not used.
-ATTN_HD const IndexArray& kv_length_array(const PlanLevel& level) {
-  return level.table.kv_lens ? level.table.kv_lens : level.table.last_page_len ? level.table.last_page_len : level.qo_indptr;
-}
-
 ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
-  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), kv_length_array(level).words(i)};
+  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
 }
 
 /// Row group i of a level. What cannot be right is clamped and reported, as above.
@@ -110,7 +109,7 @@ ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const Gro
   const PageTable& table = level.table;
   const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
   const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
-  const int32_t length = kv_length_array(level).narrow(lengths.kv);
+  const int32_t length = level.kv_length.narrow(lengths.kv);
   RowGroup group;
   group.table_begin = range.begin;
   group.qo_begin = clamp(qo_first, 0, level.max_rows);
@@ -147,15 +146,20 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
 }
 
-/// Tokens of a KV chunk of a batch invariant plan, at least: as short as a CTA's share of a small batch.
-constexpr int32_t kMinChunkTokens = 256;
+/// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy, longer ones leave CTAs idle where requests are few
+/// and short. Where a KV tile has few tokens because they are wide, a CTA starts an item more slowly (docs/decisions.md).
+constexpr int32_t kChunkTokens = 640;
+constexpr int32_t kLongChunkTokens = 1024;
+constexpr int32_t kLongRequest = 8192;     // has long chunks
 
-/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens. It depends on nothing but the request. A single query is
-/// cut, unless a window bounds what it sees; the row tiles of longer queries are many enough.
+/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens: equal ones, whole KV tiles and pages. It depends on nothing but
+/// the request. A single query is cut, unless a window bounds what it sees; the row tiles of longer queries are many enough.
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
-  const int64_t least = max_of<int64_t>(kMinChunkTokens, ceil_div<int64_t>(group.kv_len, kMaxLinks));
+  const bool is_long = group.kv_len >= kLongRequest || p.config.kv_tile < 128;
+  const int64_t chunks = clamp<int64_t>(ceil_div<int64_t>(group.kv_len, is_long ? kLongChunkTokens : kChunkTokens), 1, kMaxLinks);
+  const int64_t least = ceil_div<int64_t>(max_of(group.kv_len, 1), chunks);
   const int64_t page_size = level.table.page_size;
   const int64_t kv_tile = p.config.kv_tile;
   return static_cast<int32_t>(min_of(ceil_div(ceil_div(least, kv_tile) * kv_tile, page_size) * page_size, kMaxInt32));

@@ -95,6 +95,16 @@ inline int32_t __reduce_min_sync(uint32_t, int32_t value) {
   return smallest;
 }
 
+inline int32_t __reduce_max_sync(uint32_t, int32_t value) {
+  const uint64_t* lanes = emulation::exchange(static_cast<uint32_t>(value), "max");
+  int32_t largest = value;
+  for (int32_t lane = 0; lane < 32; ++lane) {
+    const int32_t of_lane = static_cast<int32_t>(lanes[lane]);
+    largest = of_lane > largest ? of_lane : largest;
+  }
+  return largest;
+}
+
 inline int32_t __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int32_t __ffs(int32_t value) { return __builtin_ffs(value); }
 
