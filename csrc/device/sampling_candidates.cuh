@@ -96,55 +96,47 @@ struct Candidates {
     }
     __syncthreads();
     const int32_t num_survivors = shared.num_listed;
-    const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
-    const Survivor own = is_one ? survivors[threadIdx.x] : Survivor{0, 0, 0};
-    bool survives = is_one;
     if (cuts_top_p) {
+      const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
+      const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
       uint64_t above = 0, total = 0;
       if (is_one) {
 #pragma unroll 4
         for (int32_t i = 0; i < num_survivors; ++i) {
           const Survivor other = survivors[i];
-          above += other.key > own.key ? other.weight : 0;
+          above += other.key > own_key ? other.weight : 0;
           total += other.weight;
         }
       }
-      survives = is_one && above < top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total);
       __syncthreads();
-      if (is_one && !survives) survivors[threadIdx.x].weight = 0;
+      if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total)) survivors[threadIdx.x].key = 0;
     }
-    __syncthreads();
-    if (is_one) {
-      uint64_t before = 0, total = 0;
-#pragma unroll 4
-      for (int32_t i = 0; i < num_survivors; ++i) {
-        const Survivor other = survivors[i];
-        before += other.token < own.token ? other.weight : 0;
-        total += other.weight;
-      }
-      const uint64_t share = draw_share(shared.seed, shared.position, total);
-      if (survives && before <= share && share - before < own.weight) shared.token = own.token;
-    }
-    __syncthreads();
+    draw(&survivors->key, &survivors->token, sizeof(Survivor) / sizeof(uint32_t), num_survivors, threshold);
   }
 
-  /// The draw among any number of survivors, whose mass is known.
-  __device__ __forceinline__ void draw_of_many(uint32_t threshold, uint64_t share) {
-    uint64_t weight[kHeld];
-    uint32_t from_last[kHeld];      // tokens in descending order
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-      from_last[i] = at < count ? static_cast<uint32_t>(kMaxVocab - 1 - shared.tokens[at]) : 0;
+  /// The draw among any number of survivors.
+  __device__ __forceinline__ void draw_of_many(uint32_t threshold) { draw(shared.keys, shared.tokens, 1, count, threshold); }
+
+  /// The race among those of `number` tokens that have a key from `threshold` on; they lie `stride` words apart.
+  __device__ __forceinline__ void draw(const uint32_t* of_keys, const int32_t* of_tokens, int32_t stride, int32_t number, uint32_t threshold) {
+    Racer best = nobody();
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
+      const uint32_t key = of_keys[i * stride];
+      if (key < max_of(threshold, bound)) continue;
+      const Racer racer = enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
+      if (racer.beats(best)) best = racer;
     }
-    const uint32_t drawn = bisect<uint64_t>(0, kMaxVocab, share + 1, false, [&](uint32_t key) {
-      uint64_t sum = 0;
-#pragma unroll
-      for (int32_t i = 0; i < kHeld; ++i) sum += from_last[i] >= key ? weight[i] : 0;
-      return sums(sum);
-    });
-    if (threadIdx.x == 0) shared.token = kMaxVocab - 1 - static_cast<int32_t>(drawn);
+    Racer& of_warp = shared.warp_racers[row.warp()];
+    if (row.lane() == 0) of_warp = nobody();
+    __syncwarp();
+    keep_best(of_warp, best);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int32_t w = 0; w < kSamplingWarps; ++w) best = shared.warp_racers[w].beats(best) ? shared.warp_racers[w] : best;
+      shared.token = best.token;
+    }
   }
 
   /// The most likely tokens, in order. False if the candidates do not tell.
