@@ -133,6 +133,32 @@ void test_log2() {
   }
 }
 
+/// The exponential numbers of the race against their logarithm in double; words at the ends and at the seam of the two ways to compute them among them.
+void test_race_gain() {
+  std::mt19937 random(5);
+  for (int i = 0; i < 1000000; ++i) {
+    const uint32_t ends[] = {0u, 1u, 2u, 0x3fffffffu, 0x40000000u, 0x40000001u, 0xfffffffeu, 0xffffffffu};
+    const uint32_t word = i < 8 ? ends[i] : static_cast<uint32_t>(random()) >> (i % 3 == 0 ? random() % 32 : 0);
+    const double x = (word + 0.5) * std::exp2(-32.0);
+    const double right = -std::log2(-std::log1p(-x));
+    const double gain = attn::race_gain(word);
+    expect(std::fabs(gain - right) <= 4e-7 * std::fmax(1.0, std::fabs(right)), "race_gain()", i, word);
+    expect(gain <= -std::log2(x) + 1e-5, "race_gain() is more than -log2(x)", i, word);
+  }
+}
+
+void test_philox() {
+  uint32_t zero[4] = {0, 0, 0, 0};        // a known answer of Random123
+  attn::philox(0, zero);
+  expect(zero[0] == 0x6627e8d5u && zero[1] == 0xe169c58du && zero[2] == 0xbc57ac4cu && zero[3] == 0x9b00dbd8u, "philox()", zero[0], zero[1]);
+  for (int32_t token = 0; token < 9; ++token) {
+    uint32_t words[4];
+    attn::set_counter(words, int64_t{7} << 33 | 5, static_cast<uint32_t>(token) / 4, attn::kDrawStream);
+    attn::philox(-3, words);
+    expect(attn::race_word(-3, int64_t{7} << 33 | 5, token) == words[token % 4], "race_word()", token, 0);
+  }
+}
+
 /// Keys order floats as the floats are ordered, and give them back.
 void test_keys() {
   std::mt19937 random(3);
@@ -160,6 +186,8 @@ void test_scale_mass() {
 int main() {
   test_weights();
   test_log2();
+  test_race_gain();
+  test_philox();
   test_keys();
   test_scale_mass();
   test_fast_divisor();
