@@ -82,8 +82,13 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
 
 def race_values(logits: torch.Tensor, seed: int, position: int, temperature: float = 1.0) -> torch.Tensor:
     """float64 [vocab]: where the tokens of one row [vocab] end in the race of a request's draw. The survivor with the largest value is drawn."""
-    vocab, mask = len(logits), 0xFFFFFFFF
+    mask = 0xFFFFFFFF
     counter, key = [position & mask, position >> 32 & mask], [seed & mask, seed >> 32 & mask]
-    words = [word for block in range((vocab + 3) // 4) for word in philox4x32([*counter, block, 0], key)]
-    x = (torch.tensor(words[:vocab], dtype=torch.float64) + 0.5) / 2**32
+
+    def bits(token: int) -> int:
+        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2      # of eight tokens: four in a row, and four 128 behind them
+        first = philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2) & 0xFFFF
+        return first << 32 | philox4x32([*counter, token, 2], key)[0]
+
+    x = (torch.tensor([bits(token) for token in range(len(logits))], dtype=torch.float64) + 0.5) / 2**48
     return logits.double() / temperature - torch.log(-torch.log1p(-x))

@@ -21,12 +21,12 @@ WeighLogits choose_weigh_logits() {
   return weigh_logits_baseline;
 }
 
-RaceWords choose_race_words() {
+RaceHalves choose_race_halves() {
 #if defined(__x86_64__)
-  if (current_isa() >= Isa::kAvx512) return race_words_avx512;
-  if (current_isa() >= Isa::kAvx2) return race_words_avx2;
+  if (current_isa() >= Isa::kAvx512) return race_halves_avx512;
+  if (current_isa() >= Isa::kAvx2) return race_halves_avx2;
 #endif
-  return race_words_baseline;
+  return race_halves_baseline;
 }
 
 void weigh(const LogitWeights& weights, const float* values, int32_t count, uint64_t* out) {
@@ -38,7 +38,8 @@ void weigh(const ProbWeights& weights, const float* values, int32_t count, uint6
   for (int32_t i = 0; i < count; ++i) out[i] = weights(values[i]);
 }
 
-int32_t leading_zeros(uint32_t word) { return word == 0 ? 32 : __builtin_clz(word); }
+/// A little more than race_gain() of any bits that begin with `half`.
+double most_gain(uint32_t half) { return half == 0 ? 49.1 : __builtin_clz(half) - 16 + 1.1; }
 
 /// What one thread works in; kept for the thread's life.
 struct Scratch {
@@ -220,23 +221,22 @@ class Row {
 
   /// The winner among the tokens with a key from `lowest` on.
   int32_t race(uint32_t lowest) const {
-    static const RaceWords race_words = choose_race_words();
+    static const RaceHalves race_halves = choose_race_halves();
     const int64_t seed = params_.seed[row_], position = params_.position[row_];
     const float least = key_value(lowest);
-    uint32_t words[kSegment];
+    uint16_t halves[kSegment];
     double best = 0.0;
     int32_t winner = -1;
     for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
       const int32_t end = min_of(begin + kSegment, vocab_);
       if (std::none_of(values_ + begin, values_ + end, [&](float value) { return value >= least; })) continue;
-      race_words(seed, position, begin / 4, words);
+      race_halves(seed, position, begin / kSegment, halves);
       for (int32_t token = begin; token < end; ++token) {
         if (!(values_[token] >= least)) continue;
         const double strength = weights_.strength(values_[token]);
-        const uint32_t word = words[token - begin];
-        // A gain is no more than -log2(x), nor that more than the leading zeros of the word and 1.
-        if (winner >= 0 && strength + leading_zeros(word) + 1.001 < best) continue;
-        const double value = race_value(strength, word);
+        const uint32_t half = halves[token - begin];
+        if (winner >= 0 && strength + most_gain(half) < best) continue;
+        const double value = race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | race_tail(seed, position, token));
         if (winner < 0 || value > best) {
           best = value;
           winner = token;

@@ -132,15 +132,14 @@ struct RowSampler : Row<Source> {
       shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
-    // One copy of the read's code, which is what there is to fetch.
+    // One copy of the reads' code: it must be fetched, too.
 #pragma unroll 1
-    while (shared.round <= kAskedRounds + 1) {
-      if (shared.task.races) this->read_race(shared.round > 0);
-      else this->read_candidates();
+    while (shared.round < kMostReads) {
+      if (shared.task.finds_candidates) this->read_candidates();
+      else this->read_survivors(shared.round > 0);
       Next next = shared.round == 0 ? decide() : decide_again();
       if (next == Next::kSearch) {
-        if (filters()) Rereader<Source>(*this).filter();
-        else if (threadIdx.x == 0) shared.decision.threshold = kWholeRow;
+        Rereader<Source>(*this).filter();
         next = samples() ? Next::kRace : Next::kFinish;
       }
       if (next == Next::kExit) return;
@@ -149,7 +148,10 @@ struct RowSampler : Row<Source> {
       if (threadIdx.x == 0) {
         ++shared.round;
         const bool asks = next == Next::kAsk;
-        shared.task = ReadTask{settings.scale, settings.floor, key_value(asks ? shared.asked.key + 1 : shared.decision.threshold), asks, false, true};
+        shared.is_settled = next == Next::kRace;
+        const uint32_t least = next == Next::kRace ? shared.decision.threshold : shared.asked.key + 1;
+        // Where a row has several CTAs the time is latency, and the next racer comes along with the masses.
+        shared.task = ReadTask{settings.scale, settings.floor, key_value(least), asks, false, !asks || num_ctas > 1, false};
       }
       __syncthreads();
     }
@@ -170,16 +172,23 @@ struct RowSampler : Row<Source> {
   enum class Next {
     kExit,        // nothing
     kFinish,      // the results are written
-    kAsk,         // a read that sums what is above shared.asked and has it race
-    kSearch,      // the threshold is searched
+    kAsk,         // a read that sums what is above shared.asked
+    kRaceAbove,   // a read that has what is above shared.asked race; the winner is asked next
     kRace,        // a read that has the survivors race
+    kSearch,      // the threshold is searched, then as kRace
   };
 
-  static constexpr int32_t kAskedRounds = 8;
+  static constexpr int32_t kMostReads = 16;
 
-  /// The whole row races while it is read for the first time, where its winner survives more likely than not and that is easily told.
+  /// Top-p alone asks whether the winner of the whole row survives. Whether it does is told by the mass above it, which takes no threshold.
+  __device__ __forceinline__ bool asks_winner() const {
+    return samples() && !settings.greedy && !wants_top() && settings.has_top_p && settings.top_k == 0 && settings.min_p == 0.0f;
+  }
+
+  /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone it takes sums, too: where there are enough
+  /// rows to keep the GPU busy, it is better to look for candidates first, which are mostly enough.
   __device__ __forceinline__ bool races_first() const {
-    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && !(settings.has_top_p && settings.min_p > 0.0f);
+    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && (!settings.has_top_p || (settings.min_p == 0.0f && num_ctas > 1));
   }
 
   __device__ __forceinline__ ReadTask first_task() const {
@@ -193,6 +202,7 @@ struct RowSampler : Row<Source> {
     // The mass of log-probabilities is the row's own where both have one scale, or the row's is not needed.
     task.has_second = wants_logprobs() && needs_row_mass && !is_tempered();
     task.races = races_first();
+    task.finds_candidates = !task.races;
     return task;
   }
 
@@ -260,15 +270,22 @@ struct RowSampler : Row<Source> {
       if (rank == 0) ask_candidates(has_candidates, bound, best_key);
       sync();
     }
+    if (filters() && asks && shared.decision.settled && samples() && !wants_top()) {
+      if (rank == 0 && threadIdx.x == 0) write_token();
+      return Next::kExit;
+    }
     if (is_drawn || (filters() ? asks && shared.decision.settled : !samples())) return Next::kFinish;
-    if (races_first() && settings.has_top_p) return Next::kAsk;
-    return Next::kSearch;
+    if (threadIdx.x == 0) shared.decision.threshold = kWholeRow;
+    if (!asks_winner()) return filters() ? Next::kSearch : Next::kRace;
+    if (races_first()) return Next::kAsk;
+    if (threadIdx.x == 0) shared.asked.key = kWholeRow - 1;
+    return Next::kRaceAbove;
   }
 
-  /// Behind a read again. With top-p alone, whether the winner survives is told by the mass above it, which takes no threshold. If it does not, no survivor is below
-  /// it, and the winner among those above is the next that is asked for.
+  /// Behind a read again. If the winner does not survive, no survivor is below it, and the winner among those above is the next that is asked for.
   __device__ __forceinline__ Next decide_again() {
-    if (shared.task.needs_mass) {
+    const bool asked = shared.task.needs_mass, raced = shared.task.races;
+    if (asked) {
       const uint64_t above = this->total_mass();
       if (above < top_p_target(settings, shared.row_mass)) {
         if (threadIdx.x == 0) shared.token = shared.asked.token;
@@ -277,14 +294,14 @@ struct RowSampler : Row<Source> {
     } else {
       sync();
     }
+    if (!raced) return shared.round < kMostReads - 3 ? Next::kRaceAbove : Next::kSearch;
     const Racer racer = this->best_racer();
-    const bool asks = shared.task.needs_mass;
     sync();                   // the summaries were read
     if (threadIdx.x == 0) {
       shared.token = racer.token;
       shared.asked = racer;
     }
-    return !asks ? Next::kFinish : shared.round < kAskedRounds ? Next::kAsk : Next::kSearch;
+    return shared.is_settled ? Next::kFinish : shared.round < kMostReads - 2 ? Next::kAsk : Next::kSearch;
   }
 
   __device__ __forceinline__ void write_token() const {
@@ -305,15 +322,13 @@ struct RowSampler : Row<Source> {
       if (filters()) {
         uint32_t threshold = candidates.settle_top_k();
         const bool is_few = samples() && threshold >= bound && candidates.count_from(threshold) <= kSamplingThreads;
-        if (is_few) {
-          candidates.draw_of_few(threshold, settings.has_top_p);
-        } else if (candidates.settle_top_p(threshold)) {
-          if (samples()) {
-            candidates.draw_of_many(threshold);
-          } else {
-            const uint64_t mass = candidates.mass_from(threshold);
-            if (threadIdx.x == 0) decision.mass = mass;
-          }
+        if (is_few) candidates.list_few(threshold, settings.has_top_p);
+        const bool settles = is_few || candidates.settle_top_p(threshold);
+        if (settles && samples()) {
+          candidates.draw(threshold, is_few);
+        } else if (settles) {
+          const uint64_t mass = candidates.mass_from(threshold);
+          if (threadIdx.x == 0) decision.mass = mass;
         }
         if (threadIdx.x == 0) {
           decision.threshold = threshold;

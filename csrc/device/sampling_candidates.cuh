@@ -83,8 +83,9 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
-  __device__ __forceinline__ void draw_of_few(uint32_t threshold, bool cuts_top_p) {
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes those out that top-p removes, unless it is done: a thread for each, every one is
+  /// compared with every other.
+  __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
@@ -111,14 +112,15 @@ struct Candidates {
       __syncthreads();
       if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total)) survivors[threadIdx.x].key = 0;
     }
-    draw(&survivors->key, &survivors->token, sizeof(Survivor) / sizeof(uint32_t), num_survivors, threshold);
   }
 
-  /// The draw among any number of survivors.
-  __device__ __forceinline__ void draw_of_many(uint32_t threshold) { draw(shared.keys, shared.tokens, 1, count, threshold); }
-
-  /// The race among those of `number` tokens that have a key from `threshold` on; they lie `stride` words apart.
-  __device__ __forceinline__ void draw(const uint32_t* of_keys, const int32_t* of_tokens, int32_t stride, int32_t number, uint32_t threshold) {
+  /// The race among the candidates from `threshold` on. is_few: those of the list.
+  __device__ __forceinline__ void draw(uint32_t threshold, bool is_few) {
+    const Survivor* survivors = reinterpret_cast<const Survivor*>(shared.bins);
+    const uint32_t* of_keys = is_few ? &survivors->key : shared.keys;
+    const int32_t* of_tokens = is_few ? &survivors->token : shared.tokens;
+    const int32_t stride = is_few ? sizeof(Survivor) / sizeof(uint32_t) : 1;
+    const int32_t number = is_few ? shared.num_listed : count;
     Racer best = nobody();
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
@@ -132,10 +134,9 @@ struct Candidates {
     __syncwarp();
     keep_best(of_warp, best);
     __syncthreads();
-    if (threadIdx.x == 0) {
-#pragma unroll 1
-      for (int32_t w = 0; w < kSamplingWarps; ++w) best = shared.warp_racers[w].beats(best) ? shared.warp_racers[w] : best;
-      shared.token = best.token;
+    if (row.warp() == 0) {
+      keep_best(shared.warp_racers[0], row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
+      if (row.lane() == 0) shared.token = shared.warp_racers[0].token;
     }
   }
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, 
 
 template <class Weights>
 __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token, float value) {
-  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(race_value(weights.strength(value), race_word(seed, position, token))));
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(race_value(weights.strength(value), race_bits(seed, position, token))));
   return Racer{(bits >> 63) != 0 ? ~bits : bits | 1ull << 63, token, order_key(value)};
 }
 
@@ -44,10 +44,19 @@ __device__ __forceinline__ void keep_best(Racer& best, const Racer& own) {
 __device__ __forceinline__ float approximate_rise(const LogitWeights& weights, float value) { return (value - weights.reference) * weights.scale; }
 __device__ __forceinline__ float approximate_rise(const ProbWeights& weights, float value) { return ptx::lg2(value) - ptx::lg2(weights.reference); }
 
-/// A little more than race_gain() of the word.
-__device__ __forceinline__ float approximate_gain(uint32_t word) {
-  constexpr uint32_t kOne = 0x3f800000u;        // 1.0f: the word's upper bits become the mantissa
-  return -ptx::lg2(__uint_as_float(__funnelshift_r(word, kOne >> 23, 9)) - 1.0f);
+/// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
+__device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
+
+/// The words of two blocks of a request's draw.
+__device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second, uint32_t (&a)[4], uint32_t (&b)[4]) {
+  set_counter(a, position, first, kDrawStream);
+  set_counter(b, position, second, kDrawStream);
+  PhiloxKey key(seed);
+#pragma unroll 2
+  for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) {
+    philox_round(key, a[0], a[1], a[2], a[3]);
+    philox_round(key, b[0], b[1], b[2], b[3]);
+  }
 }
 
 /// What approximations may be wrong by, where it matters.

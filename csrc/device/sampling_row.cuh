@@ -52,6 +52,7 @@ struct ReadTask {
   bool needs_mass;
   bool has_second;          // also the masses at temperature 1, for log-probabilities
   bool races;
+  bool finds_candidates;
 };
 
 struct SamplingShared {
@@ -77,6 +78,7 @@ struct SamplingShared {
   int32_t num_listed;
   ReadTask task;
   int32_t round;            // reads before this one
+  bool is_settled;          // who wins this read survives
   int32_t segment_begin;    // of this CTA
   int32_t segment_end;
   Racer asked;              // of whom is asked whether it survives
@@ -275,13 +277,27 @@ struct Row {
     const Weights weights(reference, settings.scale, settings.floor);
     const double level = weights.strength(reference);
     const int64_t seed = shared.seed, position = shared.position;
+    const auto enter_four = [&](int32_t i, uint32_t low, uint32_t high) {
+      v[i] = approximate_rise(weights, v[i]) + approximate_gain(low << 16);
+      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(low & 0xffff0000u);
+      v[i + 2] = approximate_rise(weights, v[i + 2]) + approximate_gain(high << 16);
+      v[i + 3] = approximate_rise(weights, v[i + 3]) + approximate_gain(high & 0xffff0000u);
+    };
+    uint32_t a[4], b[4];
+    if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
+      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), a, b);
+      enter_four(0, a[0], a[1]);
+      enter_four(4, a[2], a[3]);
+      enter_four(8, b[0], b[1]);
+      enter_four(12, b[2], b[3]);
+    } else {                                          // in vectors of two lanes
 #pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; i += 4) {
-      uint32_t words[4];
-      set_counter(words, position, static_cast<uint32_t>(token(segment, i)) / 4, kDrawStream);
-      philox(seed, words);
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) v[i + j] = approximate_rise(weights, v[i + j]) + approximate_gain(words[j]);
+      for (int32_t i = 0; i < kLaneTokens; i += 8) {
+        race_words(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
+        const bool is_first = race_word(token(segment, i)) == 0;
+        enter_four(i, is_first ? a[0] : a[2], is_first ? a[1] : a[3]);
+        enter_four(i + 4, is_first ? b[0] : b[2], is_first ? b[1] : b[3]);
+      }
     }
     float most = v[0];
 #pragma unroll
@@ -289,7 +305,7 @@ struct Row {
     // Each round evaluates every lane's best. One is enough mostly.
 #pragma unroll 1
     for (int32_t round = 0; round < kLaneTokens; ++round) {
-      const float bound = __double2float_rd(value_of(best) - level) - kRaceTolerance;
+      const float bound = __double2float_rd(value_of(best) - level) - (32.0f + kRaceTolerance);
       const bool may_win = most >= bound && most > kMinusInfinity;
       if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
       Racer own = nobody();
@@ -331,6 +347,7 @@ struct Row {
       shared.summary.num_candidates = 0;
       shared.num_gathered = 0;
     }
+    if (lane() == 0) shared.warp_racers[warp()] = nobody();
     uint32_t best_key = 0;
     uint32_t best_token = 0;
     for_segments(
@@ -372,8 +389,9 @@ struct Row {
     set_summary(bound);
   }
 
-  /// A read that has all tokens from task.least on race, with masses. is_again: the reference is known. Sets the CTA's summary, without a barrier behind it.
-  __device__ __forceinline__ void read_race(bool is_again) {
+  /// A read that looks at all tokens from task.least on: their masses, who wins the race among them. is_again: the reference is known. Sets the CTA's summary,
+  /// without a barrier behind it.
+  __device__ __forceinline__ void read_survivors(bool is_again) {
     const ReadTask& task = shared.task;
     if (lane() == 0) shared.warp_racers[warp()] = nobody();
     uint32_t best_key = 0;
@@ -395,7 +413,7 @@ struct Row {
                               if (lane() == 0) mass_table(which)[segment] = sum;
                             }
                           }
-                          if (is_drawable(key)) race(segment, reference, v);
+                          if (task.races && is_drawable(key)) race(segment, reference, v);
                         });
     if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
     set_summary(kNoBound);

@@ -175,9 +175,10 @@ ATTN_HD void philox(int64_t seed, uint32_t (&counter)[4]) {
   for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) philox_round(key, counter[0], counter[1], counter[2], counter[3]);
 }
 
-/// Streams of one request: its draws, and the acceptance of draft tokens.
+/// Streams of one request: the first bits of its draws, the acceptance of draft tokens, the other bits of its draws.
 constexpr uint32_t kDrawStream = 0;
 constexpr uint32_t kAcceptStream = 1;
+constexpr uint32_t kDrawTailStream = 2;
 
 /// The counter of what a request draws at a position: `block` of a stream, which gives four words.
 ATTN_HD void set_counter(uint32_t (&counter)[4], int64_t position, uint32_t block, uint32_t stream) {
@@ -279,27 +280,51 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 // Every token gets a number from an exponential distribution; the survivor of the filters with the largest weight / number is drawn, which is a survivor with the
 // probability of its share (Gumbel's maximum, in powers of two). It takes no sum, and what does not survive changes nothing among what does.
 
-/// The random word of a token.
-ATTN_HD uint32_t race_word(int64_t seed, int64_t position, int32_t token) {
-  uint32_t words[4];
-  set_counter(words, position, static_cast<uint32_t>(token) / 4, kDrawStream);
-  philox(seed, words);
-  const uint32_t low = token % 2 == 0 ? words[0] : words[1];
-  const uint32_t high = token % 2 == 0 ? words[2] : words[3];
-  return token % 4 < 2 ? low : high;
+// A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for eight tokens, which are those that one thread
+// of a kernel reads: four in a row, and four 128 behind them.
+constexpr int32_t kRaceTailBits = 32;
+
+/// The block of the draw stream that has a token's first bits.
+ATTN_HD uint32_t race_block(int32_t token) {
+  const uint32_t t = static_cast<uint32_t>(token);
+  return (t / kSegmentTokens) * (kSegmentTokens / 8) + (t / 4 % 32) * 2 + t / 256 % 2;
 }
 
-/// -log2 of the exponential number -ln(1 - x), x = (word + 1/2) / 2^32, to 3e-7 (absolute near 1, else relative). Never more than -log2(x).
-ATTN_HD float race_gain(uint32_t word) {
-  constexpr float kUnit = 2.3283064365386963e-10f;                      // 2^-32
+/// Which of the block's words has them; odd tokens have its upper half.
+ATTN_HD uint32_t race_word(int32_t token) { return (static_cast<uint32_t>(token) / 2 % 2) + 2 * (static_cast<uint32_t>(token) / 128 % 2); }
+
+ATTN_HD uint32_t race_half(uint32_t word, int32_t token) { return token % 2 != 0 ? word >> 16 : word & 0xffffu; }
+
+/// The other bits.
+ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
+  uint32_t words[4];
+  set_counter(words, position, static_cast<uint32_t>(token), kDrawTailStream);
+  philox(seed, words);
+  return words[0];
+}
+
+/// All of them.
+ATTN_HD uint64_t race_bits(int64_t seed, int64_t position, int32_t token) {
+  uint32_t words[4];
+  set_counter(words, position, race_block(token), kDrawStream);
+  philox(seed, words);
+  const uint32_t which = race_word(token);
+  const uint32_t word = which == 0 ? words[0] : which == 1 ? words[1] : which == 2 ? words[2] : words[3];
+  return static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | race_tail(seed, position, token);
+}
+
+/// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No more than -log2(x), but for that error.
+ATTN_HD float race_gain(uint64_t bits) {
+  constexpr float kUnit = 3.552713678800501e-15f;                       // 2^-48
+  constexpr uint64_t kAll = (uint64_t{1} << 48) - 1;
   float numerator, denominator, whole = 0.0f;
-  if (word < 0x40000000u) {                                             // x itself: 1 - x would lose its last bits
-    numerator = fused_multiply_add(static_cast<float>(word), kUnit, 0.5f * kUnit);
+  if (bits < uint64_t{1} << 46) {                                       // x itself: 1 - x would lose its last bits
+    numerator = fused_multiply_add(static_cast<float>(bits), kUnit, 0.5f * kUnit);
     denominator = 2.0f - numerator;
   } else {
-    const uint32_t bits = float_bits(fused_multiply_add(static_cast<float>(~word), kUnit, 0.5f * kUnit));
-    const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
-    const float m = bits_float(bits - (static_cast<uint32_t>(exponent) << 23));
+    const uint32_t rest = float_bits(fused_multiply_add(static_cast<float>(kAll - bits), kUnit, 0.5f * kUnit));
+    const int32_t exponent = static_cast<int32_t>(rest - 0x3f3504f3u) >> 23;
+    const float m = bits_float(rest - (static_cast<uint32_t>(exponent) << 23));
     numerator = 1.0f - m;
     denominator = 1.0f + m;
     whole = static_cast<float>(-exponent);
@@ -309,7 +334,7 @@ ATTN_HD float race_gain(uint32_t word) {
 }
 
 /// Where a token ends in the race: the largest wins, the lower id among equals.
-ATTN_HD double race_value(double strength, uint32_t word) { return strength + static_cast<double>(race_gain(word)); }
+ATTN_HD double race_value(double strength, uint64_t bits) { return strength + static_cast<double>(race_gain(bits)); }
 
 // ---- Filters ----
 //
