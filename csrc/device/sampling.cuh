@@ -1,10 +1,10 @@
 // Sampling: a thread block cluster takes a row, or a CTA where there are no clusters.
 //
-// One read of the row finds its largest value, the masses of its segments where they are needed, and the candidates: the tokens at or above a bound that the
-// first segments give, some hundreds of the row's largest. The first CTA picks the threshold of the filters among the candidates and draws. Where they do not
-// reach down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). Rows whose winner of the race (sampling_race.cuh) most likely
-// survives race first and ask the filters then. docs/sampling.md has the whole of it. Every loop has a bound; nothing that is written depends on the order in
-// which threads run.
+// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while they
+// are read for the first time, and the filters are asked then. Elsewhere that read collects the candidates: the tokens at or above a bound that the first segments
+// give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not reach
+// down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
+// nothing that is written depends on the order in which threads run.
 //
 // With a cold L2 the instructions come from memory too, so what is rare or not hot is kept small rather than unrolled.
 #pragma once
@@ -150,8 +150,8 @@ struct RowSampler : Row<Source> {
         const bool asks = next == Next::kAsk;
         shared.is_settled = next == Next::kRace;
         const uint32_t least = next == Next::kRace ? shared.decision.threshold : shared.asked.key + 1;
-        // Where a row has several CTAs the time is latency, and the next racer comes along with the masses.
-        shared.task = ReadTask{settings.scale, settings.floor, key_value(least), asks, false, !asks || num_ctas > 1, false};
+        // Where a row has many CTAs the time is latency, and the next racer comes along with the masses.
+        shared.task = ReadTask{settings.scale, settings.floor, key_value(least), asks, false, !asks || num_ctas > 2, false};
       }
       __syncthreads();
     }
@@ -185,8 +185,8 @@ struct RowSampler : Row<Source> {
     return samples() && !settings.greedy && !wants_top() && settings.has_top_p && settings.top_k == 0 && settings.min_p == 0.0f;
   }
 
-  /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone it takes sums, too: where there are enough
-  /// rows to keep the GPU busy, it is better to look for candidates first, which are mostly enough.
+  /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone that takes sums, too: where there are rows
+  /// enough to keep the GPU busy, candidates are looked for first, as they mostly tell.
   __device__ __forceinline__ bool races_first() const {
     return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && (!settings.has_top_p || (settings.min_p == 0.0f && num_ctas > 1));
   }

@@ -186,7 +186,8 @@ struct Rereader {
     const int32_t own = shared.summary.num_candidates;
     unsigned long long* mass = reinterpret_cast<unsigned long long*>(row.mass_table(0));
     for (int32_t i = threadIdx.x; i < own; i += kSamplingThreads) {
-      if (shared.keys[i] >= threshold) atomicAdd(&mass[shared.tokens[i] / kSegmentTokens], static_cast<unsigned long long>(row.weights()(key_value(shared.keys[i]))));
+      const unsigned long long weight = row.weights()(key_value(shared.keys[i]));
+      if (shared.keys[i] >= threshold) atomicAdd(&mass[shared.tokens[i] / kSegmentTokens], weight);
     }
     __syncthreads();
   }

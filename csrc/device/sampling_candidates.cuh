@@ -83,8 +83,8 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes those out that top-p removes, unless it is done: a thread for each, every one is
-  /// compared with every other.
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, unless it is done: a thread for each compares it
+  /// with every other.
   __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
@@ -151,7 +151,8 @@ struct Candidates {
     __syncthreads();
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+      const uint64_t own = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = own;
     }
     __syncthreads();
     const int32_t found = shared.num_listed;

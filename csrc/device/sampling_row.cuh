@@ -1,4 +1,4 @@
-// A row and the CTAs that share it: the first read, which finds the largest value, the segments' masses and the candidates.
+// A row and the CTAs that share it, and the two reads of it: for candidates, for a race. Both find the largest value and the segments' masses.
 #pragma once
 
 #include "device/ptx/cluster.cuh"
@@ -125,8 +125,9 @@ struct Row {
   __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
   __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ int32_t num_segments() const { return ceil_div(params.vocab, kSegmentTokens); }
-  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, shared.segment_end - shared.segment_begin) - shared.segment_begin; }
-  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(shared.segment_end - shared.segment_begin) - shared.segment_begin; }
+  __device__ __forceinline__ int32_t segments() const { return shared.segment_end - shared.segment_begin; }
+  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, segments()) - shared.segment_begin; }
+  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(segments()) - shared.segment_begin; }
   __device__ __forceinline__ const CtaSummary& summary_of(int32_t cta) const { return *ptx::cluster_pointer(&shared.summary, cta); }
 
   /// A barrier of all threads that work on the row.
@@ -141,7 +142,7 @@ struct Row {
   }
 
   __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const {
-    return shared.segment_begin + (shared.segment_end - shared.segment_begin) * of_warp / kSamplingWarps;
+    return shared.segment_begin + segments() * of_warp / kSamplingWarps;
   }
 
   __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return num_segments() * of_cta / num_ctas; }
@@ -258,7 +259,7 @@ struct Row {
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
     const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates / 2);
-    const int32_t share = min_of(shared.segment_end - shared.segment_begin, kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
+    const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
 
@@ -327,16 +328,23 @@ struct Row {
     }
   }
 
-  /// The mass of a warp's segment relative to `reference`, in all lanes.
-  __device__ __forceinline__ static uint64_t segment_mass(const float (&v)[kLaneTokens], float reference, float scale, float floor) {
-    const Weights local(reference, scale, floor);
-    uint64_t sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
-    return ptx::warp_add(sum);
-  }
-
   __device__ __forceinline__ static bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
+
+  /// Puts the segment's masses relative to `reference` into the tables. key: of its largest value.
+  __device__ __forceinline__ void sum_segment(int32_t segment, const float (&v)[kLaneTokens], uint32_t key, float reference) const {
+    const ReadTask& task = shared.task;
+#pragma unroll 1
+    for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
+      uint64_t sum = 0;
+      if (is_drawable(key)) {
+        const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
+      }
+      sum = ptx::warp_add(sum);
+      if (lane() == 0) mass_table(which)[segment] = sum;
+    }
+  }
 
   /// A read that looks for candidates, the largest value, masses. Sets the CTA's summary, without a barrier behind it.
   __device__ __forceinline__ void read_candidates() {
@@ -377,13 +385,7 @@ struct Row {
 #pragma unroll 1
             for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1));
           }
-          if (!task.needs_mass) return;
-#pragma unroll 1
-          for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
-            const uint64_t sum = !is_drawable(key) ? 0
-                                                   : segment_mass(v, reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
-            if (lane() == 0) mass_table(which)[segment] = sum;
-          }
+          if (task.needs_mass) sum_segment(segment, v, key, reference);
         });
     if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32 | ~best_token;
     set_summary(bound);
@@ -396,25 +398,17 @@ struct Row {
     if (lane() == 0) shared.warp_racers[warp()] = nobody();
     uint32_t best_key = 0;
     for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
-                          if (is_again) {
+      if (is_again) {
 #pragma unroll
-                            for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
-                          }
-                          const uint32_t key = ptx::warp_max(lane_max_key(v));
-                          const float reference = key_value(key);
-                          best_key = max_of(best_key, key);
-                          if (lane() == 0) reference_table()[segment] = reference;
-                          if (task.needs_mass) {
-#pragma unroll 1
-                            for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
-                              const uint64_t sum = !is_drawable(key) ? 0
-                                                                     : segment_mass(v, is_again ? shared.reference : reference, which == 0 ? task.scale : kLog2E,
-                                                                                    which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
-                              if (lane() == 0) mass_table(which)[segment] = sum;
-                            }
-                          }
-                          if (task.races && is_drawable(key)) race(segment, reference, v);
-                        });
+        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
+      }
+      const uint32_t key = ptx::warp_max(lane_max_key(v));
+      const float reference = key_value(key);
+      best_key = max_of(best_key, key);
+      if (lane() == 0) reference_table()[segment] = reference;
+      if (task.needs_mass) sum_segment(segment, v, key, is_again ? shared.reference : reference);
+      if (task.races && is_drawable(key)) race(segment, reference, v);
+    });
     if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
     set_summary(kNoBound);
   }

@@ -277,11 +277,11 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 
 // ---- The race ----
 //
-// Every token gets a number from an exponential distribution; the survivor of the filters with the largest weight / number is drawn, which is a survivor with the
-// probability of its share (Gumbel's maximum, in powers of two). It takes no sum, and what does not survive changes nothing among what does.
+// Every token gets a number from an exponential distribution. The survivor of the filters with the largest weight / number is drawn: each with the probability of
+// its share (Gumbel's maximum, in powers of two). It takes no sum, and what does not survive changes nothing among what does.
 
-// A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for eight tokens, which are those that one thread
-// of a kernel reads: four in a row, and four 128 behind them.
+// A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for eight tokens, which are some that one thread of
+// a kernel reads: four in a row, and four 128 behind them.
 constexpr int32_t kRaceTailBits = 32;
 
 /// The block of the draw stream that has a token's first bits.
