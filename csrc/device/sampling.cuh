@@ -128,6 +128,7 @@ struct RowSampler : Row<Source> {
       shared.token_index = token_index;
       shared.task = first_task();
       shared.round = 0;
+      shared.num_ctas = num_ctas;
       shared.segment_begin = this->cta_begin(rank);
       shared.segment_end = this->cta_begin(rank + 1);
     }
@@ -218,7 +219,7 @@ struct RowSampler : Row<Source> {
       const CtaSummary& other = shared.summaries[cta];
       best = max_of(best, other.best);
       bound = max_of(bound, other.bound);
-      fits = fits && other.num_candidates <= kMaxCandidates;
+      fits = fits && other.num_candidates <= this->candidate_room();
       if (other.racer.beats(racer)) racer = other.racer;
     }
     const uint32_t best_key = static_cast<uint32_t>(best >> 32);
@@ -231,6 +232,7 @@ struct RowSampler : Row<Source> {
     if (threadIdx.x == 0) {
       shared.reference = key_value(best_key);
       shared.asked = racer;
+      shared.bound = fits ? bound : kNoBound;
       shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : racer.token;
     }
     __syncthreads();
@@ -240,7 +242,6 @@ struct RowSampler : Row<Source> {
       return Next::kExit;
     }
     const bool asks = !races_first() && (filters() || wants_top());
-    const bool has_candidates = fits && bound != kNoBound;
     const ReadTask& task = shared.task;
     if (task.needs_mass) {
       BlockSums sums(shared.scratch);
@@ -251,9 +252,8 @@ struct RowSampler : Row<Source> {
         shared.summary.logprob_mass = second;
       }
     }
-    if (asks && has_candidates) this->gather_candidates(bound);
-    sync();
     if (task.needs_mass) {
+      sync();
       uint64_t mass = 0, second = 0;
 #pragma unroll 4
       for (int32_t cta = 0; cta < num_ctas; ++cta) {
@@ -267,7 +267,7 @@ struct RowSampler : Row<Source> {
       __syncthreads();
     }
     if (asks) {
-      if (rank == 0) ask_candidates(has_candidates, bound, best_key);
+      if (rank == 0) ask_candidates();
       sync();
     }
     if (filters() && asks && shared.decision.settled && samples() && !wants_top()) {
@@ -313,12 +313,12 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ bool wants_top() const { return samples() && params.num_top_logprobs > 0; }
 
   /// The first CTA's part: decides, draws if the candidates are enough, and tells the others.
-  __device__ __forceinline__ void ask_candidates(bool has_candidates, uint32_t bound, uint32_t best_key) {
-    const int32_t found = shared.summary.num_candidates + shared.num_gathered;
+  __device__ __forceinline__ void ask_candidates() {
     Decision& decision = shared.decision;       // in memory: registers are short here
     if (threadIdx.x == 0) decision = Decision{shared.row_mass, kWholeRow, false, !wants_top()};
-    if (has_candidates && found <= kMaxCandidates) {
-      Candidates<Source> candidates(*this, found, bound, best_key);
+    const uint32_t bound = shared.bound;
+    if (bound != kNoBound) {
+      Candidates<Source> candidates(*this);
       if (filters()) {
         uint32_t threshold = candidates.settle_top_k();
         const bool is_few = samples() && threshold >= bound && candidates.count_from(threshold) <= kSamplingThreads;
@@ -342,7 +342,7 @@ struct RowSampler : Row<Source> {
       }
     }
     __syncthreads();
-    if (static_cast<int32_t>(threadIdx.x) > 0 && static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;
+    if (static_cast<int32_t>(threadIdx.x) > 0 && static_cast<int32_t>(threadIdx.x) < num_ctas) *ptx::cluster_pointer(&decision, threadIdx.x) = decision;
   }
 };
 

@@ -17,21 +17,25 @@ struct Candidates {
   const Row<Source>& row;
   SamplingShared& shared;
   BlockSums sums;
-  const int32_t count;      // at most kMaxCandidates
   const uint32_t bound;     // they are complete from here on
-  const uint32_t best_key;
-  uint32_t keys[kHeld];     // this thread's: candidates threadIdx.x + i * kSamplingThreads; 0: none, or below the bound
+  uint32_t keys[kHeld];     // this thread's: shared.keys[threadIdx.x + i * kSamplingThreads]; 0: none, or below the bound
 
-  __device__ __forceinline__ Candidates(const Row<Source>& row, int32_t count, uint32_t bound, uint32_t best_key)
-      : row(row), shared(row.shared), sums(shared.scratch), count(count), bound(bound), best_key(best_key) {
+  /// Leaves zeros in the list where there is no candidate.
+  __device__ __forceinline__ explicit Candidates(const Row<Source>& row) : row(row), shared(row.shared), sums(shared.scratch), bound(shared.bound) {
+    const int32_t room = row.candidate_room();
 #pragma unroll
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      const uint32_t key = at < count ? shared.keys[at] : 0;
+      const int32_t cta = at * shared.num_ctas / kMaxCandidates;
+      const bool is_one = at - cta * room < shared.summaries[cta].num_candidates;
+      const uint32_t key = is_one ? shared.keys[at] : 0;
       keys[i] = key >= bound ? key : 0;
+      shared.keys[at] = keys[i];
     }
     __syncthreads();
   }
+
+  __device__ __forceinline__ uint32_t best_key() const { return order_key(shared.reference); }
 
   __device__ __forceinline__ uint32_t count_from(uint32_t key) {
     uint32_t sum = 0;
@@ -42,7 +46,7 @@ struct Candidates {
 
   /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
   __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
-    return bisect<uint32_t>(from, best_key + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
+    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
   }
 
   /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
@@ -71,7 +75,7 @@ struct Candidates {
       const uint32_t from = max_of(threshold, bound);
       const uint64_t available = mass_from(from);
       const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
-      if (available >= target) threshold = bisect<uint64_t>(from, best_key + 1, target, true, mass_from);
+      if (available >= target) threshold = bisect<uint64_t>(from, best_key() + 1, target, true, mass_from);
     }
     return threshold >= bound;
   }
@@ -90,9 +94,8 @@ struct Candidates {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      if (at >= count || shared.keys[at] < threshold) continue;
+    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
+      if (shared.keys[at] < threshold) continue;
       survivors[atomicAdd(&shared.num_listed, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
     }
     __syncthreads();
@@ -120,12 +123,12 @@ struct Candidates {
     const uint32_t* of_keys = is_few ? &survivors->key : shared.keys;
     const int32_t* of_tokens = is_few ? &survivors->token : shared.tokens;
     const int32_t stride = is_few ? sizeof(Survivor) / sizeof(uint32_t) : 1;
-    const int32_t number = is_few ? shared.num_listed : count;
+    const int32_t number = is_few ? shared.num_listed : kMaxCandidates;
     Racer best = nobody();
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
       const uint32_t key = of_keys[i * stride];
-      if (key < max_of(threshold, bound)) continue;
+      if (key < threshold) continue;
       const Racer racer = enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
       if (racer.beats(best)) best = racer;
     }
@@ -150,7 +153,7 @@ struct Candidates {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
+    for (int32_t i = threadIdx.x; i < kMaxCandidates; i += kSamplingThreads) {
       const uint64_t own = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
       if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = own;
     }

@@ -73,6 +73,7 @@ struct SamplingShared {
   uint64_t row_mass;
   uint64_t logprob_mass;
   float reference;          // the row's largest value, once it is known
+  uint32_t bound;           // candidates are complete from here on; kNoBound: there are none, or too many
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
   int32_t token;            // that is drawn; the first CTA knows it
   int32_t num_listed;
@@ -81,6 +82,7 @@ struct SamplingShared {
   bool is_settled;          // who wins this read survives
   int32_t segment_begin;    // of this CTA
   int32_t segment_end;
+  int32_t num_ctas;         // of the row; from memory, or the compiler keeps in registers what it can compute from it beforehand
   Racer asked;              // of whom is asked whether it survives
   Search search;
 
@@ -429,12 +431,23 @@ struct Row {
     }
   }
 
-  /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row.
+  /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
+  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates / shared.num_ctas; }
+
+  /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row, and its candidates to the first.
   __device__ __forceinline__ void exchange_summaries() const {
     if (num_ctas > 1) ptx::cluster_wait();        // the others have started: their shared memory is there
     if (warp() == 0) {
       __syncwarp();
       if (lane() < num_ctas) ptx::cluster_pointer(&shared, lane())->summaries[rank] = shared.summary;
+    }
+    if (rank != 0 && shared.task.finds_candidates) {
+      SamplingShared& first = *ptx::cluster_pointer(&shared, 0);
+      const int32_t count = min_of(shared.summary.num_candidates, candidate_room());
+      for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
+        first.keys[rank * candidate_room() + i] = shared.keys[i];
+        first.tokens[rank * candidate_room() + i] = shared.tokens[i];
+      }
     }
     sync();
   }
@@ -480,7 +493,7 @@ struct Row {
     return sums(sum);
   }
 
-  /// Brings the candidates of all CTAs, from `bound` on, to the first, behind its own.
+  /// Brings the members of all CTAs' lists, from `bound` on, to the first, behind its own.
   __device__ __forceinline__ void gather_candidates(uint32_t bound) const {
     if (rank == 0) return;
     SamplingShared& first = *ptx::cluster_pointer(&shared, 0);

@@ -125,7 +125,7 @@ void launch(const SamplingParams& params, const String& file, DLDevice device, i
   static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
   const int32_t ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas > max_ctas) refuse("ctas of a row", ctas, "at most " + std::to_string(max_ctas));
+  if (ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
   driver::Kernel kernel;
   const char* symbol = params.token_mask != nullptr ? "masked_sampling_kernel" : "sampling_kernel";
   {
