@@ -4,13 +4,17 @@ Times in µs of replayed CUDA graphs with a cold L2, launches included. The floo
 element. Peers from logits too: FlashInfer by the fastest way to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch
 with a sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
 
-python -m benchmarks.sampling [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+--batch and --vocab pick sizes; --add takes lines that an earlier run left with --json, so that a board can be measured in parts.
+
+python -m benchmarks.sampling [--batch N ...] [--vocab N ...] [--case TEXT ...] [--peer NAME ...] [--repeats N] [--add FILE ...] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ FILTERS = (
 SCALES = {"flat": 1.0, "peaked": 4.0}
 PEERS: dict[str, Callable[[Requests], list[Launch]]] = {"FlashInfer": flashinfer, "vLLM": vllm, "torch sort": torch_sort}
 COLUMNS = ["case", "floor", "ours", *PEERS, "ours / best peer", "ours / FlashInfer", "ours / floor"]
+SORT_REPEATS = 3     # a sort takes milliseconds; nobody is near it
 
 
 def ours(requests: Requests) -> Launch:
@@ -51,6 +56,8 @@ def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> floa
     """µs of the fastest of a peer's launches; None: it has none, is not installed, or fails, which it says."""
     try:
         launches = PEERS[name](requests)
+        if name == "torch sort" and requests.filters.temperature:
+            timer = Timer(min(timer.repeats, SORT_REPEATS), timer.flush)
         times = [timer(launch) for launch in launches]
         copied = timer(copy_time(requests)) if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0] else 0.0
         return min(times) - copied if times else None
@@ -70,9 +77,29 @@ def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers
     return line
 
 
+def board(lines: list[dict[str, Any]], value: str, digits: int) -> str:
+    """A table of sizes by filters: `value` of the lines, flat / peaked."""
+    of_case = {line["case"]: line.get(value) for line in lines}
+    sizes = list(dict.fromkeys(line["case"].split(" flat")[0].split(" peaked")[0] for line in lines))
+    rows = [
+        [size, *(" / ".join(number(of_case.get(f"{size} {shape}: {filters.name}"), digits) for shape in SCALES) for filters in FILTERS)]
+        for size in sorted(sizes, key=lambda size: [int(n) for n in reversed(size.split(" x "))])
+    ]
+    return table(["batch x vocab", *(filters.name for filters in FILTERS)], rows)
+
+
+def report(header: str, lines: list[dict[str, Any]]) -> str:
+    rows = [[line["case"], *(number(line[name], 2 if "/" in name else 1) for name in COLUMNS[1:])] for line in lines]
+    boards = [f"{name}, flat / peaked\n\n{board(lines, name, 2 if '/' in name else 1)}" for name in ("ours", "ours / best peer", "ours / floor")]
+    return "\n\n".join([header, *boards, table(COLUMNS, rows)]) + "\n"
+
+
 def main() -> None:
     parser = options(__doc__, repeats=20)
-    parser.add_argument("--peer", action="append", choices=list(PEERS), help="repeatable; default: all")
+    parser.add_argument("--peer", action="append", choices=[*PEERS, "none"], help="repeatable; default: all")
+    parser.add_argument("--batch", type=int, action="append", help="repeatable; default: all")
+    parser.add_argument("--vocab", type=int, action="append", help="repeatable; default: all")
+    parser.add_argument("--add", type=Path, action="append", default=[], help="lines of an earlier run's --json; repeatable")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
@@ -80,19 +107,22 @@ def main() -> None:
     header = f"{machine}\n\nTimes in µs, float32 logits, median of {arguments.repeats}."
     print(header, table(COLUMNS, []), sep="\n\n", flush=True)
     lines: list[dict[str, Any]] = []
-    for vocab in VOCABS:
+    for earlier in (json.loads(path.read_text()) for path in arguments.add):
+        lines += earlier["lines"]
+        header += f"\n\nBefore: {earlier['header']}"
+    for vocab in arguments.vocab or VOCABS:
         normal = torch.randn(max(BATCHES), vocab, device="cuda")
-        for batch in BATCHES:
+        for batch in arguments.batch or BATCHES:
             for shape, scale in SCALES.items():
+                logits = normal[:batch] * scale
                 for filters in FILTERS:
                     case = f"{batch} x {vocab} {shape}: {filters.name}"
                     if not wanted(case, arguments):
                         continue
-                    requests = Requests(normal[:batch] * scale, filters)
-                    lines.append(measure(case, requests, machine, timer, arguments.peer or list(PEERS)))
-                    rows = [[line["case"], *(number(line[name], 2 if "/" in name else 1) for name in COLUMNS[1:])] for line in lines]
-                    print(f"| {' | '.join(rows[-1])} |", flush=True)
-                    save(arguments, f"{header}\n\n{table(COLUMNS, rows)}\n", {"header": header, "lines": lines})
+                    line = measure(case, Requests(logits, filters), machine, timer, arguments.peer or list(PEERS))
+                    lines.append(line)
+                    print(f"| {' | '.join([case, *(number(line[name], 2 if '/' in name else 1) for name in COLUMNS[1:])])} |", flush=True)
+                save(arguments, report(header, lines), {"header": header, "lines": lines})
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ def replay_time(graph: torch.cuda.CUDAGraph) -> float:
 class Timer:
     """Median time of captured launches with a cold L2."""
 
-    def __init__(self, repeats: int) -> None:
+    def __init__(self, repeats: int, flush: torch.Tensor | None = None) -> None:
+        """flush: what another timer clears the L2 cache with."""
         self.repeats = repeats
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255) if flush is None else flush
 
     def __call__(self, launch: Launch) -> float:
         """µs of one call."""

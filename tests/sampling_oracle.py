@@ -80,7 +80,15 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
-def uniform64(seed: int, position: int) -> int:
-    """The 64 random bits of a request's draw at a position."""
-    words = philox4x32([position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF, 0, 0], [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
-    return words[0] | words[1] << 32
+def race_values(logits: torch.Tensor, seed: int, position: int, temperature: float = 1.0) -> torch.Tensor:
+    """float64 [vocab]: where the tokens of one row [vocab] end in the race of a request's draw. The survivor with the largest value is drawn."""
+    mask = 0xFFFFFFFF
+    counter, key = [position & mask, position >> 32 & mask], [seed & mask, seed >> 32 & mask]
+
+    def bits(token: int) -> int:
+        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2      # of eight tokens: four in a row, and four 128 behind them
+        first = philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2) & 0xFFFF
+        return first << 32 | philox4x32([*counter, token, 2], key)[0]
+
+    x = (torch.tensor([bits(token) for token in range(len(logits))], dtype=torch.float64) + 0.5) / 2**48
+    return logits.double() / temperature - torch.log(-torch.log1p(-x))

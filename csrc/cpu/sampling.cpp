@@ -21,6 +21,14 @@ WeighLogits choose_weigh_logits() {
   return weigh_logits_baseline;
 }
 
+RaceHalves choose_race_halves() {
+#if defined(__x86_64__)
+  if (current_isa() >= Isa::kAvx512) return race_halves_avx512;
+  if (current_isa() >= Isa::kAvx2) return race_halves_avx2;
+#endif
+  return race_halves_baseline;
+}
+
 void weigh(const LogitWeights& weights, const float* values, int32_t count, uint64_t* out) {
   static const WeighLogits weigh_logits = choose_weigh_logits();
   weigh_logits(weights, values, count, out);
@@ -29,6 +37,9 @@ void weigh(const LogitWeights& weights, const float* values, int32_t count, uint
 void weigh(const ProbWeights& weights, const float* values, int32_t count, uint64_t* out) {
   for (int32_t i = 0; i < count; ++i) out[i] = weights(values[i]);
 }
+
+/// A little more than race_gain() of any bits that begin with `half`.
+double most_gain(uint32_t half) { return half == 0 ? 49.1 : __builtin_clz(half) - 16 + 1.1; }
 
 /// What one thread works in; kept for the thread's life.
 struct Scratch {
@@ -91,14 +102,13 @@ class Row {
   int32_t token() {
     if (!valid_) return first_allowed();
     if (settings_.greedy) return best_;
-    const int64_t seed = params_.seed[row_], position = params_.position[row_];
-    return settings_.filters() ? draw_survivor(threshold(), seed, position) : draw_any(seed, position);
+    return race(settings_.filters() ? threshold() : kExcludedKey + 1);
   }
 
   void write_logprobs(int32_t token) {
     const bool tempered = params_.tempered_logprobs != 0 && !settings_.greedy;
     const float inverse_temperature = tempered ? settings_.inverse_temperature : 1.0f;
-    const uint64_t mass = valid_ ? segment_masses(Weights(reference_, tempered ? settings_.scale : kLog2E), nullptr) : 0;
+    const uint64_t mass = valid_ ? segment_masses(Weights(reference_, tempered ? settings_.scale : kLog2E)) : 0;
     const auto of = [&](int32_t i) { return valid_ ? logprob(values_[i], reference_, inverse_temperature, mass) : bits_float(0x7fc00000u); };
     if (params_.logprobs != nullptr) params_.logprobs[row_] = of(token);
     const int32_t count = params_.num_top_logprobs;
@@ -125,7 +135,7 @@ class Row {
       return;
     }
     const uint32_t lowest = valid_ && settings_.filters() ? threshold() : kExcludedKey + 1;
-    const uint64_t total = !valid_ ? 0 : settings_.filters() ? survivors_mass(lowest) : segment_masses(weights_, nullptr);
+    const uint64_t total = !valid_ ? 0 : settings_.filters() ? survivors_mass(lowest) : segment_masses(weights_);
     for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
       for (int32_t i = 0; i < count; ++i) {
         const bool survives = valid_ && order_key(values_[begin + i]) >= lowest;
@@ -148,28 +158,18 @@ class Row {
     }
   }
 
-  struct Segment {
-    float reference;
-    uint64_t mass;      // of the row
-    uint64_t factor;
-  };
-
   /// The row's mass, segment by segment, each relative to its own largest value first.
-  uint64_t segment_masses(const Weights& weights, std::vector<Segment>* segments) const {
+  uint64_t segment_masses(const Weights& weights) const {
     uint64_t weight[kSegment];
     uint64_t total = 0;
     for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
       const int32_t count = min_of(kSegment, vocab_ - begin);
-      Segment segment{*std::max_element(values_ + begin, values_ + begin + count), 0, 0};
-      if (segment.reference > kMinusInfinity) {
-        weigh(Weights(segment.reference, weights), values_ + begin, count, weight);
-        uint64_t sum = 0;
-        for (int32_t i = 0; i < count; ++i) sum += weight[i];
-        segment.factor = segment_factor(weights, segment.reference);
-        segment.mass = scale_mass(sum, segment.factor);
-      }
-      total += segment.mass;
-      if (segments != nullptr) segments->push_back(segment);
+      const float reference = *std::max_element(values_ + begin, values_ + begin + count);
+      if (reference == kMinusInfinity) continue;
+      weigh(Weights(reference, weights), values_ + begin, count, weight);
+      uint64_t sum = 0;
+      for (int32_t i = 0; i < count; ++i) sum += weight[i];
+      total += scale_mass(sum, segment_factor(weights, reference));
     }
     return total;
   }
@@ -198,7 +198,7 @@ class Row {
     }
     if (!settings_.has_top_p) return lowest;
     const bool of_all = params_.joint != 0 || (settings_.top_k == 0 && settings_.min_p == 0.0f);
-    const uint64_t total = of_all ? segment_masses(weights_, nullptr) : survivors_mass(lowest);
+    const uint64_t total = of_all ? segment_masses(weights_) : survivors_mass(lowest);
     return max_of(lowest, top_p_key(keys, top_p_target(settings_, total), min_p_lowest));
   }
 
@@ -219,33 +219,31 @@ class Row {
     return lowest;
   }
 
-  int32_t draw_survivor(uint32_t lowest, int64_t seed, int64_t position) const {
-    const uint64_t share = draw_share(seed, position, survivors_mass(lowest));
-    uint64_t sum = 0;
-    int32_t token = -1;
-    for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
-      for (int32_t i = 0; i < count && token < 0; ++i) {
-        sum += order_key(values_[begin + i]) >= lowest ? weight[i] : 0;
-        if (sum > share) token = begin + i;
+  /// The winner among the tokens with a key from `lowest` on.
+  int32_t race(uint32_t lowest) const {
+    static const RaceHalves race_halves = choose_race_halves();
+    const int64_t seed = params_.seed[row_], position = params_.position[row_];
+    const float least = key_value(lowest);
+    uint16_t halves[kSegment];
+    double best = 0.0;
+    int32_t winner = -1;
+    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
+      const int32_t end = min_of(begin + kSegment, vocab_);
+      if (std::none_of(values_ + begin, values_ + end, [&](float value) { return value >= least; })) continue;
+      race_halves(seed, position, begin / kSegment, halves);
+      for (int32_t token = begin; token < end; ++token) {
+        if (!(values_[token] >= least)) continue;
+        const double strength = weights_.strength(values_[token]);
+        const uint32_t half = halves[token - begin];
+        if (winner >= 0 && strength + most_gain(half) < best) continue;
+        const double value = race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | race_tail(seed, position, token));
+        if (winner < 0 || value > best) {
+          best = value;
+          winner = token;
+        }
       }
-    });
-    return token;
-  }
-
-  /// A row without filters: first the segment, then the token in it.
-  int32_t draw_any(int64_t seed, int64_t position) const {
-    std::vector<Segment> segments;
-    uint64_t share = draw_share(seed, position, segment_masses(weights_, &segments));
-    size_t s = 0;
-    for (; share >= segments[s].mass; ++s) share -= segments[s].mass;
-    const int32_t begin = static_cast<int32_t>(s) * kSegment;
-    const Weights weights(segments[s].reference, weights_);
-    uint64_t sum = 0;
-    int32_t token = begin;
-    for (;; ++token) {
-      sum += weights(values_[token]);
-      if (scale_mass(sum, segments[s].factor) > share) return token;
     }
+    return winner;
   }
 
   int32_t first_allowed() const {

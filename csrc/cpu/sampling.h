@@ -18,4 +18,11 @@ void weigh_logits_baseline(const LogitWeights& weights, const float* logits, int
 void weigh_logits_avx2(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
 void weigh_logits_avx512(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
 
+/// The first bits of the tokens of a segment in the race, kSegmentTokens of them.
+using RaceHalves = void (*)(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+
+void race_halves_baseline(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+void race_halves_avx2(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+void race_halves_avx512(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+
 }  // namespace attn::cpu

@@ -1,8 +1,9 @@
 // Sampling: a thread block cluster takes a row, or a CTA where there are no clusters.
 //
-// One read of the row finds its largest value, the masses of its segments where they are needed, and the candidates: the tokens at or above a bound that the
-// first segments give, some hundreds of the row's largest. The first CTA picks the threshold of the filters among the candidates and draws. Where they do not
-// reach down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
+// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while they
+// are read for the first time, and the filters are asked then. Elsewhere that read collects the candidates: the tokens at or above a bound that the first segments
+// give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not reach
+// down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
 // nothing that is written depends on the order in which threads run.
 //
 // With a cold L2 the instructions come from memory too, so what is rare or not hot is kept small rather than unrolled.
@@ -22,15 +23,11 @@ struct RowSampler : Row<Source> {
   using Base::is_tempered;
   using Base::lane;
   using Base::logprob_of;
-  using Base::mass_table;
   using Base::num_ctas;
   using Base::params;
   using Base::rank;
-  using Base::reference_table;
   using Base::row;
   using Base::samples;
-  using Base::segment_begin;
-  using Base::segment_end;
   using Base::settings;
   using Base::shared;
   using Base::source;
@@ -44,50 +41,7 @@ struct RowSampler : Row<Source> {
 
   using Base::Base;
 
-  /// Draws by segments: the CTA that has the share-th part of the row finds the segment, then the token in it. Masses are scaled by the segment's factor where
-  /// the row has no filters (`threshold` is kWholeRow), else relative to the row's largest value.
-  __device__ __forceinline__ void draw_segment(uint64_t share, uint32_t threshold, bool is_filtered) {
-    uint64_t before = 0;
-    for (int32_t cta = 0; cta < rank; ++cta) before += summary_of(cta).mass;
-    if (share < before || share - before >= shared.summary.mass) return;
-    share -= before;
-    constexpr int32_t kItems = kMaxVocab / kSegmentTokens / kSamplingThreads;
-    const uint64_t* mass = mass_table(0);
-    const Crossing crossing = find_crossing<kItems>(shared.scratch, share + 1, [&](int32_t i) {
-      const int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x) * kItems + i;
-      return s < segment_end ? mass[s] : 0;
-    });
-    share -= crossing.before;
-    const int32_t segment = segment_begin + crossing.index;
-    if (warp() == 0) {
-      const Weights of_row = weights();
-      const float reference = is_filtered ? of_row.reference : reference_table()[segment];
-      const uint64_t factor = is_filtered ? uint64_t{1} << kWeightBits : segment_factor(of_row, reference);
-      const Weights local(reference, of_row);
-      const int32_t begin = segment * kSegmentTokens + lane() * kLaneTokens;
-      float v[kLaneTokens];
-#pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = source.one(begin + i);
-      uint64_t mine = 0;
-#pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) mine += order_key(v[i]) >= threshold ? local(v[i]) : 0;
-      uint64_t sum = ptx::warp_inclusive_sum(mine, lane());
-      const bool reaches = scale_mass(sum, factor) > share;
-      sum -= mine;
-      if (reaches && scale_mass(sum, factor) <= share) {
-        int32_t token = begin;
-#pragma unroll 1
-        for (int32_t i = 0; i < kLaneTokens; ++i, ++token) {
-          const float value = source.one(token);
-          sum += order_key(value) >= threshold ? local(value) : 0;
-          if (scale_mass(sum, factor) > share) break;
-        }
-        shared.token = token;
-      }
-    }
-  }
-
-  /// The same where the candidates do not tell: one read of the row for each. Rare (thousands of equal values, or a row in ascending order).
+  /// The most likely tokens where the candidates do not tell: one read of the row for each. Rare (thousands of equal values, or a row in ascending order).
   __device__ __forceinline__ void write_top_again() const {
     uint64_t last = ~uint64_t{0};
 #pragma unroll 1
@@ -165,56 +119,141 @@ struct RowSampler : Row<Source> {
 
   /// All of it. token_index: where in token_ids the token goes.
   __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
-    this->prefetch(Base::warp_begin(warp()));      // while the row's parameters are on their way too
+    if (num_ctas > 1) ptx::cluster_arrive();
+    this->prefetch_first();             // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
       shared.settings = row_settings(params, row);
       shared.seed = seed;
       shared.position = position;
       shared.token_index = token_index;
-      shared.token = -1;        // drawn by no CTA, or by another one
+      shared.task = first_task();
+      shared.round = 0;
+      shared.num_ctas = num_ctas;
+      shared.segment_begin = this->cta_begin(rank);
+      shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
-    const bool needs_row_mass =
-        samples() && settings.greedy ? false : filters() ? settings.has_top_p && this->top_p_of_all() : params.task != RowTask::kMaskLogits;
-    // The mass of log-probabilities is the row's own where both have one scale, or the row's is not needed.
-    const bool has_second = wants_logprobs() && needs_row_mass && !is_tempered();
+    // One copy of the reads' code: it must be fetched, too.
+#pragma unroll 1
+    while (shared.round < kMostReads) {
+      if (shared.task.finds_candidates) this->read_candidates();
+      else this->read_survivors(shared.round > 0);
+      Next next = shared.round == 0 ? decide() : decide_again();
+      if (next == Next::kSearch) {
+        Rereader<Source>(*this).filter();
+        next = samples() ? Next::kRace : Next::kFinish;
+      }
+      if (next == Next::kExit) return;
+      if (next == Next::kFinish) break;
+      __syncthreads();        // what the read left was read
+      if (threadIdx.x == 0) {
+        ++shared.round;
+        const bool asks = next == Next::kAsk;
+        shared.is_settled = next == Next::kRace;
+        const uint32_t least = next == Next::kRace ? shared.decision.threshold : shared.asked.key + 1;
+        // Where a row has many CTAs the time is latency, and the next racer comes along with the masses.
+        shared.task = ReadTask{settings.scale, settings.floor, key_value(least), asks, false, !asks || num_ctas > 2, false};
+      }
+      __syncthreads();
+    }
+    __syncthreads();
+    if (!samples()) {
+      write_values(filters() ? shared.decision.threshold : kWholeRow, filters() ? shared.decision.mass : shared.row_mass, true);
+    } else if (threadIdx.x == 0 && rank == 0) {
+      write_token();
+    }
+    if (wants_top() && !shared.decision.has_top) {
+      sync();
+      write_top_again();
+    }
+    sync();                   // shared memory of every CTA is read until here
+  }
+
+  /// What comes behind a read.
+  enum class Next {
+    kExit,        // nothing
+    kFinish,      // the results are written
+    kAsk,         // a read that sums what is above shared.asked
+    kRaceAbove,   // a read that has what is above shared.asked race; the winner is asked next
+    kRace,        // a read that has the survivors race
+    kSearch,      // the threshold is searched, then as kRace
+  };
+
+  static constexpr int32_t kMostReads = 16;
+
+  /// Top-p alone asks whether the winner of the whole row survives. Whether it does is told by the mass above it, which takes no threshold.
+  __device__ __forceinline__ bool asks_winner() const {
+    return samples() && !settings.greedy && !wants_top() && settings.has_top_p && settings.top_k == 0 && settings.min_p == 0.0f;
+  }
+
+  /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone that takes sums, too: where there are rows
+  /// enough to keep the GPU busy, candidates are looked for first, as they mostly tell.
+  __device__ __forceinline__ bool races_first() const {
+    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && (!settings.has_top_p || (settings.min_p == 0.0f && num_ctas > 1));
+  }
+
+  __device__ __forceinline__ ReadTask first_task() const {
+    const bool needs_row_mass = filters() ? settings.has_top_p && this->top_p_of_all() : params.task == RowTask::kRenorm;
     const bool has_scale = needs_row_mass || is_tempered();
-    const float scale = has_scale ? settings.scale : kLog2E, floor = has_scale ? settings.floor : LogitWeights::floor_of(kLog2E);
-    const bool needs_mass = needs_row_mass || wants_logprobs();
-    this->read(needs_mass, scale, floor, has_second);
-    sync();
+    ReadTask task;
+    task.scale = has_scale ? settings.scale : kLog2E;
+    task.floor = LogitWeights::floor_of(task.scale);
+    task.least = kMinusInfinity;
+    task.needs_mass = needs_row_mass || wants_logprobs();
+    // The mass of log-probabilities is the row's own where both have one scale, or the row's is not needed.
+    task.has_second = wants_logprobs() && needs_row_mass && !is_tempered();
+    task.races = races_first();
+    task.finds_candidates = !task.races;
+    return task;
+  }
+
+  /// Behind the first read.
+  __device__ __forceinline__ Next decide() {
+    this->exchange_summaries();
     uint64_t best = 0;
     uint32_t bound = 0;
     bool fits = true;
-#pragma unroll 4
+    Racer racer = nobody();
+#pragma unroll 1
     for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const CtaSummary& other = summary_of(cta);
+      const CtaSummary& other = shared.summaries[cta];
       best = max_of(best, other.best);
       bound = max_of(bound, other.bound);
-      fits = fits && other.num_candidates <= kMaxCandidates;
+      fits = fits && other.num_candidates <= this->candidate_room();
+      if (other.racer.beats(racer)) racer = other.racer;
     }
     const uint32_t best_key = static_cast<uint32_t>(best >> 32);
     if (!settings.valid || best_key <= kExcludedKey || best_key >= kInfiniteKey) {
       if (samples()) write_invalid();
       else write_values(0, 1, false);
-      sync();
-      return;
+      return Next::kExit;
     }
-    const float reference = key_value(best_key);
-    if (threadIdx.x == 0) shared.reference = reference;
-    const bool has_candidates = fits && bound != kNoBound;
-    if (needs_mass) {
+    const bool is_greedy = samples() && settings.greedy;
+    if (threadIdx.x == 0) {
+      shared.reference = key_value(best_key);
+      shared.asked = racer;
+      shared.bound = fits ? bound : kNoBound;
+      shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : racer.token;
+    }
+    __syncthreads();
+    const bool is_drawn = is_greedy || (races_first() && (racer.key == best_key || (!settings.has_top_p && racer.key >= min_p_key(weights(), settings))));
+    if (is_drawn && !wants_logprobs()) {      // nobody looks into another CTA's shared memory any more
+      if (rank == 0 && threadIdx.x == 0) write_token();
+      return Next::kExit;
+    }
+    const bool asks = !races_first() && (filters() || wants_top());
+    const ReadTask& task = shared.task;
+    if (task.needs_mass) {
       BlockSums sums(shared.scratch);
-      const uint64_t mass = this->scale_segments(sums, 0, Weights(reference, scale, floor));
-      const uint64_t second = has_second ? this->scale_segments(sums, 1, Weights(reference, kLog2E)) : mass;
+      const uint64_t mass = this->scale_segments(sums, 0, Weights(shared.reference, task.scale, task.floor));
+      const uint64_t second = task.has_second ? this->scale_segments(sums, 1, Weights(shared.reference, kLog2E)) : mass;
       if (threadIdx.x == 0) {
         shared.summary.mass = mass;
         shared.summary.logprob_mass = second;
       }
     }
-    if (has_candidates) this->gather_candidates(bound);
-    sync();
-    if (needs_mass) {
+    if (task.needs_mass) {
+      sync();
       uint64_t mass = 0, second = 0;
 #pragma unroll 4
       for (int32_t cta = 0; cta < num_ctas; ++cta) {
@@ -227,55 +266,83 @@ struct RowSampler : Row<Source> {
       }
       __syncthreads();
     }
-    if (threadIdx.x == 0 && samples() && settings.greedy && rank == 0) shared.token = static_cast<int32_t>(~static_cast<uint32_t>(best));
-    if (filters() || wants_top()) {
-      if (rank == 0) ask_candidates(has_candidates, bound, best_key);
+    if (asks) {
+      if (rank == 0) ask_candidates();
       sync();
-      if (filters() && !shared.decision.settled) Rereader<Source>(*this).filter();
     }
-    const uint32_t threshold = filters() ? shared.decision.threshold : kWholeRow;
-    const uint64_t mass = filters() ? shared.decision.mass : shared.row_mass;
-    if (!samples()) {
-      write_values(threshold, mass, true);
-    } else if (!settings.greedy && !(filters() && shared.decision.settled)) {
-      draw_segment(draw_share(shared.seed, shared.position, mass), threshold, filters());
+    if (filters() && asks && shared.decision.settled && samples() && !wants_top()) {
+      if (rank == 0 && threadIdx.x == 0) write_token();
+      return Next::kExit;
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && shared.token >= 0) {
-      store_token(shared.token_index, shared.token);
-      params.valid[row] = 1;
-      if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(shared.token));
-    }
-    if (wants_top() && !shared.decision.has_top) {
+    if (is_drawn || (filters() ? asks && shared.decision.settled : !samples())) return Next::kFinish;
+    if (threadIdx.x == 0) shared.decision.threshold = kWholeRow;
+    if (!asks_winner()) return filters() ? Next::kSearch : Next::kRace;
+    if (races_first()) return Next::kAsk;
+    if (threadIdx.x == 0) shared.asked.key = kWholeRow - 1;
+    return Next::kRaceAbove;
+  }
+
+  /// Behind a read again. If the winner does not survive, no survivor is below it, and the winner among those above is the next that is asked for.
+  __device__ __forceinline__ Next decide_again() {
+    const bool asked = shared.task.needs_mass, raced = shared.task.races;
+    if (asked) {
+      const uint64_t above = this->total_mass();
+      if (above < top_p_target(settings, shared.row_mass)) {
+        if (threadIdx.x == 0) shared.token = shared.asked.token;
+        return Next::kFinish;
+      }
+    } else {
       sync();
-      write_top_again();
     }
-    sync();                   // shared memory of every CTA is read until here
+    if (!raced) return shared.round < kMostReads - 3 ? Next::kRaceAbove : Next::kSearch;
+    const Racer racer = this->best_racer();
+    sync();                   // the summaries were read
+    if (threadIdx.x == 0) {
+      shared.token = racer.token;
+      shared.asked = racer;
+    }
+    return shared.is_settled ? Next::kFinish : shared.round < kMostReads - 2 ? Next::kAsk : Next::kSearch;
+  }
+
+  __device__ __forceinline__ void write_token() const {
+    store_token(shared.token_index, shared.token);
+    params.valid[row] = 1;
+    if (params.logprobs != nullptr) params.logprobs[row] = logprob_of(source.one(shared.token));
   }
 
   __device__ __forceinline__ bool wants_top() const { return samples() && params.num_top_logprobs > 0; }
 
   /// The first CTA's part: decides, draws if the candidates are enough, and tells the others.
-  __device__ __forceinline__ void ask_candidates(bool has_candidates, uint32_t bound, uint32_t best_key) {
-    const int32_t found = shared.summary.num_candidates + shared.num_gathered;
-    Decision decision{shared.row_mass, kWholeRow, false, !wants_top()};
-    if (has_candidates && found <= kMaxCandidates) {
-      Candidates<Source> candidates(*this, found, bound, best_key);
+  __device__ __forceinline__ void ask_candidates() {
+    Decision& decision = shared.decision;       // in memory: registers are short here
+    if (threadIdx.x == 0) decision = Decision{shared.row_mass, kWholeRow, false, !wants_top()};
+    const uint32_t bound = shared.bound;
+    if (bound != kNoBound) {
+      Candidates<Source> candidates(*this);
       if (filters()) {
-        decision.threshold = candidates.settle_top_k();
-        const bool is_few = samples() && decision.threshold >= bound && candidates.count_from(decision.threshold) <= kSamplingThreads;
-        decision.settled = is_few || candidates.settle_top_p(decision.threshold);
-        if (decision.settled && (is_few || (samples() && candidates.count_from(decision.threshold) <= kSamplingThreads))) {
-          candidates.draw_of_few(decision.threshold, is_few && settings.has_top_p);
-        } else if (decision.settled) {
-          decision.mass = candidates.mass_from(decision.threshold);
-          if (samples()) candidates.draw_of_many(decision.threshold, draw_share(shared.seed, shared.position, decision.mass));
+        uint32_t threshold = candidates.settle_top_k();
+        const bool is_few = samples() && threshold >= bound && candidates.count_from(threshold) <= kSamplingThreads;
+        if (is_few) candidates.list_few(threshold, settings.has_top_p);
+        const bool settles = is_few || candidates.settle_top_p(threshold);
+        if (settles && samples()) {
+          candidates.draw(threshold, is_few);
+        } else if (settles) {
+          const uint64_t mass = candidates.mass_from(threshold);
+          if (threadIdx.x == 0) decision.mass = mass;
+        }
+        if (threadIdx.x == 0) {
+          decision.threshold = threshold;
+          decision.settled = threshold >= bound;
         }
       }
       __syncthreads();        // the bins' room is used for other things
-      if (!decision.has_top) decision.has_top = candidates.write_top();
+      if (wants_top()) {
+        const bool has_top = candidates.write_top();
+        if (threadIdx.x == 0) decision.has_top = has_top;
+      }
     }
-    if (static_cast<int32_t>(threadIdx.x) < num_ctas) ptx::cluster_pointer(&shared, threadIdx.x)->decision = decision;
+    __syncthreads();
+    if (static_cast<int32_t>(threadIdx.x) > 0 && static_cast<int32_t>(threadIdx.x) < num_ctas) *ptx::cluster_pointer(&decision, threadIdx.x) = decision;
   }
 };
 

@@ -158,22 +158,6 @@ struct Rereader {
     }
   }
 
-  /// The row's mass from the segments' masses; every CTA's is then in its summary.
-  __device__ __forceinline__ uint64_t total_mass() const {
-    BlockSums sums(shared.scratch);
-    const uint64_t* mass = row.mass_table(0);
-    uint64_t sum = 0;
-    __syncthreads();
-    for (int32_t s = row.segment_begin + static_cast<int32_t>(threadIdx.x); s < row.segment_end; s += kSamplingThreads) sum += mass[s];
-    sum = sums(sum);
-    if (threadIdx.x == 0) shared.summary.mass = sum;
-    row.sync();
-    sum = 0;
-#pragma unroll 4
-    for (int32_t cta = 0; cta < row.num_ctas; ++cta) sum += row.summary_of(cta).mass;
-    return sum;
-  }
-
   /// The first CTA's part of find(): the threshold among the window's members, told to all; 0 if it is not among them.
   __device__ __forceinline__ void select_member(uint64_t target, int32_t members) const {
     BlockSums sums(shared.scratch);
@@ -202,7 +186,8 @@ struct Rereader {
     const int32_t own = shared.summary.num_candidates;
     unsigned long long* mass = reinterpret_cast<unsigned long long*>(row.mass_table(0));
     for (int32_t i = threadIdx.x; i < own; i += kSamplingThreads) {
-      if (shared.keys[i] >= threshold) atomicAdd(&mass[shared.tokens[i] / kSegmentTokens], static_cast<unsigned long long>(row.weights()(key_value(shared.keys[i]))));
+      const unsigned long long weight = row.weights()(key_value(shared.keys[i]));
+      if (shared.keys[i] >= threshold) atomicAdd(&mass[shared.tokens[i] / kSegmentTokens], weight);
     }
     __syncthreads();
   }
@@ -263,7 +248,7 @@ struct Rereader {
         if (round > 0) middle = end > search.low && end < search.high ? end : search.low + (search.high - search.low) / 2;
       }
       sum_masses(middle, window, search.by_mass || looks);
-      const uint64_t sum = total_mass();      // its barrier is that of the members too
+      const uint64_t sum = row.total_mass();      // its barrier is that of the members too
       if (looks) {
         const uint64_t above = search.by_mass ? sum : search.base + window.before;
         const Look look = look_at_members(above);
@@ -299,7 +284,7 @@ struct Rereader {
     return Found::kKey;
   }
 
-  /// Sets the decision's threshold to the smallest surviving key and its mass to the survivors'; the segments' masses are then those of the survivors.
+  /// Sets the decision's threshold to the smallest surviving key and, unless a token is to be drawn, its mass to the survivors'.
   __device__ __forceinline__ void filter() const {
     const RowSettings& settings = row.settings;
     bool has_masses = false;
@@ -336,10 +321,11 @@ struct Rereader {
         }
       } else {
         if (!is_top_p && settings.has_top_p && row.top_p_of_all()) continue;
+        if (row.samples() && (is_top_p || !settings.has_top_p)) break;     // the race needs no mass
         row.sync();                                 // so were masses
         if (!has_masses) sum_masses(shared.decision.threshold, Window{0, kBins, kBins}, true);
         has_masses = true;
-        const uint64_t mass = total_mass();
+        const uint64_t mass = row.total_mass();
         if (threadIdx.x == 0) shared.decision.mass = mass;
         __syncthreads();
         if (!settings.has_top_p) break;

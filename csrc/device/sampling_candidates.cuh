@@ -17,21 +17,25 @@ struct Candidates {
   const Row<Source>& row;
   SamplingShared& shared;
   BlockSums sums;
-  const int32_t count;      // at most kMaxCandidates
   const uint32_t bound;     // they are complete from here on
-  const uint32_t best_key;
-  uint32_t keys[kHeld];     // this thread's: candidates threadIdx.x + i * kSamplingThreads; 0: none, or below the bound
+  uint32_t keys[kHeld];     // this thread's: shared.keys[threadIdx.x + i * kSamplingThreads]; 0: none, or below the bound
 
-  __device__ __forceinline__ Candidates(const Row<Source>& row, int32_t count, uint32_t bound, uint32_t best_key)
-      : row(row), shared(row.shared), sums(shared.scratch), count(count), bound(bound), best_key(best_key) {
+  /// Leaves zeros in the list where there is no candidate.
+  __device__ __forceinline__ explicit Candidates(const Row<Source>& row) : row(row), shared(row.shared), sums(shared.scratch), bound(shared.bound) {
+    const int32_t room = row.candidate_room();
 #pragma unroll
     for (int32_t i = 0; i < kHeld; ++i) {
       const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      const uint32_t key = at < count ? shared.keys[at] : 0;
+      const int32_t cta = at * shared.num_ctas / kMaxCandidates;
+      const bool is_one = at - cta * room < shared.summaries[cta].num_candidates;
+      const uint32_t key = is_one ? shared.keys[at] : 0;
       keys[i] = key >= bound ? key : 0;
+      shared.keys[at] = keys[i];
     }
     __syncthreads();
   }
+
+  __device__ __forceinline__ uint32_t best_key() const { return order_key(shared.reference); }
 
   __device__ __forceinline__ uint32_t count_from(uint32_t key) {
     uint32_t sum = 0;
@@ -42,7 +46,7 @@ struct Candidates {
 
   /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
   __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
-    return bisect<uint32_t>(from, best_key + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
+    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
   }
 
   /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
@@ -71,7 +75,7 @@ struct Candidates {
       const uint32_t from = max_of(threshold, bound);
       const uint64_t available = mass_from(from);
       const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
-      if (available >= target) threshold = bisect<uint64_t>(from, best_key + 1, target, true, mass_from);
+      if (available >= target) threshold = bisect<uint64_t>(from, best_key() + 1, target, true, mass_from);
     }
     return threshold >= bound;
   }
@@ -83,68 +87,60 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Top-p, unless it is done, and the draw among at most kSamplingThreads survivors, a thread for each: every one is compared with every other.
-  __device__ __forceinline__ void draw_of_few(uint32_t threshold, bool cuts_top_p) {
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, unless it is done: a thread for each compares it
+  /// with every other.
+  __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      if (at >= count || shared.keys[at] < threshold) continue;
+    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
+      if (shared.keys[at] < threshold) continue;
       survivors[atomicAdd(&shared.num_listed, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
     }
     __syncthreads();
     const int32_t num_survivors = shared.num_listed;
-    const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
-    const Survivor own = is_one ? survivors[threadIdx.x] : Survivor{0, 0, 0};
-    bool survives = is_one;
     if (cuts_top_p) {
+      const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
+      const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
       uint64_t above = 0, total = 0;
       if (is_one) {
 #pragma unroll 4
         for (int32_t i = 0; i < num_survivors; ++i) {
           const Survivor other = survivors[i];
-          above += other.key > own.key ? other.weight : 0;
+          above += other.key > own_key ? other.weight : 0;
           total += other.weight;
         }
       }
-      survives = is_one && above < top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total);
       __syncthreads();
-      if (is_one && !survives) survivors[threadIdx.x].weight = 0;
+      if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total)) survivors[threadIdx.x].key = 0;
     }
-    __syncthreads();
-    if (is_one) {
-      uint64_t before = 0, total = 0;
-#pragma unroll 4
-      for (int32_t i = 0; i < num_survivors; ++i) {
-        const Survivor other = survivors[i];
-        before += other.token < own.token ? other.weight : 0;
-        total += other.weight;
-      }
-      const uint64_t share = draw_share(shared.seed, shared.position, total);
-      if (survives && before <= share && share - before < own.weight) shared.token = own.token;
-    }
-    __syncthreads();
   }
 
-  /// The draw among any number of survivors, whose mass is known.
-  __device__ __forceinline__ void draw_of_many(uint32_t threshold, uint64_t share) {
-    uint64_t weight[kHeld];
-    uint32_t from_last[kHeld];      // tokens in descending order
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-      from_last[i] = at < count ? static_cast<uint32_t>(kMaxVocab - 1 - shared.tokens[at]) : 0;
+  /// The race among the candidates from `threshold` on. is_few: those of the list.
+  __device__ __forceinline__ void draw(uint32_t threshold, bool is_few) {
+    const Survivor* survivors = reinterpret_cast<const Survivor*>(shared.bins);
+    const uint32_t* of_keys = is_few ? &survivors->key : shared.keys;
+    const int32_t* of_tokens = is_few ? &survivors->token : shared.tokens;
+    const int32_t stride = is_few ? sizeof(Survivor) / sizeof(uint32_t) : 1;
+    const int32_t number = is_few ? shared.num_listed : kMaxCandidates;
+    Racer best = nobody();
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
+      const uint32_t key = of_keys[i * stride];
+      if (key < threshold) continue;
+      const Racer racer = enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
+      if (racer.beats(best)) best = racer;
     }
-    const uint32_t drawn = bisect<uint64_t>(0, kMaxVocab, share + 1, false, [&](uint32_t key) {
-      uint64_t sum = 0;
-#pragma unroll
-      for (int32_t i = 0; i < kHeld; ++i) sum += from_last[i] >= key ? weight[i] : 0;
-      return sums(sum);
-    });
-    if (threadIdx.x == 0) shared.token = kMaxVocab - 1 - static_cast<int32_t>(drawn);
+    Racer& of_warp = shared.warp_racers[row.warp()];
+    if (row.lane() == 0) of_warp = nobody();
+    __syncwarp();
+    keep_best(of_warp, best);
+    __syncthreads();
+    if (row.warp() == 0) {
+      keep_best(shared.warp_racers[0], row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
+      if (row.lane() == 0) shared.token = shared.warp_racers[0].token;
+    }
   }
 
   /// The most likely tokens, in order. False if the candidates do not tell.
@@ -157,8 +153,9 @@ struct Candidates {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+    for (int32_t i = threadIdx.x; i < kMaxCandidates; i += kSamplingThreads) {
+      const uint64_t own = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
+      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = own;
     }
     __syncthreads();
     const int32_t found = shared.num_listed;

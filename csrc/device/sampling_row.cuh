@@ -1,8 +1,9 @@
-// A row and the CTAs that share it: the first read, which finds the largest value, the segments' masses and the candidates.
+// A row and the CTAs that share it, and the two reads of it: for candidates, for a race. Both find the largest value and the segments' masses.
 #pragma once
 
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/prefetch.cuh"
+#include "device/sampling_race.cuh"
 #include "device/sampling_select.cuh"
 #include "device/sampling_source.cuh"
 
@@ -20,6 +21,7 @@ struct CtaSummary {
   int32_t num_candidates;   // of this CTA; may exceed what there is room for
   uint32_t least_key;       // of a window's members
   uint32_t most_key;
+  Racer racer;              // the best in the race
 };
 
 /// What the first CTA tells the others.
@@ -43,6 +45,16 @@ struct Search {
   bool is_wide;             // the window is what the bins prove, not what they suggest
 };
 
+/// What a read of the row looks for.
+struct ReadTask {
+  float scale, floor;       // of the masses
+  float least;              // again: what is below is not looked at
+  bool needs_mass;
+  bool has_second;          // also the masses at temperature 1, for log-probabilities
+  bool races;
+  bool finds_candidates;
+};
+
 struct SamplingShared {
   uint32_t keys[kMaxCandidates];
   int32_t tokens[kMaxCandidates];
@@ -50,7 +62,9 @@ struct SamplingShared {
   SelectScratch scratch;
   CtaSummary summary;
   Decision decision;
+  CtaSummary summaries[kMaxClusterCtas];      // of the first read, of every CTA
   uint64_t warp_best[kSamplingWarps];
+  Racer warp_racers[kSamplingWarps];
   // Of the row: in registers they would be spilled.
   RowSettings settings;
   int64_t seed;
@@ -59,9 +73,17 @@ struct SamplingShared {
   uint64_t row_mass;
   uint64_t logprob_mass;
   float reference;          // the row's largest value, once it is known
+  uint32_t bound;           // candidates are complete from here on; kNoBound: there are none, or too many
   int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
-  int32_t token;            // that was drawn, in the CTA that drew it
+  int32_t token;            // that is drawn; the first CTA knows it
   int32_t num_listed;
+  ReadTask task;
+  int32_t round;            // reads before this one
+  bool is_settled;          // who wins this read survives
+  int32_t segment_begin;    // of this CTA
+  int32_t segment_end;
+  int32_t num_ctas;         // of the row; from memory, or the compiler keeps in registers what it can compute from it beforehand
+  Racer asked;              // of whom is asked whether it survives
   Search search;
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
@@ -84,10 +106,8 @@ struct Row {
   const int32_t row;
   const int32_t rank;
   const int32_t num_ctas;
-  const int32_t segment_begin;      // of this CTA
-  const int32_t segment_end;
 
-  /// Without a barrier between: thread 0 has not yet written the settings.
+  /// Without a barrier between: thread 0 has not yet written the settings and the segments.
   __device__ __forceinline__ Row(const SamplingParams& params, SamplingShared& shared, const Source& source, int32_t row)
       : params(params),
         shared(shared),
@@ -95,9 +115,7 @@ struct Row {
         settings(shared.settings),
         row(row),
         rank(ptx::cluster_rank()),
-        num_ctas(ptx::cluster_size()),
-        segment_begin(num_segments() * rank / num_ctas),
-        segment_end(num_segments() * (rank + 1) / num_ctas) {}
+        num_ctas(ptx::cluster_size()) {}
 
   __device__ __forceinline__ Weights weights() const { return Weights(shared.reference, settings.scale, settings.floor); }
 
@@ -109,8 +127,9 @@ struct Row {
   __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
   __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ int32_t num_segments() const { return ceil_div(params.vocab, kSegmentTokens); }
-  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, segment_end - segment_begin) - segment_begin; }
-  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(segment_end - segment_begin) - segment_begin; }
+  __device__ __forceinline__ int32_t segments() const { return shared.segment_end - shared.segment_begin; }
+  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const { return shared.segment_mass(which, segments()) - shared.segment_begin; }
+  __device__ __forceinline__ float* reference_table() const { return shared.segment_reference(segments()) - shared.segment_begin; }
   __device__ __forceinline__ const CtaSummary& summary_of(int32_t cta) const { return *ptx::cluster_pointer(&shared.summary, cta); }
 
   /// A barrier of all threads that work on the row.
@@ -124,7 +143,11 @@ struct Row {
     return Source::Reader::vector_token(segment, lane(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
   }
 
-  __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const { return segment_begin + (segment_end - segment_begin) * of_warp / kSamplingWarps; }
+  __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const {
+    return shared.segment_begin + segments() * of_warp / kSamplingWarps;
+  }
+
+  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return num_segments() * of_cta / num_ctas; }
 
   /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
   /// every warp before its first segment's body.
@@ -132,27 +155,46 @@ struct Row {
   __device__ __forceinline__ void for_segments(const First& first, const Body& body) const {
     const int32_t begin = warp_begin(warp());
     const int32_t end = warp_begin(warp() + 1);
-    typename Source::Vector raw[Source::kVectors];
-    float v[kLaneTokens];
+    typename Source::Vector raw[Source::kVectors] = {};     // set, or registers would hold what was left from one read to the next
+    float v[kLaneTokens] = {};
     // The round before the first only loads: one copy of the loading code.
 #pragma unroll 1
     for (int32_t segment = begin - 1; segment < max_of(end, begin + 1); ++segment) {
       const bool works = segment >= begin && segment < end;
-      if (works) {
-        source.template values<0>(raw[0], v);
-        source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
-        if constexpr (Source::kVectors == 4) {
-          source.template values<8>(raw[2], v);
-          source.template values<12>(raw[3], v);
-        }
-      }
-      if (segment + 1 < end) {
-#pragma unroll
-        for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment + 1, lane(), j, raw[j]);
-      }
+      if (works) values(raw, v);
+      if (segment + 1 < end) load(segment + 1, raw);
       if (segment == begin) first(works, v);
       if (works) body(segment, v);
     }
+  }
+
+  /// The same with what comes next on its way to the L2 cache only: for a body that needs the registers.
+  template <class Body>
+  __device__ __forceinline__ void for_segments(const Body& body) const {
+    const int32_t end = warp_begin(warp() + 1);
+#pragma unroll 1
+    for (int32_t segment = warp_begin(warp()); segment < end; ++segment) {
+      if (segment + kPrefetched < end) prefetch(segment + kPrefetched);
+      typename Source::Vector raw[Source::kVectors];
+      float v[kLaneTokens];
+      load(segment, raw);
+      values(raw, v);
+      body(segment, v);
+    }
+  }
+
+  __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) const {
+    source.template values<0>(raw[0], v);
+    source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
+    if constexpr (Source::kVectors == 4) {
+      source.template values<8>(raw[2], v);
+      source.template values<12>(raw[3], v);
+    }
+  }
+
+  __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane(), j, raw[j]);
   }
 
   /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
@@ -160,6 +202,15 @@ struct Row {
     constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
     const int32_t first = lane() * kLineTokens;
     if (first < kSegmentTokens && segment * kSegmentTokens + first < params.vocab) ptx::prefetch_l2(source.reader.row + segment * kSegmentTokens + first);
+  }
+
+  static constexpr int32_t kPrefetched = 3;         // segments of a warp on their way at a time
+
+  /// Before the segments are set.
+  __device__ __forceinline__ void prefetch_first() const {
+    const int32_t begin = cta_begin(rank), count = cta_begin(rank + 1) - begin;
+    const int32_t first = begin + count * warp() / kSamplingWarps, last = begin + count * (warp() + 1) / kSamplingWarps;
+    for (int32_t segment = first; segment < min_of(last, first + kPrefetched); ++segment) prefetch(segment);
   }
 
   /// body(token, values of it and of the next three) for all tokens of this warp's segments, then end(segment): for passes that are rare, so it is small.
@@ -208,10 +259,10 @@ struct Row {
   __device__ __forceinline__ int32_t lanes_at_bound() const {
     const int32_t top_k = filters() ? settings.top_k : 0;
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
-    if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 2) return 0;
-    const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates * 3 / 4);
-    const int32_t share = min_of(segment_end - segment_begin, kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
-    return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 8, kSamplingThreads / 2);
+    if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
+    const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates / 2);
+    const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
+    return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
 
   /// Keeps a candidate. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
@@ -223,14 +274,90 @@ struct Row {
     }
   }
 
-  /// Sets the CTA's summary, without a barrier behind it. second: also the masses at temperature 1, for log-probabilities.
-  __device__ __forceinline__ void read(bool needs_mass, float scale, float floor, bool has_second) {
+  /// The segment's tokens in the race. `v` is used up.
+  __device__ __forceinline__ void race(int32_t segment, float reference, float (&v)[kLaneTokens]) const {
+    Racer& best = shared.warp_racers[warp()];
+    const Weights weights(reference, settings.scale, settings.floor);
+    const double level = weights.strength(reference);
+    const int64_t seed = shared.seed, position = shared.position;
+    const auto enter_four = [&](int32_t i, uint32_t low, uint32_t high) {
+      v[i] = approximate_rise(weights, v[i]) + approximate_gain(low << 16);
+      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(low & 0xffff0000u);
+      v[i + 2] = approximate_rise(weights, v[i + 2]) + approximate_gain(high << 16);
+      v[i + 3] = approximate_rise(weights, v[i + 3]) + approximate_gain(high & 0xffff0000u);
+    };
+    uint32_t a[4], b[4];
+    if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
+      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), a, b);
+      enter_four(0, a[0], a[1]);
+      enter_four(4, a[2], a[3]);
+      enter_four(8, b[0], b[1]);
+      enter_four(12, b[2], b[3]);
+    } else {                                          // in vectors of two lanes
+#pragma unroll
+      for (int32_t i = 0; i < kLaneTokens; i += 8) {
+        race_words(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
+        const bool is_first = race_word(token(segment, i)) == 0;
+        enter_four(i, is_first ? a[0] : a[2], is_first ? a[1] : a[3]);
+        enter_four(i + 4, is_first ? b[0] : b[2], is_first ? b[1] : b[3]);
+      }
+    }
+    float most = v[0];
+#pragma unroll
+    for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
+    // Each round evaluates every lane's best. One is enough mostly.
+#pragma unroll 1
+    for (int32_t round = 0; round < kLaneTokens; ++round) {
+      const float bound = __double2float_rd(value_of(best) - level) - (32.0f + kRaceTolerance);
+      const bool may_win = most >= bound && most > kMinusInfinity;
+      if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
+      Racer own = nobody();
+      if (may_win) {
+        int32_t index = -1;
+        float rest = kMinusInfinity;
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) {
+          const bool is_it = index < 0 && v[i] == most;
+          index = is_it ? i : index;
+          v[i] = is_it ? kMinusInfinity : v[i];
+          rest = fmaxf(rest, v[i]);
+        }
+        most = rest;
+        const int32_t entered = token(segment, max_of(index, 0));
+        own = enter_race(weights, seed, position, entered, source.one(entered));
+      }
+      keep_best(best, own);
+    }
+  }
+
+  __device__ __forceinline__ static bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
+
+  /// Puts the segment's masses relative to `reference` into the tables. key: of its largest value.
+  __device__ __forceinline__ void sum_segment(int32_t segment, const float (&v)[kLaneTokens], uint32_t key, float reference) const {
+    const ReadTask& task = shared.task;
+#pragma unroll 1
+    for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
+      uint64_t sum = 0;
+      if (is_drawable(key)) {
+        const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
+      }
+      sum = ptx::warp_add(sum);
+      if (lane() == 0) mass_table(which)[segment] = sum;
+    }
+  }
+
+  /// A read that looks for candidates, the largest value, masses. Sets the CTA's summary, without a barrier behind it.
+  __device__ __forceinline__ void read_candidates() {
+    const ReadTask& task = shared.task;
     const int32_t lanes = lanes_at_bound();
     uint32_t bound = lanes > 0 ? kWholeRow : kNoBound;
     if (threadIdx.x == 0) {
       shared.summary.num_candidates = 0;
       shared.num_gathered = 0;
     }
+    if (lane() == 0) shared.warp_racers[warp()] = nobody();
     uint32_t best_key = 0;
     uint32_t best_token = 0;
     for_segments(
@@ -260,29 +387,96 @@ struct Row {
 #pragma unroll 1
             for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1));
           }
-          if (!needs_mass) return;
-          const bool has_mass = key > kExcludedKey && key < kInfiniteKey;
-#pragma unroll 1
-          for (int32_t which = 0; which < (has_second ? 2 : 1); ++which) {
-            uint64_t sum = 0;
-            if (has_mass) {
-              const Weights local(reference, which == 0 ? scale : kLog2E, which == 0 ? floor : LogitWeights::floor_of(kLog2E));
-#pragma unroll
-              for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
-            }
-            sum = ptx::warp_add(sum);
-            if (lane() == 0) mass_table(which)[segment] = sum;
-          }
+          if (task.needs_mass) sum_segment(segment, v, key, reference);
         });
     if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32 | ~best_token;
+    set_summary(bound);
+  }
+
+  /// A read that looks at all tokens from task.least on: their masses, who wins the race among them. is_again: the reference is known. Sets the CTA's summary,
+  /// without a barrier behind it.
+  __device__ __forceinline__ void read_survivors(bool is_again) {
+    const ReadTask& task = shared.task;
+    if (lane() == 0) shared.warp_racers[warp()] = nobody();
+    uint32_t best_key = 0;
+    for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
+      if (is_again) {
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
+      }
+      const uint32_t key = ptx::warp_max(lane_max_key(v));
+      const float reference = key_value(key);
+      best_key = max_of(best_key, key);
+      if (lane() == 0) reference_table()[segment] = reference;
+      if (task.needs_mass) sum_segment(segment, v, key, is_again ? shared.reference : reference);
+      if (task.races && is_drawable(key)) race(segment, reference, v);
+    });
+    if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
+    set_summary(kNoBound);
+  }
+
+  __device__ __forceinline__ void set_summary(uint32_t bound) const {
     __syncthreads();
     if (threadIdx.x == 0) {
       uint64_t best = 0;
+      Racer racer = nobody();
 #pragma unroll
-      for (int32_t w = 0; w < kSamplingWarps; ++w) best = max_of(best, shared.warp_best[w]);
+      for (int32_t w = 0; w < kSamplingWarps; ++w) {
+        best = max_of(best, shared.warp_best[w]);
+        if (shared.warp_racers[w].beats(racer)) racer = shared.warp_racers[w];
+      }
       shared.summary.best = best;
       shared.summary.bound = bound;
+      shared.summary.racer = racer;
     }
+  }
+
+  /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
+  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates / shared.num_ctas; }
+
+  /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row, and its candidates to the first.
+  __device__ __forceinline__ void exchange_summaries() const {
+    if (num_ctas > 1) ptx::cluster_wait();        // the others have started: their shared memory is there
+    if (warp() == 0) {
+      __syncwarp();
+      if (lane() < num_ctas) ptx::cluster_pointer(&shared, lane())->summaries[rank] = shared.summary;
+    }
+    if (rank != 0 && shared.task.finds_candidates) {
+      SamplingShared& first = *ptx::cluster_pointer(&shared, 0);
+      const int32_t count = min_of(shared.summary.num_candidates, candidate_room());
+      for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
+        first.keys[rank * candidate_room() + i] = shared.keys[i];
+        first.tokens[rank * candidate_room() + i] = shared.tokens[i];
+      }
+    }
+    sync();
+  }
+
+  /// The best racer of all CTAs. A barrier lies between the read and this.
+  __device__ __forceinline__ Racer best_racer() const {
+    Racer racer = nobody();
+#pragma unroll 4
+    for (int32_t cta = 0; cta < num_ctas; ++cta) {
+      const Racer other = summary_of(cta).racer;
+      if (other.beats(racer)) racer = other;
+    }
+    return racer;
+  }
+
+  /// The sum of the segments' masses, of the whole row; every CTA's is then in its summary.
+  __device__ __forceinline__ uint64_t total_mass() const {
+    BlockSums sums(shared.scratch);
+    const uint64_t* mass = mass_table(0);
+    uint64_t sum = 0;
+    __syncthreads();
+    for (int32_t s = shared.segment_begin + static_cast<int32_t>(threadIdx.x); s < shared.segment_end; s += kSamplingThreads) sum += mass[s];
+    sum = sums(sum);
+    if (threadIdx.x == 0) shared.summary.mass = sum;
+    sync();
+    sum = 0;
+#pragma unroll 4
+    for (int32_t cta = 0; cta < num_ctas; ++cta) sum += summary_of(cta).mass;
+    return sum;
   }
 
   /// Masses of the segments in units of the row's; their sum.
@@ -291,7 +485,7 @@ struct Row {
     const float* references = reference_table();
     uint64_t sum = 0;
 #pragma unroll 1
-    for (int32_t s = segment_begin + static_cast<int32_t>(threadIdx.x); s < segment_end; s += kSamplingThreads) {
+    for (int32_t s = shared.segment_begin + static_cast<int32_t>(threadIdx.x); s < shared.segment_end; s += kSamplingThreads) {
       const uint64_t scaled = references[s] > kMinusInfinity ? scale_mass(mass[s], segment_factor(of_row, references[s])) : 0;
       mass[s] = scaled;
       sum += scaled;
@@ -299,7 +493,7 @@ struct Row {
     return sums(sum);
   }
 
-  /// Brings the candidates of all CTAs, from `bound` on, to the first, behind its own.
+  /// Brings the members of all CTAs' lists, from `bound` on, to the first, behind its own.
   __device__ __forceinline__ void gather_candidates(uint32_t bound) const {
     if (rank == 0) return;
     SamplingShared& first = *ptx::cluster_pointer(&shared, 0);

@@ -10,7 +10,7 @@ namespace attn {
 constexpr int32_t kBins = 4096;
 constexpr int32_t kOctaveBins = 256;
 constexpr int32_t kThreadBins = kBins / kSamplingThreads;
-constexpr int32_t kMaxCandidates = 1024;
+constexpr int32_t kMaxCandidates = 1536;
 constexpr int32_t kHeld = kMaxCandidates / kSamplingThreads;      // candidates of a thread
 
 /// Where a running sum reaches its target.

@@ -110,13 +110,22 @@ constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
 /// CTAs for each row: as many as give every multiprocessor one, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have
-/// a segment.
+/// a segment. Rows without top-k are raced: that takes arithmetic, so they may have as many as fit the GPU. With top-p alone they are read several times, some rows
+/// oftener than others, and twice as many keep it busy behind the rows that take longest.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
+  const bool is_greedy = params.temperature.data == nullptr && params.temperature.value == 0.0f;
+  const bool races = params.task == RowTask::kSample && !is_greedy && !params.top_k.array && params.top_k.value <= 0;
+  const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
+  const int64_t fitting = int64_t{4} * multiprocessors[device];       // CTAs
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas && int64_t{params.batch} * 2 * ctas <= (ctas == 1 ? 4 : 1) * multiprocessors[device]) ctas *= 2;
+  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
+    const int64_t most = races ? (has_top_p ? 2 : 1) * fitting : ctas == 1 ? fitting : multiprocessors[device];
+    if (int64_t{params.batch} * 2 * ctas > most) break;
+    ctas *= 2;
+  }
   return ctas;
 }
 
@@ -125,7 +134,7 @@ void launch(const SamplingParams& params, const String& file, DLDevice device, i
   static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
   const int32_t ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas > max_ctas) refuse("ctas of a row", ctas, "at most " + std::to_string(max_ctas));
+  if (ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
   driver::Kernel kernel;
   const char* symbol = params.token_mask != nullptr ? "masked_sampling_kernel" : "sampling_kernel";
   {

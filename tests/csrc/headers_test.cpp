@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <initializer_list>
 #include <random>
+#include <vector>
 
 #include "attn/math.h"
 #include "attn/planning.h"
@@ -133,6 +134,34 @@ void test_log2() {
   }
 }
 
+/// The exponential numbers of the race against their logarithm in double; bits at the ends and at the seam of the two ways to compute them among them.
+void test_race_gain() {
+  std::mt19937_64 random(5);
+  for (int i = 0; i < 1000000; ++i) {
+    const uint64_t seam = uint64_t{1} << 46, all = (uint64_t{1} << 48) - 1;
+    const uint64_t ends[] = {0, 1, 2, seam - 1, seam, seam + 1, all - 1, all};
+    const uint64_t bits = i < 8 ? ends[i] : (random() & all) >> (i % 3 == 0 ? random() % 48 : 0);
+    const double x = (static_cast<double>(bits) + 0.5) * std::exp2(-48.0);
+    const double right = -std::log2(-std::log1p(-x));
+    const double gain = attn::race_gain(bits);
+    expect(std::fabs(gain - right) <= 4e-7 * std::fmax(1.0, std::fabs(right)), "race_gain()", i, static_cast<int64_t>(bits));
+    expect(gain <= -std::log2(x) + 2e-5, "race_gain() is more than -log2(x)", i, static_cast<int64_t>(bits));
+  }
+}
+
+void test_philox() {
+  uint32_t zero[4] = {0, 0, 0, 0};        // a known answer of Random123
+  attn::philox(0, zero);
+  expect(zero[0] == 0x6627e8d5u && zero[1] == 0xe169c58du && zero[2] == 0xbc57ac4cu && zero[3] == 0x9b00dbd8u, "philox()", zero[0], zero[1]);
+  // Every token has bits of its own.
+  std::vector<int32_t> owners(4 * 512 * 2, -1);
+  for (int32_t token = 0; token < 4 * 512; ++token) {
+    const size_t at = attn::race_block(token) * 8 + attn::race_word(token) * 2 + static_cast<size_t>(token % 2);
+    expect(at < 4 * 512 && owners[at] < 0, "race_block(), race_word()", token, static_cast<int64_t>(at));
+    if (at < owners.size()) owners[at] = token;
+  }
+}
+
 /// Keys order floats as the floats are ordered, and give them back.
 void test_keys() {
   std::mt19937 random(3);
@@ -160,6 +189,8 @@ void test_scale_mass() {
 int main() {
   test_weights();
   test_log2();
+  test_race_gain();
+  test_philox();
   test_keys();
   test_scale_mass();
   test_fast_divisor();

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_oracle import keeps, philox4x32, probabilities, uniform64
+from sampling_oracle import keeps, philox4x32, probabilities, race_values
 
 from attn_backend import sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
@@ -51,15 +51,24 @@ def test_random_numbers_are_philox() -> None:
     assert philox4x32([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-def test_draws_are_an_inverse_cdf_in_token_order(device: torch.device) -> None:
-    """Among equally likely tokens a request's 64 random bits say which one: that and nothing else is the draw."""
-    vocab = 1000
-    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=torch.Generator().manual_seed(0))
-    positions = torch.randint(0, 2**62, (64,), generator=torch.Generator().manual_seed(1))
-    logits = torch.zeros(64, vocab, device=device)
-    for settings in ({}, {"top_k": 10}, {"min_p": 0.5}):
-        tokens = sample(logits, seed=seeds.to(device), position=positions.to(device), **settings).token_ids.tolist()
-        assert tokens == [uniform64(seed, position) * vocab >> 64 for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)]
+@pytest.mark.parametrize("scale", [0.0, 1.0, 6.0])
+def test_the_survivor_that_wins_the_race_is_drawn(device: torch.device, scale: float) -> None:
+    """The draw is an exponential race with a Philox word for each token: that and nothing else."""
+    vocab, batch = 1003, 24
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+    positions = torch.randint(0, 2**62, (batch,), generator=generator)
+    logits = torch.randn(batch, vocab, generator=generator) * scale
+    values = torch.stack([race_values(x, seed, position, 0.7) for x, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True)])
+    decided = 0
+    for settings in ({}, {"top_k": 10}, {"min_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.2}, {"top_k": 600}, {"top_k": 700, "top_p": 0.8, "min_p": 1e-3}):
+        tokens = sample(logits.to(device), temperature=0.7, seed=seeds.to(device), position=positions.to(device), **settings).token_ids.cpu().long()
+        kept = torch.stack([keeps(x, 0.7, **settings) for x in logits])
+        best = values.masked_fill(~kept, -INF).topk(2).values
+        clear = best[:, 0] - best[:, 1] > 1e-5
+        assert torch.equal(values.gather(1, tokens[:, None])[clear, 0], best[clear, 0])
+        decided += int(clear.sum())
+    assert decided > 7 * batch * 0.95
 
 
 @pytest.mark.parametrize("number", range(40))

@@ -34,6 +34,19 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+/// The two halves of a barrier that orders nothing: it tells that all threads of the cluster have come to the first.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 /// Where `pointer`, into this CTA's shared memory, lies in the CTA of that rank.
 template <class T>
 __device__ __forceinline__ T* cluster_pointer(T* pointer, uint32_t rank) {

@@ -11,7 +11,7 @@
 
 namespace attn {
 
-constexpr int32_t kSegmentTokens = 512;         // weights of a row without filters are sums of segments: see RowMasses in docs/sampling.md
+constexpr int32_t kSegmentTokens = 512;         // the mass of a whole row is a sum of segments, each scaled from its own largest weight
 constexpr int32_t kMaxVocab = 1 << 19;
 constexpr int32_t kMaxTopLogprobs = 128;
 constexpr int32_t kWeightBits = 40;
@@ -20,6 +20,7 @@ constexpr int32_t kWeightBits = 40;
 constexpr int32_t kSamplingThreads = 256;
 constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
 constexpr int32_t kPortableClusterCtas = 8;
+constexpr int32_t kMaxClusterCtas = 16;
 constexpr int32_t kSamplingStateBytes = 33280;    // of shared memory, before the tables of segments
 
 /// Dynamic shared memory where each row has `ctas` CTAs.
@@ -141,34 +142,71 @@ constexpr uint32_t kInfiniteKey = 0xff800000u;   // order_key(+inf)
 
 // ---- Random numbers ----
 
-/// Philox4x32-10 (Salmon et al. 2011), the first 64 bits of its output.
-ATTN_HD uint64_t philox(uint64_t key, uint64_t counter_low, uint64_t counter_high) {
-  uint32_t c0 = static_cast<uint32_t>(counter_low), c1 = static_cast<uint32_t>(counter_low >> 32);
-  uint32_t c2 = static_cast<uint32_t>(counter_high), c3 = static_cast<uint32_t>(counter_high >> 32);
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  for (int32_t round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+constexpr int32_t kPhiloxRounds = 10;
+
+/// The key of a round of Philox4x32-10 (Salmon et al. 2011).
+struct PhiloxKey {
+  uint32_t low;
+  uint32_t high;
+
+  ATTN_HD explicit PhiloxKey(int64_t seed) : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)) {}
+
+  ATTN_HD void next() {
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
   }
-  return static_cast<uint64_t>(c1) << 32 | c0;
+};
+
+ATTN_HD void philox_round(const PhiloxKey& key, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3) {
+  const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+  const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+  c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key.low;
+  c1 = static_cast<uint32_t>(product1);
+  c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key.high;
+  c3 = static_cast<uint32_t>(product0);
 }
 
-/// Streams of one request: its draws, and the acceptance of draft tokens.
-constexpr uint64_t kDrawStream = 0;
-constexpr uint64_t kAcceptStream = 1;
+/// The four words of a counter, in its place.
+ATTN_HD void philox(int64_t seed, uint32_t (&counter)[4]) {
+  PhiloxKey key(seed);
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) philox_round(key, counter[0], counter[1], counter[2], counter[3]);
+}
 
-/// Uniform in [0, total): which of `total` equal shares the request draws at this position.
-ATTN_HD uint64_t draw_share(int64_t seed, int64_t position, uint64_t total) {
-  return multiply_high(philox(static_cast<uint64_t>(seed), static_cast<uint64_t>(position), kDrawStream), total);
+/// Streams of one request: the first bits of its draws, the acceptance of draft tokens, the other bits of its draws.
+constexpr uint32_t kDrawStream = 0;
+constexpr uint32_t kAcceptStream = 1;
+constexpr uint32_t kDrawTailStream = 2;
+
+/// The counter of what a request draws at a position: `block` of a stream, which gives four words.
+ATTN_HD void set_counter(uint32_t (&counter)[4], int64_t position, uint32_t block, uint32_t stream) {
+  counter[0] = static_cast<uint32_t>(position);
+  counter[1] = static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32);
+  counter[2] = block;
+  counter[3] = stream;
 }
 
 // ---- Weights ----
+
+/// log2(1 + r) for 1 + r of about 0.7 to 1.42, divided by z = r / (2 + r), of z squared.
+ATTN_HD float log2_series(float z2) {
+  float p = fused_multiply_add(0.3205989f, z2, 0.4121986f);
+  p = fused_multiply_add(p, z2, 0.5770780f);
+  p = fused_multiply_add(p, z2, 0.9617967f);
+  return fused_multiply_add(p, z2, 2.885390f);
+}
+
+/// log2(a) for a normal a > 0, to 2e-7 (absolute near 1, else relative).
+ATTN_HD float log2_of(float a) {
+  const uint32_t bits = float_bits(a);
+  const uint32_t offset = bits - 0x3f3504f3u;                           // sqrt(1/2)
+  const int32_t exponent = static_cast<int32_t>(offset) >> 23;
+  const float m = bits_float(bits - (static_cast<uint32_t>(exponent) << 23));
+  const float z = (m - 1.0f) / (m + 1.0f);
+  return fused_multiply_add(log2_series(z * z), z, static_cast<float>(exponent));
+}
 
 /// 2^t in units of 2^-40, rounded down, for -48 <= t <= 0 (a little below and above). Relative error 3e-7 where it is large; 0 below 2^-40.
 ATTN_HD uint64_t exp2_fixed(float d, float scale) {
@@ -198,6 +236,9 @@ struct LogitWeights {
   ATTN_HD static float floor_of(float scale) { return -48.0f / scale; }
 
   ATTN_HD uint64_t operator()(float logit) const { return exp2_fixed(max_of(logit - reference, floor), scale); }
+
+  /// log2 of what the logit weighs, up to what is the same for the whole row; exact.
+  ATTN_HD double strength(float logit) const { return static_cast<double>(logit) * static_cast<double>(scale); }
 };
 
 /// Weights of probabilities: themselves, in units that give the exponent of the reference 2^40.
@@ -212,6 +253,8 @@ struct ProbWeights {
     const uint32_t shift = min_of((float_bits(reference) >> 23) - (bits >> 23), 63u);
     return prob > 0.0f ? static_cast<uint64_t>((bits & 0x7fffffu) | 0x800000u) << 17 >> shift : 0;
   }
+
+  ATTN_HD double strength(float prob) const { return static_cast<double>(log2_of(prob)); }
 
   /// What `part`, the weight of a segment's reference, would weigh: a power of two, whatever the mantissas.
   ATTN_HD uint64_t of_segment(float segment_reference) const {
@@ -229,23 +272,69 @@ ATTN_HD uint64_t scale_mass(uint64_t mass, uint64_t factor) {
   return multiply_high(mass, factor) << (64 - kWeightBits) | (mass * factor) >> kWeightBits;
 }
 
-/// log2(a) for a normal a > 0, to 2e-7 (absolute near 1, else relative).
-ATTN_HD float log2_of(float a) {
-  const uint32_t bits = float_bits(a);
-  const uint32_t offset = bits - 0x3f3504f3u;                           // sqrt(1/2)
-  const int32_t exponent = static_cast<int32_t>(offset) >> 23;
-  const float m = bits_float(bits - (static_cast<uint32_t>(exponent) << 23));
-  const float z = (m - 1.0f) / (m + 1.0f);
-  const float z2 = z * z;
-  float p = fused_multiply_add(0.3205989f, z2, 0.4121986f);
-  p = fused_multiply_add(p, z2, 0.5770780f);
-  p = fused_multiply_add(p, z2, 0.9617967f);
-  p = fused_multiply_add(p, z2, 2.885390f);
-  return fused_multiply_add(p, z, static_cast<float>(exponent));
-}
-
 /// log2 of a sum of weights in units of 2^-40.
 ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits); }
+
+// ---- The race ----
+//
+// Every token gets a number from an exponential distribution. The survivor of the filters with the largest weight / number is drawn: each with the probability of
+// its share (Gumbel's maximum, in powers of two). It takes no sum, and what does not survive changes nothing among what does.
+
+// A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for eight tokens, which are some that one thread of
+// a kernel reads: four in a row, and four 128 behind them.
+constexpr int32_t kRaceTailBits = 32;
+
+/// The block of the draw stream that has a token's first bits.
+ATTN_HD uint32_t race_block(int32_t token) {
+  const uint32_t t = static_cast<uint32_t>(token);
+  return (t / kSegmentTokens) * (kSegmentTokens / 8) + (t / 4 % 32) * 2 + t / 256 % 2;
+}
+
+/// Which of the block's words has them; odd tokens have its upper half.
+ATTN_HD uint32_t race_word(int32_t token) { return (static_cast<uint32_t>(token) / 2 % 2) + 2 * (static_cast<uint32_t>(token) / 128 % 2); }
+
+ATTN_HD uint32_t race_half(uint32_t word, int32_t token) { return token % 2 != 0 ? word >> 16 : word & 0xffffu; }
+
+/// The other bits.
+ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
+  uint32_t words[4];
+  set_counter(words, position, static_cast<uint32_t>(token), kDrawTailStream);
+  philox(seed, words);
+  return words[0];
+}
+
+/// All of them.
+ATTN_HD uint64_t race_bits(int64_t seed, int64_t position, int32_t token) {
+  uint32_t words[4];
+  set_counter(words, position, race_block(token), kDrawStream);
+  philox(seed, words);
+  const uint32_t which = race_word(token);
+  const uint32_t word = which == 0 ? words[0] : which == 1 ? words[1] : which == 2 ? words[2] : words[3];
+  return static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | race_tail(seed, position, token);
+}
+
+/// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No more than -log2(x), but for that error.
+ATTN_HD float race_gain(uint64_t bits) {
+  constexpr float kUnit = 3.552713678800501e-15f;                       // 2^-48
+  constexpr uint64_t kAll = (uint64_t{1} << 48) - 1;
+  float numerator, denominator, whole = 0.0f;
+  if (bits < uint64_t{1} << 46) {                                       // x itself: 1 - x would lose its last bits
+    numerator = fused_multiply_add(static_cast<float>(bits), kUnit, 0.5f * kUnit);
+    denominator = 2.0f - numerator;
+  } else {
+    const uint32_t rest = float_bits(fused_multiply_add(static_cast<float>(kAll - bits), kUnit, 0.5f * kUnit));
+    const int32_t exponent = static_cast<int32_t>(rest - 0x3f3504f3u) >> 23;
+    const float m = bits_float(rest - (static_cast<uint32_t>(exponent) << 23));
+    numerator = 1.0f - m;
+    denominator = 1.0f + m;
+    whole = static_cast<float>(-exponent);
+  }
+  const float z = numerator / denominator;
+  return -log2_of(fused_multiply_add(log2_series(z * z), z, whole) * kLn2);
+}
+
+/// Where a token ends in the race: the largest wins, the lower id among equals.
+ATTN_HD double race_value(double strength, uint64_t bits) { return strength + static_cast<double>(race_gain(bits)); }
 
 // ---- Filters ----
 //
@@ -325,8 +414,10 @@ ATTN_HD float residual_prob(float target, float draft) {
 
 /// Whether a draft token is taken: with probability min(1, target / draft).
 ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, float target_prob) {
-  const uint32_t bits = static_cast<uint32_t>(philox(static_cast<uint64_t>(seed), static_cast<uint64_t>(position), kAcceptStream) >> 40);
-  const float u = static_cast<float>(bits) * 5.9604644775390625e-8f;    // 24 bits: exact
+  uint32_t words[4];
+  set_counter(words, position, 0, kAcceptStream);
+  philox(seed, words);
+  const float u = static_cast<float>(words[0] >> 8) * 5.9604644775390625e-8f;     // 24 bits: exact
   return u * draft_prob < target_prob;
 }
 
