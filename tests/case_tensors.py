@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import attention_kernels
 import cases
 import numpy
 import oracle
@@ -32,19 +33,22 @@ class Case:
     def rows(self) -> int:
         return sum(self.spec.qo_lens)
 
-    def attention(self, num_ctas: int | None = None, max_levels: int = 1) -> Attention:
-        """An Attention object with a little room to spare."""
+    def attention(self, num_ctas: int | None = None, **changes: object) -> Attention:
+        """An Attention object with a little room to spare. `changes`: other arguments of Attention."""
         spec = self.spec
+        arguments: dict[str, object] = {
+            "max_rows": self.rows + 1 + spec.seed % 5,
+            "max_batch": len(spec.qo_lens) + 1 + spec.seed % 3,
+            "kernel": attention_kernels.kernel_of(self.device, spec.seed // 2),
+        }
         return Attention(
             spec.num_kv_heads * spec.group_size,
             spec.num_kv_heads,
             spec.head_dim,
             dtype=spec.dtype,
             device=self.device,
-            max_rows=self.rows + 1 + spec.seed % 5,
-            max_batch=len(spec.qo_lens) + 1 + spec.seed % 3,
-            max_levels=max_levels,
             num_ctas=spec.num_ctas if num_ctas is None else num_ctas,
+            **(arguments | changes),
         )
 
     def run(self, attention: Attention, out: Tensor | None = None, lse: Tensor | None = None) -> Tensor:

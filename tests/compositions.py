@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import attention_kernels
 import cases
 import numpy
 import oracle
@@ -28,6 +29,7 @@ class Shape:
     num_ctas: int | None
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
+    seed: int = 0       # picks the kernel on a GPU
 
 
 @dataclass
@@ -133,7 +135,8 @@ def check_states(shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref:
 
 def make_attention(shape: Shape, device: torch.device, **room: object) -> Attention:
     heads = shape.num_kv_heads * shape.group_size
-    return Attention(heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device, num_ctas=shape.num_ctas, **room)
+    kernel = attention_kernels.kernel_of(device, shape.seed)
+    return Attention(heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device, num_ctas=shape.num_ctas, kernel=kernel, **room)
 
 
 def prefix_sum(lengths: list[int]) -> list[int]:
@@ -156,6 +159,7 @@ def random_shape(rng: numpy.random.Generator, device: torch.device) -> Shape:
         num_ctas=[None, 1, 3, 37, 264][rng.integers(5)],
         sm_scale=float(rng.uniform(0.02, 0.3)) if rng.random() < 0.2 else None,
         logits_soft_cap=float(rng.uniform(1, 50)) if rng.random() < 0.2 else 0.0,
+        seed=int(rng.integers(2**31)) if device.type == "cuda" else 0,
     )
 
 

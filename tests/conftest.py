@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import attention_kernels
 import pytest
 import torch
 
@@ -30,6 +32,31 @@ def pytest_sessionstart() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the fixture `device` runs on a CPU and on a GPU; if it also has the fixture `kernel`, on a GPU with each kernel."""
+    each_kernel = "kernel" in metafunc.fixturenames
+    if "device" in metafunc.fixturenames and each_kernel:
+        on_gpu = [pytest.param("cuda", kernel, marks=pytest.mark.gpu, id=kernel) for kernel in attention_kernels.GPU_KERNELS]
+        metafunc.parametrize(("device", "kernel"), [pytest.param("cpu", None, id="cpu"), *on_gpu], indirect=True)
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+    elif each_kernel and metafunc.definition.get_closest_marker("gpu"):
+        metafunc.parametrize("kernel", attention_kernels.GPU_KERNELS, indirect=True)
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The attention kernel that the test's objects use on a GPU (attention_kernels.kernel_of); None on a CPU."""
+    name: str | None = getattr(request, "param", None)
+    if name is None:
+        yield None
+        return
+    if not attention_kernels.is_available(name):
+        pytest.skip(f"the {name} kernel needs a GPU of compute capability 9.0")
+    with attention_kernels.forced(name):
+        yield name

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
 
 
-def build(folder: Path, device: bool = False) -> ctypes.CDLL:
-    """Compiles tests/csrc/host_planner.cpp and the planner, with `device` also tests/csrc/device_planner.cpp, into a library in `folder`."""
+def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
+    """Compiles tests/csrc/host_planner.cpp and the planner into a library in `folder`. `device`: also tests/csrc/device_planner.cpp. `one_kind`: for
+    plan_with_kind()."""
     library = folder / "libplanner.so"
     tests = ROOT / "tests" / "csrc"
     sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
@@ -27,6 +28,8 @@ def build(folder: Path, device: bool = False) -> ctypes.CDLL:
     if device:
         sources.append(tests / "device_planner.cpp")
         includes.insert(0, f"-I{tests / 'emulated'}")
+    if one_kind:
+        includes += ["-include", str(tests / "one_kind.h")]
     options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
     subprocess.run([str(COMPILER), *options, *includes, *map(str, sources), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
@@ -46,11 +49,7 @@ class _View(ctypes.Structure):
 
 def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None) -> Schedule:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner."""
-    config = list(attention._library.schedule_config(attention._handle))[:-6]
-    c_config = (ctypes.c_int32 * len(config))(*config)
-    offsets = (ctypes.c_int64 * 6)()
-    workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
-
+    config, c_config, workspace, offsets = _workspace(library, attention)
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
@@ -59,6 +58,27 @@ def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Comp
     else:
         library.device_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels), ctypes.c_uint32(device_seed))
     return Schedule.read(workspace, [*config, *offsets])
+
+
+def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:
+    """Has `attention` run a schedule of `view` whose row tiles all are of one kind. `attention` must look for no prefixes, have room for so many tiles, and its
+    last plan must have been of this view. `library`: built with one_kind."""
+    _, c_config, workspace, _ = _workspace(library, attention)
+    kept: list[Tensor | None] = []
+    passed = _view(view, attention.max_rows, kept)
+    passed.indices = _address(view.table.indices)     # the planner leaves it to the kernel, and does not read it
+    library.host_planner_set_kind(kind)
+    library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), (_View * 1)(passed), 1)
+    attention._schedule.copy_(workspace)
+
+
+def _workspace(library: ctypes.CDLL, attention: Attention) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
+    """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
+    config = list(attention._library.schedule_config(attention._handle))[:-6]
+    c_config = (ctypes.c_int32 * len(config))(*config)
+    offsets = (ctypes.c_int64 * 6)()
+    workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
+    return config, c_config, workspace, list(offsets)
 
 
 def _view(view: BSRView, max_rows: int, kept: list[Tensor | None]) -> _View:

@@ -18,3 +18,9 @@ extern "C" int64_t host_planner_layout(const int32_t* config, int64_t* offsets) 
 extern "C" void host_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels) {
   attn::plan_on_host(attn::passed_params(config, workspace, views, num_levels));
 }
+
+#ifdef choose_kind   // one_kind.h
+int32_t attn::planned_kind = 0;
+
+extern "C" void host_planner_set_kind(int32_t kind) { attn::planned_kind = kind; }
+#endif

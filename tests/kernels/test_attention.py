@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_kernels
 import case_tensors
 import cases
 import pytest
@@ -9,6 +10,8 @@ import torch
 from cases import Spec
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
+
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def run(spec: Spec, device: torch.device, num_ctas: int | None = None) -> case_tensors.Case:
@@ -139,7 +142,7 @@ def test_slices_of_a_fused_projection(device: torch.device) -> None:
     qkv = torch.randn(tokens, heads + 2 * kv_heads, 64, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     indptr = torch.tensor([0, 7, 8, 98], dtype=torch.int32, device=device)
-    attention = Attention(heads, kv_heads, 64, device=device, max_rows=tokens, max_batch=3)
+    attention = Attention(heads, kv_heads, 64, device=device, max_rows=tokens, max_batch=3, kernel=attention_kernels.kernel_of(device))
     attention.plan(BSRView(indptr, PageTable.ragged(indptr)))
     out = attention.run(q, KVCache.from_ragged(k, v))
     for part_q, part_k, part_v, part in zip(q.split(lens), k.split(lens), v.split(lens), out.split(lens), strict=True):

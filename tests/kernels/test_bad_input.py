@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attention_kernels
 import pytest
 import torch
 
@@ -13,8 +14,8 @@ QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 2, 64, 4, 10
 
 
 def make_attention(device: torch.device, **changes: object) -> Attention:
-    arguments = {"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": device, "max_rows": 8, "max_batch": 3} | changes
-    return Attention(**arguments)
+    room = {"device": device, "max_rows": 8, "max_batch": 3, "kernel": attention_kernels.kernel_of(device)}
+    return Attention(**({"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM} | room | changes))
 
 
 def index(device: torch.device, *values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -245,6 +246,7 @@ def wrong_pages(device: torch.device) -> list[BSRView]:
     return views
 
 
+@pytest.mark.usefixtures("kernel")
 def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
     """The cache lies between two walls of NaN: reading one of them would show."""
     room = torch.full((2, PAGES + 8, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=torch.bfloat16, device=device)
@@ -267,6 +269,7 @@ def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
         assert not out.isnan().any()
 
 
+@pytest.mark.usefixtures("kernel")
 def test_ragged_rows_outside_the_tensor_are_reported(device: torch.device) -> None:
     indptr = index(device, 0, 3, 20)
     attention = make_attention(device)
@@ -283,6 +286,7 @@ def test_ragged_rows_outside_the_tensor_are_reported(device: torch.device) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 def test_debug_reports_page_ids_from_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
     device = torch.device("cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import attention_kernels
 import numpy
 import pytest
 import torch
@@ -15,6 +16,7 @@ from attn_backend import Attention, BSRView
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 4, 128, torch.bfloat16, 16, None)
+each_kernel = pytest.mark.usefixtures("kernel")
 ROOM = {"max_rows": 1000, "max_batch": 200, "batch_invariant": True}
 
 
@@ -57,6 +59,7 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
         check_some(problem, problem.attention(batch_invariant=True, max_rows=8000, max_batch=256), twice[:64], expected, rng)
 
 
+@each_kernel
 @pytest.mark.parametrize("qo_len", [1, 2, 3, 8, 16, 17, 40, 64, 130])
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) -> None:
@@ -76,6 +79,7 @@ def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) 
         check_some(problem, attention, [*rng.integers(len(kv_lens), size=3).tolist(), i, 0], expected, rng)
 
 
+@each_kernel
 @pytest.mark.parametrize("window_left", [0, 10, 100, 1000])
 @pytest.mark.parametrize("qo_len", [1, 30])
 def test_windows(device: torch.device, qo_len: int, window_left: int) -> None:
@@ -92,6 +96,7 @@ def test_windows(device: torch.device, qo_len: int, window_left: int) -> None:
         check_some(problem, attention, [i], expected, rng)
 
 
+@each_kernel
 @pytest.mark.parametrize("qo_len", [1, 4, 33])
 @pytest.mark.parametrize("prefix", [16, 500, 5000])
 def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_len: int) -> None:
@@ -129,6 +134,7 @@ def test_other_objects(device: torch.device, seed: int) -> None:
             max_batch=max_batch,
             cascade=cascade,
             batch_invariant=True,
+            kernel=attention_kernels.kernel_of(device, problem.shape.seed),
         )
         check_some(problem, attention, rng.permutation(len(expected)).tolist(), expected, rng)
 
@@ -167,6 +173,7 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@each_kernel
 def test_run_captured_once_serves_every_batch() -> None:
     """Bits of a replay are those of the request alone, run eagerly."""
     device, rng = torch.device("cuda"), numpy.random.default_rng(34)

@@ -27,8 +27,11 @@ from compositions import (
     views_with_row,
 )
 
-from attn_backend import Attention, BSRView, Composition
+from attn_backend import BSRView, Composition
 from attn_backend.metadata.composition import MAX_LEVELS
+
+SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
+each_kernel = pytest.mark.usefixtures("kernel")
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -66,6 +69,7 @@ def test_most_levels(device: torch.device, seed: int) -> None:
     problem.check()
 
 
+@each_kernel
 @pytest.mark.parametrize("num_levels", [2, 3])
 def test_long_shared_prefix(device: torch.device, num_levels: int) -> None:
     """One group of many rows over a KV that all CTAs share, beside short ones."""
@@ -81,6 +85,7 @@ def test_long_shared_prefix(device: torch.device, num_levels: int) -> None:
     problem.check()
 
 
+@each_kernel
 def test_lse_may_be_left_out(device: torch.device) -> None:
     rng = numpy.random.default_rng(0)
     problem = tree_problem(rng, Shape(2, 4, 64, torch.bfloat16, 16, 37), device, depth=3)
@@ -92,6 +97,7 @@ def test_lse_may_be_left_out(device: torch.device) -> None:
     assert same_bits(out, problem.out)
 
 
+@each_kernel
 @pytest.mark.parametrize("num_ctas", [None, 1, 37])
 def test_one_object_serves_any_number_of_levels(device: torch.device, num_ctas: int | None) -> None:
     """Nothing of a plan is left in the next one."""
@@ -104,29 +110,29 @@ def test_one_object_serves_any_number_of_levels(device: torch.device, num_ctas: 
             problem.check()
 
 
+@each_kernel
 def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
     """A row in a level has a result, even if all that it sees is empty; a row in no level has none."""
     rng = numpy.random.default_rng(0)
-    shape = Shape(2, 4, 64, torch.bfloat16, 16, None)
-    memory = make_memory(rng, shape, device, [0, 0, 40])
+    memory = make_memory(rng, SHAPE, device, [0, 0, 40])
     composition = Composition.tree([-1, 0, 0], memory.table(rng, [0, 1, 2]), [1, 2, -1, 0])
     nothing = memory.slots[0]
     seen = [Seen([0], nothing, nothing), Seen([1], memory.slots[2], nothing), Seen([3], nothing, nothing)]
-    problem = make_problem(rng, shape, memory, composition, seen, 4)
+    problem = make_problem(rng, SHAPE, memory, composition, seen, 4)
     problem.run(problem.attention())
     problem.check()
     assert (problem.out[[0, 3]] == 0).all()
     assert (problem.lse[[0, 3]] == -torch.inf).all()
 
 
+@each_kernel
 def test_rows_that_no_level_has(device: torch.device) -> None:
     rng = numpy.random.default_rng(0)
-    shape = Shape(2, 4, 64, torch.bfloat16, 16, None)
-    memory = make_memory(rng, shape, device, [30, 20])
+    memory = make_memory(rng, SHAPE, device, [30, 20])
     table = memory.table(rng, [0, 1])
     unseen = Composition.tree([-1, 0], table, [-1, -1, -1])
     for composition in (unseen, Composition(unseen.levels * 3)):
-        problem = make_problem(rng, shape, memory, composition, [], 3)
+        problem = make_problem(rng, SHAPE, memory, composition, [], 3)
         problem.run(problem.attention())
         assert problem.out.isnan().all()
         assert problem.lse.isnan().all()
@@ -134,7 +140,7 @@ def test_rows_that_no_level_has(device: torch.device) -> None:
 
 def test_refuses_more_levels_than_max_levels(device: torch.device) -> None:
     rng = numpy.random.default_rng(0)
-    problem = tree_problem(rng, Shape(2, 4, 64, torch.bfloat16, 16, None), device, depth=2)
+    problem = tree_problem(rng, SHAPE, device, depth=2)
     attention = problem.attention(max_levels=2)
     with pytest.raises(ValueError, match=r"^len\(composition\.levels\) is 3, must be "):
         attention.plan(problem.composition)
@@ -142,8 +148,8 @@ def test_refuses_more_levels_than_max_levels(device: torch.device) -> None:
 
 
 def test_one_level_is_the_default(device: torch.device) -> None:
-    problem = tree_problem(numpy.random.default_rng(0), Shape(2, 4, 64, torch.bfloat16, 16, None), device, depth=1)
-    attention = Attention(8, 2, 64, device=device, max_rows=MAX_ROWS, max_batch=100)
+    problem = tree_problem(numpy.random.default_rng(0), SHAPE, device, depth=1)
+    attention = make_attention(SHAPE, device, max_rows=MAX_ROWS, max_batch=100)
     with pytest.raises(ValueError, match=r"^len\(composition\.levels\) is 2, must be "):
         attention.plan(problem.composition)
 
@@ -151,7 +157,7 @@ def test_one_level_is_the_default(device: torch.device) -> None:
 @pytest.mark.parametrize("max_levels", [0, -1, MAX_LEVELS + 1])
 def test_refuses_max_levels(device: torch.device, max_levels: int) -> None:
     with pytest.raises(ValueError, match=rf"^max_levels is {max_levels}, must be "):
-        make_attention(Shape(2, 4, 64, torch.bfloat16, 16, None), device, max_rows=8, max_batch=8, max_levels=max_levels)
+        make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=max_levels)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -159,7 +165,7 @@ def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None
     """Rows of Q in any places, some between them in no request: the same bits as side by side."""
     spec = cases.random_spec(seed, device.type)
     case = case_tensors.build(spec, device)
-    shape = Shape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.dtype, spec.page_size, spec.num_ctas)
+    shape = Shape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.dtype, spec.page_size, spec.num_ctas, seed=seed // 4)
     room = {"max_rows": case.rows + 1 + seed % 5, "max_batch": len(spec.qo_lens) + 1, "max_levels": 1 + seed // 2 % 2}
     attention = make_attention(shape, device, **room, cascade=False)     # row lists know none
     attention.plan(case.view)
@@ -248,6 +254,7 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
 # CUDA graphs: one capture serves every composition.
 
 
+@each_kernel
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ctas", [None, 37])
 def test_run_captured_once_serves_every_composition(num_ctas: int | None) -> None:
@@ -290,10 +297,11 @@ def test_run_captured_once_serves_every_composition(num_ctas: int | None) -> Non
             assert left.isnan().all()
 
 
+@each_kernel
 @pytest.mark.gpu
 def test_plan_and_run_never_synchronise() -> None:
     rng, device = numpy.random.default_rng(0), torch.device("cuda")
-    problem = tree_problem(rng, Shape(2, 4, 64, torch.bfloat16, 16, None), device, depth=3)
+    problem = tree_problem(rng, SHAPE, device, depth=3)
     attention = problem.attention()
     problem.run(attention)
     torch.cuda.set_sync_debug_mode("error")
@@ -314,11 +322,12 @@ def test_bad_rows_are_refused_on_a_cpu(row: int) -> None:
     device = torch.device("cpu")
     _, compositions = views_with_row(device, row)
     for composition in compositions:
-        attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2)
+        attention = make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2)
         with pytest.raises(ValueError, match=rf"\brows\[3\] is {row}, must be "):
             attention.plan(composition)
 
 
+@each_kernel
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", BAD_ROWS)
 def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +337,7 @@ def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPa
     room = torch.ones(wall + 8 + wall, 8, 64, dtype=torch.bfloat16, device=device)
     for composition in compositions:
         out, lse = torch.full_like(room, torch.nan), torch.full(room.shape[:2], torch.nan, device=device)
-        attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2)
+        attention = make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2)
         attention.plan(composition)
         attention.run(room[wall:-wall], memory.kv, out=out[wall:-wall], lse=lse[wall:-wall])
         torch.cuda.synchronize()
@@ -343,15 +352,16 @@ def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPa
         attention.raise_for_errors()
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
     with pytest.raises(ValueError, match=r"\brows\b"):
-        Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2).plan(compositions[0])
+        make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2).plan(compositions[0])
 
 
+@each_kernel
 def test_rows_beyond_q_are_not_computed(device: torch.device) -> None:
     """Rows of a plan that q does not have, but max_rows allows."""
     memory, compositions = views_with_row(device, 7)
     heads = torch.ones(8, 8, 64, dtype=torch.bfloat16, device=device)
     for composition in compositions:
-        attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2)
+        attention = make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2)
         attention.plan(composition)
         whole, whole_lse = torch.full_like(heads, torch.nan), torch.full((8, 8), torch.nan, device=device)
         attention.run(heads, memory.kv, out=whole, lse=whole_lse)
@@ -369,7 +379,7 @@ def test_row_list_that_is_too_short(device: torch.device) -> None:
     memory = make_memory(numpy.random.default_rng(0), Shape(2, 4, 64, torch.bfloat16, 4, None), device, [30])
     table = memory.table(numpy.random.default_rng(0), [0])
     view = BSRView(torch.tensor([0, 6], dtype=torch.int32, device=device), table, rows=torch.arange(4, dtype=torch.int32, device=device))
-    attention = Attention(8, 2, 64, device=device, max_rows=8, max_batch=8, max_levels=2)
+    attention = make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"\brows\b"):
             attention.plan(view)

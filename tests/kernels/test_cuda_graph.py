@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_kernels
 import case_tensors
 import numpy
 import pytest
@@ -10,7 +11,7 @@ from cases import Spec
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernel")]
 
 MAX_ROWS, MAX_BATCH, PAGES, PAGE_SIZE, WIDTH = 256, 64, 2048, 16, 128
 QO_HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
@@ -37,7 +38,8 @@ def make_view(rng: numpy.random.Generator) -> BSRView:
 
 
 def make_attention() -> Attention:
-    return Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device="cuda", max_rows=MAX_ROWS, max_batch=MAX_BATCH)
+    kernel = attention_kernels.kernel_of(torch.device("cuda"))
+    return Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device="cuda", max_rows=MAX_ROWS, max_batch=MAX_BATCH, kernel=kernel)
 
 
 @pytest.fixture(scope="module")

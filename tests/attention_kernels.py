@@ -1,0 +1,37 @@
+"""Which attention kernel the tests' objects use. A GPU of compute capability 9.0 has two: a random case takes one of them by its seed, always the same; a test
+with the fixture `kernel` runs with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+GPU_KERNELS = ("hopper", "generic")
+_forced: list[str] = []     # by the fixture of the running test
+
+
+def is_available(kernel: str) -> bool:
+    """Whether this GPU runs it."""
+    return kernel == "generic" or torch.cuda.get_device_capability() == (9, 0)
+
+
+def kernel_of(device: torch.device, seed: int = 0) -> str | None:
+    """The argument `kernel` of Attention for case number `seed`; None on a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if _forced:
+        return _forced[-1]
+    available = [kernel for kernel in GPU_KERNELS if is_available(kernel)]
+    return available[seed % len(available)]
+
+
+@contextmanager
+def forced(kernel: str) -> Iterator[None]:
+    """Everything on a GPU uses this kernel, whatever its seed."""
+    _forced.append(kernel)
+    try:
+        yield
+    finally:
+        _forced.pop()

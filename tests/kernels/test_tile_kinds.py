@@ -1,0 +1,45 @@
+"""Every kind of row tile of every kernel by force, against the float64 oracle: schedules whose row tiles all have one kind, however many rows requests have."""
+
+from __future__ import annotations
+
+import ctypes
+
+import case_tensors
+import cases
+import host_planner
+import pytest
+import torch
+
+pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
+
+KINDS = range(4)
+BLOCKS, CASES = 20, 6     # for each kernel and kind
+MOST_TILES = 4096
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return host_planner.build(tmp_path_factory.mktemp("one_kind"), one_kind=True)
+
+
+def tiles_of(spec: cases.Spec, kind: int) -> int:
+    return sum(-(-qo_len * spec.group_size // (16 << kind)) for qo_len in spec.qo_lens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, block: int) -> None:
+    specs = (cases.random_spec(seed, device.type) for seed in range(100_000 + 1000 * block, 101_000 + 1000 * block))
+    fitting = (spec for spec in specs if sum(spec.qo_lens) and tiles_of(spec, kind) <= MOST_TILES)
+    for _, spec in zip(range(CASES), fitting, strict=False):
+        case = case_tensors.build(spec, device)
+        attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))     # every row group may have a row tile
+        attention.plan(case.view)
+        if kind > attention.schedule().max_kind:
+            assert (device.type, spec.head_dim) == ("cuda", 256)     # what the generic kernel has no registers for
+            continue
+        host_planner.plan_with_kind(library, attention, case.view, kind)
+        assert set(attention.schedule().tiles[:, 1].tolist()) == {kind}
+        case.run(attention, out=case.out, lse=case.lse)
+        case_tensors.check(case, case.out, case.lse)
+        case_tensors.check_padding(case)
