@@ -48,7 +48,7 @@ from integration.server import Server, ServerError, free_port, print_tail, runni
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
-CLIENTS_AHEAD = 4  # side by side: clients that have been started before their turn. Their preparations take longer than a short load
+CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
 KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
 
