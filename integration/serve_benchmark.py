@@ -88,6 +88,7 @@ class Settings:
     sampling: Sampling | None = None
     side_by_side: bool = False
     time_limit_s: float | None = None
+    left_out: tuple[tuple[str, int], ...] = ()  # (backend, index of a load) that are not measured
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
@@ -220,7 +221,9 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             server = Server(run.engine, run.launch(backend, settings.results / f"cache-{backend}"), run.log(f"server-{backend}"))
             stack.callback(server.stop)
             servers[backend] = server
-        turns = [(index, backend, repeat) for index in range(len(settings.loads)) for backend in settings.backends for repeat in range(settings.repeats)]
+        stack.callback(ask_all_to_stop, servers.values())
+        pairs = [(index, backend) for index in range(len(settings.loads)) for backend in settings.backends if (backend, index) not in settings.left_out]
+        turns = [(index, backend, repeat) for index, backend in pairs for repeat in range(settings.repeats)]
         waiting: deque[RunningClient] = deque()
         stack.callback(stop_all, waiting)
 
@@ -272,6 +275,11 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
     return rows
 
 
+def ask_all_to_stop(servers: Iterable[Server]) -> None:
+    for server in servers:
+        server.ask_to_stop()
+
+
 def stop_all(clients: Iterable[RunningClient]) -> None:
     for client in clients:
         client.stop()
@@ -286,6 +294,17 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
     lines = zip(datasets, *columns, strict=True)
     return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
+
+
+def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
+    """(backend, index of a load) of each BACKEND:N, where N counts from 1. Raises ValueError."""
+    parsed = []
+    for text in texts:
+        backend, _, number = text.rpartition(":")
+        if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
+            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
+        parsed.append((backend, int(number) - 1))
+    return tuple(parsed)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
@@ -313,6 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
+    parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
     parser.add_argument("--results", type=Path, help="folder for reports and logs; default: results/ENGINE-TIME")
     given = parser.parse_args(arguments)
     gpu = given.device == "cuda"
@@ -337,6 +357,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         sampling=given.sampling,
         side_by_side=given.side_by_side,
         time_limit_s=given.time_limit,
+        left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
     )
 
 

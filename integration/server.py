@@ -97,6 +97,11 @@ class Server:
         if self.process.poll() is not None:
             raise ServerError(f"{self.label}: the server died with exit status {self.process.returncode}, log {self.log}")
 
+    def ask_to_stop(self) -> None:
+        """Does not wait: of several servers that are to stop, none waits for another."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
     def stop(self) -> None:
         _stop(self.process)
         self._scratch.cleanup()

@@ -15,7 +15,7 @@ from integration import serve_benchmark
 from integration.client import RunningClient
 from integration.engines import Client, Metrics
 from integration.model import REPOSITORY, Model
-from integration.serve_benchmark import Load, Settings, benchmark_side_by_side
+from integration.serve_benchmark import Load, Settings, benchmark_side_by_side, parse_left_out
 from integration.server import ServerError
 from integration.workload import Workload
 
@@ -55,7 +55,7 @@ class FakeEngine:
         return "stock"
 
     def server_command(self, launch):
-        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend, "1.0" if launch.backend == "slow" else "0"]
+        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend, "4.0" if launch.backend == "slow" else "0"]
 
     def server_environment(self, launch):
         return {}
@@ -79,6 +79,7 @@ def run(tmp_path, monkeypatch):
     """A function that measures some backends side by side with two loads; gives the engine, and what was raised."""
     engine = FakeEngine(tmp_path)
     model = Model("none", tmp_path, True)
+    monkeypatch.setattr(serve_benchmark, "CLIENTS_AHEAD", 2)
     monkeypatch.setattr(serve_benchmark, "ENGINES", {"fake": engine})
     monkeypatch.setattr(serve_benchmark, "resolve_model", lambda name, python: model)
     monkeypatch.setattr(serve_benchmark, "make_workload", lambda dataset, number, *_: Workload(number, 1, dataset, tmp_path))
@@ -108,7 +109,7 @@ def test_each_load_goes_to_all_before_the_next(run, tmp_path):
     sent = sorted(times, key=lambda name: times[name]["sent"])
     assert sent == [f"client-{backend}-{load}-{repeat}" for load in (0, 1) for backend in ("quick", "slow", "third") for repeat in (0, 1)]
     first = times["client-quick-0-0"]
-    assert first["sent"] - first["prepared"] > 0.5      # it waited for the slow server, too
+    assert first["sent"] - first["prepared"] > 0.2      # it waited for the slow server, too
     for before, after in itertools.pairwise(sent):
         assert times[after]["sent"] - times[before]["sent"] > 0.2      # one at a time
 
@@ -124,6 +125,14 @@ def test_a_backend_that_fails_is_left_out(run, tmp_path, capsys):
 def test_no_load_begins_after_the_time_limit(run, capsys):
     assert run(["slow", "quick"], time_limit_s=0.1).error == "no backend was measured (see above)"
     assert capsys.readouterr().out.count("not measured: ") == 4
+
+
+def test_some_loads_are_left_out(run, tmp_path):
+    assert run(["quick", "third"], left_out=parse_left_out(["third:1"], ["quick", "third"], 2)).error is None
+    assert rows(tmp_path) == [("quick", "first", 1), ("quick", "second", 1), ("third", "second", 1)]
+    for wrong in ("third", "third:0", "third:3", "other:1", "third:x"):
+        with pytest.raises(ValueError, match=f"leave-out: '{wrong}'"):
+            parse_left_out([wrong], ["quick", "third"], 2)
 
 
 def test_a_client_waits_until_it_is_released(tmp_path):
