@@ -132,6 +132,9 @@ def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> t
     starts, total = ends - pair_costs - counts * weights, int(ends[-1])
 
     share = max(-(-total // config.num_ctas), config.min_share)
+    whole = -(-len(ends) // config.num_ctas) * int(ends[0])
+    if total == len(ends) * int(ends[0]) and share <= whole <= share * 1.04:
+        share = whole
     points = []
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0

@@ -147,13 +147,13 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
     }
     cursor.next_pair(params.num_kv_heads);
   }
-  ptx::allow_next_grid();
   ptx::cp_async_wait<0>();
 }
 
 template <class Element, int kHeadDim, class Variant>
 __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   if (__builtin_expect(cursor.now.is_plain, 1)) {

@@ -4,6 +4,7 @@
 #include "attn/params.h"
 #include "attn/tile.h"
 #include "device/element.cuh"
+#include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/math.cuh"
 #include "device/ptx/special_registers.cuh"
 #include "device/shared_tile.cuh"
@@ -117,21 +118,32 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
 
     if (target.complete) {
+      const uint32_t fragments = ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(lane);
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < kHeadDim / 8; n += 2) {
+        uint32_t pairs[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<uint32_t*>(staged + Tile::offset(block_row + half * 8 + lane / 4, n) + (lane % 4) * 4) =
-              Element::pack(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
-        }
+        for (int i = 0; i < 4; ++i) pairs[i] = Element::pack(state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2], state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]);
+        ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
       }
       __syncwarp();
+      constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+      const int chunk = lane % Tile::kRowChunks;
+      const uint32_t first = Tile::offset(block_row + lane / Tile::kRowChunks, chunk);
+      constexpr int kBatch = 8;   // passes that wait for shared memory together
 #pragma unroll
-      for (int i = 0; i < 16 * Tile::kRowChunks; i += 32) {
-        const int row = (i + lane) / Tile::kRowChunks;
-        const int chunk = (i + lane) % Tile::kRowChunks;
-        char* const to = shuffle_pointer(place.o, row);
-        if (to != nullptr) *reinterpret_cast<uint4*>(to + chunk * 16) = *reinterpret_cast<const uint4*>(staged + Tile::offset(block_row + row, chunk));
+      for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
+        char* to[kBatch];
+        uint4 rows[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+          to[i] = shuffle_pointer(place.o, batch + i * kRowsPerPass + lane / Tile::kRowChunks);
+          rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+          if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+        }
       }
     } else {
 #pragma unroll

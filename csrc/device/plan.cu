@@ -235,7 +235,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   // the first ones find positions.
   if (p.seeks_forest && shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
   planned.num_tiles = line.num_tiles;
-  planned.share = cta_share(p, line.cost);
+  planned.share = cta_share(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.num_tiles, line.cost);
   planned.errors = shared.errors;
   if (p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   const int32_t from_last = kPlanThreads - 1 - thread;

@@ -15,6 +15,9 @@ struct SharedTile {
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 
+  /// Of the same chunk `rows` rows below; the row's number has no bits in common with `rows`.
+  __device__ __forceinline__ static uint32_t below(uint32_t offset, int rows) { return (offset ^ ((rows & 7) << 4)) + rows * kRowBytes; }
+
   // Offsets that a lane gives to ldmatrix_x4 for a block of 16 rows x 16 columns whose first row is a multiple of 16.
 
   /// The block that is `rows` blocks below and `columns` blocks to the right of the first: both cost one instruction or none.

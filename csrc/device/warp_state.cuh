@@ -205,33 +205,33 @@ __device__ __forceinline__ void transform_logits(const VariantParams& variant, f
   }
 }
 
+/// Of a lane's scores of a row, of which every eight columns hold the first two: a bit for each of those in the first `columns` columns.
+__device__ __forceinline__ uint32_t scores_before(int32_t columns) {
+  const int32_t count = columns <= 0 ? 0 : min_of(columns / 8 * 2 + min_of(columns % 8, 2), 32);
+  return static_cast<uint32_t>((1ull << count) - 1);
+}
+
 /// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
 template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4], const Rows& rows,
                                             const FastDivisor& group_size, int32_t first_row, int32_t first_token, int32_t kv_end) {
+  static_assert(kBlocks <= 16, "a bit for each of a row's scores that a lane holds");
   const int lane = ptx::lane_id();
   const int32_t first_column = first_token + lane % 4 * 2;
-  TokenRange columns[kRowBlocks][2];   // that the rows see, counted from the lane's first one
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
+    uint32_t visible[2];   // bit 2n + c: score c of column block n
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t position = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
       const TokenRange tokens = Variant::all(variant, position, position, TokenRange{0, kv_end});
-      columns[b][half] = TokenRange{tokens.begin - first_column, tokens.end - first_column};
+      visible[half] = scores_before(tokens.end - first_column) & ~scores_before(tokens.begin - first_column);
     }
-  }
 #pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
+    for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool visible = (n * 8 + c >= columns[b][half].begin) & (n * 8 + c < columns[b][half].end);
-          s[b][n][2 * half + c] = visible ? s[b][n][2 * half + c] : minus_infinity();
-        }
+      for (int c = 0; c < 4; ++c) {
+        if ((visible[c / 2] & 1u << (2 * n + c % 2)) == 0) s[b][n][c] = minus_infinity();
       }
     }
   }

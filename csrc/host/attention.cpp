@@ -209,7 +209,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     return schedule_.header->errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_)};
+  const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_), -1, true};
   if (config_.kernel == KernelKind::kHopper) {
     const HopperParams hopper_params = describe_tensors(params);
     driver::launch(attention_kernel_, shape, &hopper_params, stream);

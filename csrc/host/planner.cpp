@@ -67,8 +67,8 @@ void plan_on_host(const PlanParams& p) {
     }
   }
 
-  planned.share = cta_share(p, total_cost);
   const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
+  planned.share = cta_share(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, planned.num_tiles, total_cost);
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
     p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
   }

@@ -13,7 +13,7 @@ import pytest
 import schedule_model
 import torch
 
-from attn_backend import Attention
+from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import Schedule
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
@@ -44,6 +44,18 @@ def test_planner_agrees_with_model(device: torch.device, shape: tuple[int, int, 
         model = schedule_model.plan(view, schedule, num_kv_heads, group_size, attention.max_rows)
         assert schedule.errors == 0, seed
         assert not schedule_model.differences(schedule, model), seed
+
+
+@pytest.mark.parametrize(("batch", "tokens", "whole"), [(16, 1024, True), (64, 4096, True), (8, 32768, False), (17, 4096, False)])
+def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int, whole: bool) -> None:
+    """132 CTAs get whole pairs where that costs no more than 4 %."""
+    attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=64, max_batch=64)
+    pages = torch.arange(batch * tokens // 16, dtype=torch.int32, device=device).view(batch, -1)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    attention.plan(BSRView(torch.arange(batch + 1, dtype=torch.int32, device=device), PageTable.block_table(pages, lengths, 16)))
+    schedule = attention.schedule()
+    assert (schedule.positions[:, 2] == 0).all() == whole
+    assert schedule.positions[-1].tolist() == [batch, 0, 0]
 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")

@@ -18,6 +18,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
   extern __shared__ __align__(1024) char memory[];
   const SharedMemory<kHeadDim> shared(memory);
   ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(params.k);
@@ -33,7 +34,6 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
   } else {
     ptx::take_registers<consumer_registers(kHeadDim)>();
     Consumer<Element, Variant, kHeadDim>(params.attention, shared).run();
-    ptx::allow_next_grid();
   }
 }
 

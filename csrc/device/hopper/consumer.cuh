@@ -37,7 +37,7 @@ struct Consumers {
 
 __device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads); }
 
-/// Zeroes rows of a V tile that lie outside [first, last): what the cache holds there (NaN, or the page of another request) must not reach the output. `lane` of
+/// Zeroes rows of a V tile that lie outside [first, last): what the ring or the cache holds there (NaN, perhaps) must not reach the output. `lane` of
 /// kLanes threads.
 template <int kHeadDim, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last, int lane) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ VariantParams logits_variant(const AttentionParams& p
 template <class Variant>
 __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& params, const WorkItem& item, int first_row, int num_rows) {
   return Variant::all(variant_of(params, item), item.rows.position(first_row, params.group_size), item.rows.position(first_row + num_rows - 1, params.group_size),
-                      item.visible);
+                      TokenRange{item.readable.begin, item.kv_end});
 }
 
 /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void finish_scores(const AttentionParams& params, con
                                               const TokenRange& unmasked) {
   if (Variant::transforms_logits(logits_variant(params))) transform_logits<Variant>(logits_variant(params), s);
   if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
-    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token, item.visible.end);
+    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token, item.kv_end);
   }
 }
 
@@ -184,9 +184,9 @@ struct Consumer {
   }
 
   /// What must not be read of a V tile becomes zero.
-  __device__ __forceinline__ void clear_unseen(const typename Shared::KvPlace& place, int32_t first_token, const TokenRange& visible) const {
-    if (first_token < visible.begin || first_token + kTokens > visible.end) {
-      zero_rows<kHeadDim, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, visible.begin - first_token, visible.end - first_token,
+  __device__ __forceinline__ void clear_unreadable(const typename Shared::KvPlace& place, int32_t first_token, const TokenRange& readable) const {
+    if (first_token < readable.begin || first_token + kTokens > readable.end) {
+      zero_rows<kHeadDim, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token, readable.end - first_token,
                                              consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
@@ -199,6 +199,7 @@ struct Consumer {
   /// Computes the wide items from `place` on, up to the first that is not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
   /// last values of the item before, and are ready when its output has been written.
   __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
+    const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
     float correction[2];
@@ -208,44 +209,43 @@ struct Consumer {
 
     for (bool more = true; more;) {
       const WorkItem& item = shared.item(place.slot);
-      const int first_row = consumer_warp() * 16;
       WarpState<Element, kHeadDim, 1> state;
       state.scale = scale();
       const TokenRange unmasked = unmasked_tokens<Variant>(params, item, first_row, 16);
-      const TokenRange visible = item.visible;
-      const int num_kv_tiles = item.num_kv_tiles;
-      int32_t token = item.first_token;
+      const TokenRange readable = item.readable;
       const ptx::MatrixDescriptor q = query(place.slot);
+      int32_t token = item.first_token;
+      typename Shared::KvPlace values;
 
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(s[0]);
       free_tile(kv);
       next_tile();
-      finish_scores<Variant>(params, item, s, first_row, token, unmasked);
-      soften(state, s, correction);   // nothing to be corrected yet
-      pack(s, p);
-
-      for (int i = 1; i < num_kv_tiles; ++i) {
-        const typename Shared::KvPlace values = kv;
+      // Scores of a KV tile become probabilities; then those of the next are multiplied together with this one's values.
+      for (int left = item.num_kv_tiles;; token += kTokens) {
+        const bool is_first = left == item.num_kv_tiles;
+        finish_scores<Variant>(params, item, s, first_row, token, unmasked);
+        const bool raised = soften(state, s, correction);
+        if (!is_first) {
+          ptx::wgmma_settle(s[0]);    // (ptxas puts the exponentials behind the wait all the same: docs/decisions.md)
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_settle(state.o[0]);
+          free_tile(values);
+          if (raised) state.scale_output(0, correction);
+        }
+        pack(s, p);
+        values = kv;
         next_tile();
+        if (--left == 0) break;
         wait_for_tiles(kv, values);
-        clear_unseen(values, token, visible);
+        clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
         multiply_keys(s, q, kv.slot);
         multiply_values(state, p, values.slot);
-        token += kTokens;
         ptx::wgmma_wait<1>();
         ptx::wgmma_settle(s[0]);
         free_tile(kv);
         next_tile();
-        finish_scores<Variant>(params, item, s, first_row, token, unmasked);
-        const bool raised = soften(state, s, correction);
-        ptx::wgmma_settle(s[0]);      // (ptxas puts the exponentials behind the wait all the same: docs/decisions.md)
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_settle(state.o[0]);
-        free_tile(values);
-        if (raised) state.scale_output(0, correction);
-        pack(s, p);
       }
 
       typename Shared::QPlace next = place;
@@ -255,12 +255,8 @@ struct Consumer {
         shared.wait_q_full(next);
         more = shared.item(next.slot).num_kv_tiles > 0 && shared.item(next.slot).kind == kMaxKind;
       }
-      const typename Shared::KvPlace values = kv;
-      next_tile();
-      typename Shared::KvPlace keys = values;
-      if (more) keys = kv;
-      wait_for_tiles(keys, values);
-      clear_unseen(values, token, visible);
+      wait_for_tiles(more ? kv : values, values);
+      clear_unreadable(values, token, readable);
       ptx::wgmma_fence();
       multiply_values(state, p, values.slot);
       // The keys are of no use unless there is more, but a branch here would make the products wait for each other.
@@ -333,8 +329,8 @@ struct Consumer {
         state.update(s, p);
 
         shared.wait_kv_full(values);
-        if (token < item.visible.begin || token + kStep > item.visible.end) {
-          zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.visible.begin - tile_token, item.visible.end - tile_token, lane);
+        if (token < item.readable.begin || token + kStep > item.readable.end) {
+          zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.readable.begin - tile_token, item.readable.end - tile_token, lane);
           __syncwarp();
         }
         state.template accumulate<kStep, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));

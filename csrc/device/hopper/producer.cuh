@@ -11,6 +11,7 @@
 #include "device/hopper/work_item.cuh"
 #include "device/output.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/math.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/work.cuh"
 
@@ -49,7 +50,7 @@ struct BoxCopier {
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
     token = tile_token + share.first_token + box_token;
-    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.visible.end && token + params.box_tokens > tile.visible.begin;
+    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end && token + params.box_tokens > tile.readable.begin;
     if (wanted) entry = tile.entry(params.attention, token);
   }
 
@@ -65,7 +66,7 @@ struct BoxCopier {
     if (tile.indices == nullptr) {
       box.row = entry;       // behind the end of the tensor the copy engine brings zeros
       const AttentionParams& attention = params.attention;
-      if (entry + min_of(params.box_tokens, tile.visible.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+      if (entry + min_of(params.box_tokens, tile.readable.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
     } else {
       box.page = tile.page(params.attention, entry);
       box.row = params.attention.page_size.modulo(token);
@@ -108,7 +109,7 @@ struct RowCopier {
     token = tile_token + share.first_token + ptx::lane_id();
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      wanted[i] = token + 32 * i >= tile.visible.begin && token + 32 * i < tile.visible.end;
+      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
       if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
     }
   }
@@ -134,17 +135,26 @@ struct RowCopier {
 
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+    constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
     const int chunk = lane % Tile::kRowChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
-    const uint32_t target = ptx::shared_address(shared.kv(part));
     const uint32_t unit_bytes = static_cast<uint32_t>(kElementBytes) << params.unit_shift;
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Tile::kRowChunks, chunk);
 #pragma unroll
-    for (int first = 0; first < Share<kHeadDim>::kTokens; first += kRowsPerPass) {
-      const int row = first % 32 + lane / Tile::kRowChunks;
-      const uint32_t from = __shfl_sync(0xffffffffu, box.row[first / 32], row);
-      if (from != kNotWanted) ptx::cp_async_16(target + Tile::offset(share.first_token + first / 32 * 32 + row, chunk), base + static_cast<uint64_t>(from) * unit_bytes);
+    for (int batch = 0; batch < Share<kHeadDim>::kTokens; batch += kBatch * kRowsPerPass) {
+      uint32_t from[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Tile::kRowChunks);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        if (from[i] != kNotWanted) ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+      }
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));

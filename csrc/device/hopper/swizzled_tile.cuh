@@ -17,7 +17,8 @@ struct SwizzledTile {
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) { return chunk / 8 * kBlockBytes + row * kRowBytes + (((chunk & 7) ^ (row & 7)) << 4); }
 
-  // As in SharedTile: offsets for ldmatrix_x4.
+  // As in SharedTile.
+  __device__ __forceinline__ static uint32_t below(uint32_t offset, int rows) { return (offset ^ ((rows & 7) << 4)) + rows * kRowBytes; }
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
     return (first ^ columns % 4 * 32) + columns / 4 * kBlockBytes + rows * 16 * kRowBytes;
   }

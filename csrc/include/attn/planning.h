@@ -213,17 +213,22 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t nu
   return config.pair_cost[kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[kind];
 }
 
-/// Cost that each CTA gets.
-ATTN_HD int64_t cta_share(const PlanParams& p, int64_t total_cost) {
-  return max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
-}
-
 /// What the place of a CTA's interval on the line depends on.
 struct PlacedTile {
   int64_t cost_begin;
   int32_t kind;
   int32_t num_kv_tiles;
 };
+
+/// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same, as in a batch of equal lengths, it is that of
+/// whole pairs if they fit by 4 %: then nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (docs/decisions.md).
+ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost) {
+  const int64_t share = max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
+  const int64_t of_pair = pair_cost(p.config, first.kind, first.num_kv_tiles);
+  const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
+  const int64_t whole_pairs = divide(num_pairs + p.config.num_ctas - 1, p.num_ctas) * of_pair;
+  return num_pairs * of_pair == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share ? whole_pairs : share;
+}
 
 /// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
 template <class Tiles>
