@@ -134,8 +134,8 @@ class Attention:
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = self._library.workspace_size(self._handle)
         self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
-        self._partial_o = torch.zeros(sizes[1] // 4, dtype=torch.float32, device=device)
-        self._partial_lse = torch.zeros(sizes[2] // 4, dtype=torch.float32, device=device)
+        self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
 
     @property

@@ -5,9 +5,6 @@
 //
 // Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several CTAs. They go round robin over all warps. The
 // order of merging is fixed: link by link, and in a row group in the order of the CTAs.
-//
-// Everything is done twice: while the attention kernel still runs a block rehearses with its first row, without storing anything. What takes time in so short a kernel is
-// fetching its code and following the schedule; after the rehearsal both are at hand (docs/decisions.md).
 #pragma once
 
 #include "attn/params.h"
@@ -82,7 +79,6 @@ struct MergeTarget {
   float* lse;              // nullptr: not wanted
   int32_t head_dim;
   int32_t max_tile_rows;
-  bool rehearses;          // stores nothing, and what it reads may be anything
 };
 
 /// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. Not inlined: what a launch of the merge kernel costs grows with its
@@ -98,7 +94,7 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
     for (int32_t first = 0; first < parts.count; first += 32) {
       // Lane i finds and weighs part first + i.
       const int64_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
-      const float lse = first + lane < parts.count ? __ldcg(target.partial_lse + state) * kLog2E : minus_infinity();   // (not from L1: see above)
+      const float lse = first + lane < parts.count ? target.partial_lse[state] * kLog2E : minus_infinity();
       const float new_maximum = fmaxf(maximum, warp_max(lse));
       const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
       const float weight = ptx::ex2(lse - base);
@@ -114,7 +110,7 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
         for (int j = 0; j < kBatch; ++j) {
           const float* part = target.partial_o + __shfl_sync(0xffffffffu, state, i + j) * target.head_dim;
           x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j < count && column < target.head_dim) x[j] = __ldcg(reinterpret_cast<const float4*>(part + column));
+          if (i + j < count && column < target.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -125,7 +121,6 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
     }
 
     const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-    if (target.rehearses) return;
     if (column < target.head_dim) {
       *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * kElementBytes) =
           make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
@@ -135,20 +130,25 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
 }
 
 template <class Element>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, const Parts& parts, bool rehearses) {
-  merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params), params.head_dim, params.max_tile_rows, rehearses}, parts);
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, const Parts& parts) {
+  merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params), params.head_dim, params.max_tile_rows}, parts);
 }
 
 /// Merges the rows of the pair that block column x serves.
 template <class Element, bool kManyLevels>
-__device__ __forceinline__ void merge_pair(const AttentionParams& params, bool rehearses) {
+__device__ __forceinline__ void merge_pair(const AttentionParams& params) {
+  // The schedule was complete before the attention kernel started: it is read while that one still runs.
   const Schedule& schedule = params.schedule;
   const int32_t cta = blockIdx.x;
   const Position pair = schedule.positions[cta + 1];
   const bool has_pair = pair.kv_tile > 0 && !is_inside(schedule.positions[cta], pair);
-  if (!has_pair) return;
+  if (!has_pair) {
+    ptx::wait_for_previous_grid();   // every block waits: what follows this grid may rely on the attention kernel's output
+    return;
+  }
   const int32_t count = 1 + count_parts_behind(params, cta, pair);
   const RowTileRows<kManyLevels> rows(schedule, pair.tile, params.group_size.divisor);
+  ptx::wait_for_previous_grid();
   if constexpr (kManyLevels) {
     if (rows.state_begin >= 0) return;
   }
@@ -157,8 +157,7 @@ __device__ __forceinline__ void merge_pair(const AttentionParams& params, bool r
   for (int32_t tile_row = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32; tile_row < rows.count; tile_row += gridDim.y * kWarpsPerBlock) {
     const OutputRow row(params, rows, pair.head, tile_row);
     const int64_t first_state = static_cast<int64_t>(partial_slot(cta, kEndsInside)) * params.max_tile_rows + tile_row;
-    if (row.exists) merge_row<Element>(params, row, Parts{count, count, threadIdx.x % 32 == 0 ? count : 0, cta + 1, tile_row, first_state}, rehearses);
-    if (rehearses) return;
+    if (row.exists) merge_row<Element>(params, row, Parts{count, count, threadIdx.x % 32 == 0 ? count : 0, cta + 1, tile_row, first_state});
   }
 }
 
@@ -201,7 +200,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
 
 /// Merges the rows of several row groups.
 template <class Element>
-__device__ __forceinline__ void merge_rows(const AttentionParams& params, bool rehearses) {
+__device__ __forceinline__ void merge_rows(const AttentionParams& params) {
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
   const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
@@ -211,24 +210,18 @@ __device__ __forceinline__ void merge_rows(const AttentionParams& params, bool r
     OutputRow row;
     row.qo_head = i % num_qo_heads;
     const Parts parts = find_parts(params, i / num_qo_heads, row);
-    if (row.exists) merge_row<Element>(params, row, parts, rehearses);
-    if (rehearses) return;
+    if (i == warp) ptx::wait_for_previous_grid();   // what is read until here is the schedule's
+    if (row.exists) merge_row<Element>(params, row, parts);
   }
 }
 
 template <class Element>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
-#pragma unroll 1
-  for (bool rehearses = ptx::kGridsOverlap;; rehearses = false) {
-    // The schedule was complete before the attention kernel started. Every block waits for that one's end, as what follows this grid may rely on its output.
-    if (!rehearses) ptx::wait_for_previous_grid();
-    if (params.schedule.positions[blockIdx.x + 1].is_plain) {
-      merge_pair<Element, false>(params, rehearses);
-    } else {
-      merge_rows<Element>(params, rehearses);
-      merge_pair<Element, true>(params, rehearses);
-    }
-    if (!rehearses) return;
+  if (params.schedule.positions[blockIdx.x + 1].is_plain) {
+    merge_pair<Element, false>(params);
+  } else {
+    merge_rows<Element>(params);
+    merge_pair<Element, true>(params);
   }
 }
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ VariantParams logits_variant(const AttentionParams& p
 template <class Variant>
 __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& params, const WorkItem& item, int first_row, int num_rows) {
   return Variant::all(variant_of(params, item), item.rows.position(first_row, params.group_size), item.rows.position(first_row + num_rows - 1, params.group_size),
-                      TokenRange{item.readable.begin, item.kv_end});
+                      item.readable);
 }
 
 /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void finish_scores(const AttentionParams& params, con
                                               const TokenRange& unmasked) {
   if (Variant::transforms_logits(logits_variant(params))) transform_logits<Variant>(logits_variant(params), s);
   if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
-    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token, item.kv_end);
+    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token, item.readable.end);
   }
 }
 
@@ -213,7 +213,6 @@ struct Consumer {
       state.scale = scale();
       const TokenRange unmasked = unmasked_tokens<Variant>(params, item, first_row, 16);
       const TokenRange readable = item.readable;
-      const ptx::MatrixDescriptor q = query(place.slot);
       int32_t token = item.first_token;
       typename Shared::KvPlace values;
 
@@ -240,7 +239,7 @@ struct Consumer {
         wait_for_tiles(kv, values);
         clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
-        multiply_keys(s, q, kv.slot);
+        multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
         ptx::wgmma_wait<1>();
         ptx::wgmma_settle(s[0]);

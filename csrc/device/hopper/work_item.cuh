@@ -11,7 +11,6 @@ namespace attn::hopper {
 /// A row tile, read once.
 struct LoadedRowTile {
   RowTileRows<true> rows;
-  int32_t kv_end;            // behind the last token that some row sees
   TokenRange readable;       // from the first token that some row sees to the end of the row group's: these are in the cache, whether seen or not
   int32_t first_token;       // of its first KV tile
   int32_t num_kv_tiles;
@@ -29,7 +28,6 @@ struct LoadedRowTile {
     first_token = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
-    kv_end = tile.kv_end;
     const RowGroup& group = params.schedule.groups[tile.group];
     table_begin = group.table_begin;
     const Level& level = params.schedule.header->levels[group.level];
@@ -40,9 +38,9 @@ struct LoadedRowTile {
     window_left = level.window_left;
     rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant{params.sm_scale, params.logits_soft_cap, causal, window_left};
-    if (params.num_pages == 0) kv_end = 0;
-    readable = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), TokenRange{0, kv_end});
-    readable.end = params.num_pages > 0 ? group.kv_len : 0;
+    const TokenRange all{0, params.num_pages > 0 ? group.kv_len : 0};
+    readable = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all);
+    readable.end = all.end;
   }
 
   /// Starts to read the page table, for a token of the request.
@@ -64,7 +62,6 @@ struct LoadedRowTile {
 /// A run of KV tiles of one (row tile, KV head) pair.
 struct WorkItem {
   RowTileRows<true> rows;
-  int32_t kv_end;            // behind the last token that some row sees
   TokenRange readable;       // of its row tile: what else lies in its KV tiles is not in the cache
   int32_t num_kv_tiles;      // 0: there is no further item
   int32_t first_token;       // of the first KV tile
@@ -81,7 +78,6 @@ struct WorkItem {
   __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor) {
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
-    kv_end = tile.kv_end;
     readable = tile.readable;
     num_kv_tiles = end - cursor.now.kv_tile;
     first_token = tile.first_token + cursor.now.kv_tile * params.kv_tile;

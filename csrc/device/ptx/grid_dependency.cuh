@@ -3,12 +3,6 @@
 
 namespace attn::ptx {
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kGridsOverlap = true;
-#else
-constexpr bool kGridsOverlap = false;
-#endif
-
 /// Waits until the grids that this one depends on have finished and their writes are visible.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900

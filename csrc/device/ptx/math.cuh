@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
-/// base + count * bytes, in one instruction; from C++ the compiler makes four of it.
+/// base + count * bytes. (From C++ the compiler copies the halves of `base` before each use: prefill with pages of one token took 7 % longer.)
 __device__ __forceinline__ const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
   const char* pointer;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(pointer) : "r"(count), "r"(bytes), "l"(base));
