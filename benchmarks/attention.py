@@ -1,86 +1,96 @@
 """Attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay, median.
 
-python -m benchmarks.attention [--case TEXT ...] [--batch-invariant] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.attention [--case TEXT ...] [--part K/N] [--peer NAME ...] [--batch-invariant] [--repeats N] [--json FILE] [--markdown FILE]
+
+The lines can be measured in parts, by name (--case) or every N-th beginning with the K-th (--part K/N); `python -m benchmarks.board` puts the JSON files of
+parts into one table and a plot.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from typing import Any
 
 import torch
 
-from benchmarks.backends import Batch, ours, reference
-from benchmarks.cases import Case, all_cases
-from benchmarks.peers import flash_attention_3, flashinfer_backends, time_of
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.backends import Batch, SharedBatch, ours, reference
+from benchmarks.board import PEERS, markdown
+from benchmarks.cases import Case, SharedCase, all_cases
+from benchmarks.peers import peers_of, peers_of_shared, time_of
+from benchmarks.report import brief, options, save, wanted
 from benchmarks.timing import Machine, Timer
 
-PEERS = ("FA3", "FlashInfer")
+LARGEST_ERROR = 1e-2     # of bf16 against float64; a peer that exceeds it computed something else
 
 
-def error_of(out: torch.Tensor, batch: Batch) -> float:
-    """‖o − ref‖ / ‖ref‖ over the shortest and the longest request (at most 4096 queries, for memory)."""
-    lens = batch.case.kv_lens
-    affordable = [i for i, (q, kv) in enumerate(zip(batch.case.qo_lens, lens, strict=True)) if q * kv <= 4096 * 8192]
-    chosen = {min(affordable, key=lens.__getitem__), max(affordable, key=lens.__getitem__)} if affordable else set()
-    difference = norm = 0.0
-    for request in chosen:
-        expected = reference(batch, request)
-        first = int(batch.qo_indptr[request])
-        difference += float((out[first : first + len(expected)].double() - expected).square().sum())
-        norm += float(expected.square().sum())
-    return (difference / norm) ** 0.5 if norm else float("nan")
+class Expected:
+    """float64 outputs of the shortest and the longest request (of at most 4096 queries over 8192 tokens, for memory)."""
+
+    def __init__(self, batch: Batch) -> None:
+        lens = batch.case.kv_lens
+        affordable = [i for i, (q, kv) in enumerate(zip(batch.case.qo_lens, lens, strict=True)) if q * kv <= 4096 * 8192]
+        chosen = {min(affordable, key=lens.__getitem__), max(affordable, key=lens.__getitem__)} if affordable else set()
+        self.outputs = [(int(batch.qo_indptr[request]), reference(batch, request)) for request in chosen]
+
+    def error(self, out: torch.Tensor) -> float:
+        """‖o − ref‖ / ‖ref‖; nan where no request was affordable."""
+        difference = norm = 0.0
+        for first, expected in self.outputs:
+            difference += float((out[first : first + len(expected)].double() - expected).square().sum())
+            norm += float(expected.square().sum())
+        return (difference / norm) ** 0.5 if norm else math.nan
 
 
-def measure(case: Case, timer: Timer, machine: Machine, batch_invariant: bool) -> dict[str, Any]:
+def measure(case: Case | SharedCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
     """One line of the table; times in µs."""
-    batch = Batch.make(case)
-    default = ours(batch)
-    floor = max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6
-    line: dict[str, Any] = {"case": case.name, "floor": floor}
-    if batch_invariant:
-        invariant = ours(batch, batch_invariant=True)
-        line["ours"], line["batch invariant"] = timer.together([default.run, invariant.run])
-        line["batch invariant error"] = error_of(invariant.run(), batch)
-        line["batch invariant plan"] = timer(invariant.plan)
+    begin = time.monotonic()
+    line: dict[str, Any] = {"case": case.name}
+    if isinstance(case, SharedCase):
+        shared = SharedBatch.make(case)
+        batch, grouped, peers = shared.interleaved, shared.grouped, peers_of_shared(shared)
+        line["floor"] = case.bytes / machine.bandwidth * 1e6
     else:
-        line["ours"] = timer(default.run)
-    line |= {"plan": timer(default.plan), "error": error_of(default.run(), batch)}
-    line["FA3"], _ = time_of("FA3", case.name, lambda: flash_attention_3(batch), timer)
-    line["FlashInfer"] = None
-    for backend, make in flashinfer_backends(batch).items():
-        time, _ = time_of(f"FlashInfer, {backend}", case.name, lambda make=make: make(batch), timer)     # type: ignore[misc]
-        if time is not None and (line["FlashInfer"] is None or time < line["FlashInfer"]):
-            line["FlashInfer"], line["FlashInfer backend"] = time, backend
+        batch = grouped = Batch.make(case)
+        peers = peers_of(batch)
+        line |= {"floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6, "shape": case.shape, "ragged": case.ragged}
+    expected = Expected(batch)
+    default = ours(batch)
+    runs, empty = {"ours": default.run}, torch.zeros(1, device="cuda")
+    if arguments.batch_invariant:
+        invariant = ours(batch, batch_invariant=True)
+        runs["batch invariant"] = invariant.run
+        line |= {"batch invariant error": expected.error(invariant.run()), "batch invariant plan": timer(invariant.plan)}
+    line |= dict(zip([*runs, "launch"], timer.together([*runs.values(), lambda: empty.add_(1)]), strict=True))
+    line |= {"plan": timer(default.plan), "error": expected.error(default.run())}
+    of_peers = expected if grouped is batch else Expected(grouped)
+    for peer in PEERS:
+        line[peer] = None
+        if arguments.peer and peer not in arguments.peer:
+            continue
+        for backend, make in peers.get(peer, {}).items():
+            measured, out = time_of(f"{peer}, {backend}", case.name, make, timer)
+            if measured is None or out is None:
+                continue
+            error = of_peers.error(out)
+            if error > LARGEST_ERROR:
+                print(f"{case.name}: {peer}, {backend}: WRONG, relative error {error:.1e}", flush=True)
+            elif line[peer] is None or measured < line[peer]:
+                line[peer], line[f"{peer} backend"] = measured, backend
+    line["seconds"] = time.monotonic() - begin
     return line
-
-
-def markdown(lines: list[dict[str, Any]], header: str, batch_invariant: bool) -> str:
-    """The table with its header."""
-    invariant_columns = ["ours, batch-invariant", "batch-invariant / ours"] if batch_invariant else []
-    columns = ["case", "floor", "ours", "plan", *PEERS, "ours / best peer", "ours / floor", *invariant_columns, "error"]
-    rows = []
-    for line in lines:
-        peers = [line[name] for name in PEERS if line[name] is not None]
-        errors = [line["error"], *([line["batch invariant error"]] if batch_invariant else [])]
-        rows.append(
-            [
-                line["case"],
-                *(number(line[name]) for name in ("floor", "ours", "plan", *PEERS)),
-                number(line["ours"] / min(peers) if peers else None, 2),
-                number(line["ours"] / line["floor"], 2),
-                *([number(line["batch invariant"]), number(line["batch invariant"] / line["ours"], 2)] if batch_invariant else []),
-                "not checked" if math.isnan(errors[0]) else f"{max(errors):.1e}",
-            ]
-        )
-    return f"{header}\n\n{table(columns, rows)}\n"
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--batch-invariant", action="store_true", help="also Attention(batch_invariant=True), beside the default")
+    parser.add_argument("--part", default="1/1", help="K/N: of the lines every N-th, beginning with the K-th")
+    parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="only this peer; repeatable")
     arguments = parser.parse_args()
+    part, _, parts = arguments.part.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--part is {arguments.part!r}, must be K/N with 1 <= K <= N")
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
@@ -88,12 +98,11 @@ def main() -> None:
     print(header, flush=True)
     lines: list[dict[str, Any]] = []
     text = ""
-    for case in all_cases():
-        if wanted(case.name, arguments):
-            lines.append(measure(case, timer, machine, arguments.batch_invariant))
-            print(brief(lines[-1]), flush=True)
-            text = markdown(lines, header, arguments.batch_invariant)
-            save(arguments, text, {"header": header, "lines": lines})
+    for case in [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]:
+        lines.append(measure(case, timer, machine, arguments))
+        print(brief(lines[-1]), flush=True)
+        text = markdown(lines, [header])
+        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
     print(text)
 
 

@@ -16,8 +16,8 @@ from benchmarks.cases import Case, SharedCase
 class Batch:
     """Random tensors of a case, pages shuffled.
 
-    q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim]; qo_indptr: int32 [batch + 1];
-    kv_lens: int32 [batch], tokens; block_table: int32 [batch, pages of the longest request].
+    q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim], ragged [2, tokens, num_kv_heads, head_dim];
+    qo_indptr: int32 [batch + 1]; kv_lens: int32 [batch], tokens; block_table: int32 [batch, pages of the longest request], ragged [batch, 0].
     """
 
     case: Case
@@ -30,6 +30,10 @@ class Batch:
     @classmethod
     def make(cls, case: Case, seed: int = 0) -> Batch:
         generator = torch.Generator("cuda").manual_seed(seed)
+        if case.ragged:
+            shape = (2, sum(case.kv_lens), case.num_kv_heads, case.head_dim)
+            tokens = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+            return cls._of_table(case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device="cuda"), generator)
         pages = [-(-length // case.page_size) for length in case.kv_lens]
         order = torch.randperm(sum(pages), device="cuda", generator=generator).int()
         table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
@@ -47,8 +51,28 @@ class Batch:
         return cls(case, q, cache, qo_indptr.cuda(), torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda"), table)
 
     @property
+    def kv_indptr(self) -> torch.Tensor:
+        """int32 [batch + 1]: prefix sum of kv_lens."""
+        return torch.cat([self.kv_lens.new_zeros(1), self.kv_lens.cumsum(0, dtype=torch.int32)])
+
+    @property
+    def kv(self) -> KVCache:
+        return KVCache.from_ragged(*self.cache) if self.case.ragged else KVCache.from_tensor(self.cache)
+
+    def tokens(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a request: [kv_len, num_kv_heads, head_dim]."""
+        case, kv_len = self.case, self.case.kv_lens[request]
+        if case.ragged:
+            first = sum(case.kv_lens[:request])
+            return self.cache[0, first : first + kv_len], self.cache[1, first : first + kv_len]
+        pages = self.cache[self.block_table[request, : -(-kv_len // case.page_size)].long()]
+        return pages[:, 0].flatten(0, 1)[:kv_len], pages[:, 1].flatten(0, 1)[:kv_len]
+
+    @property
     def view(self) -> BSRView:
-        """All requests, each with all of its pages."""
+        """All requests, each with all of its tokens."""
+        if self.case.ragged:
+            return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr))
         return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size))
 
 
@@ -112,7 +136,7 @@ class Ours:
 
 def prepare(attention: Attention, batch: Batch, composition: BSRView | Composition) -> Ours:
     """Plans the composition; what is returned lasts until `attention` plans another."""
-    kv = KVCache.from_tensor(batch.cache)
+    kv = batch.kv
     out = torch.empty_like(batch.q)
     attention.plan(composition)
     return Ours(attention, lambda: attention.plan(composition), lambda: attention.run(batch.q, kv, out=out))
@@ -139,8 +163,7 @@ def reference(batch: Batch, request: int) -> torch.Tensor:
     case = batch.case
     qo_len, kv_len = case.qo_lens[request], case.kv_lens[request]
     first = int(batch.qo_indptr[request])
-    pages = batch.block_table[request, : -(-kv_len // case.page_size)].long()
-    k, v = (batch.cache[pages, i].reshape(-1, case.num_kv_heads, case.head_dim)[:kv_len].double() for i in (0, 1))
+    k, v = (tokens.double() for tokens in batch.tokens(request))
     q = batch.q[first : first + qo_len].double()
     group = case.num_qo_heads // case.num_kv_heads
     position = torch.arange(kv_len - qo_len, kv_len, device="cuda")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_backend.cli import batches
+
+DISTRIBUTIONS = ("const", "uniform", "zipf")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line: bf16, causal, lengths in tokens."""
+    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another, without pages."""
 
     name: str
     qo_lens: tuple[int, ...]
@@ -18,6 +20,12 @@ class Case:
     num_kv_heads: int
     head_dim: int = 128
     page_size: int = 16
+    ragged: bool = False
+
+    @property
+    def shape(self) -> str:
+        """The name without how K and V are stored, which is its last word."""
+        return self.name.rpartition(" ")[0]
 
     @property
     def bytes(self) -> int:
@@ -72,39 +80,53 @@ def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[in
     return tuple(batches.lengths(distribution, batch, mean, seed))
 
 
+RAGGED = 0     # where a page size is asked for
+
+
+def _name(kind: str, lens: str, case: Case) -> str:
+    form = "ragged" if case.ragged else f"p{case.page_size}"
+    return f"{kind} bs{len(case.kv_lens)} {lens} h{case.num_qo_heads}/{case.num_kv_heads} d{case.head_dim} {form}"
+
+
 def _decode(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
-    kv_lens = lengths(distribution, batch, mean)
-    return Case(f"decode bs{batch} {distribution}{mean} h{qo}/{kv} d{head_dim} p{page_size}", (1,) * batch, kv_lens, qo, kv, head_dim, page_size)
+    case = Case("", (1,) * batch, lengths(distribution, batch, mean), qo, kv, head_dim, page_size)
+    return replace(case, name=_name("decode", f"{distribution}{mean}", case))
 
 
 def _prefill(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
-    qo_lens = lengths(distribution, batch, mean)
-    return Case(f"prefill bs{batch} {distribution}{mean} h{qo}/{kv} d{head_dim} p{page_size}", qo_lens, qo_lens, qo, kv, head_dim, page_size)
+    lens = lengths(distribution, batch, mean)
+    case = Case("", lens, lens, qo, kv, head_dim, page_size or 1, page_size == RAGGED)
+    return replace(case, name=_name("prefill", f"{distribution}{mean}", case))
 
 
-def all_cases() -> list[Case]:
+def decode_cases() -> list[Case]:
+    cases = [_decode(16, distribution, 1024, qo, kv) for qo, kv in ((32, 32), (32, 8), (64, 8)) for distribution in DISTRIBUTIONS]
+    cases += [_decode(1, "const", 8192, 32, 8), _decode(1, "const", 131072, 32, 8), _decode(8, "const", 32768, 32, 8)]
+    cases += [_decode(64, "const", 4096, 32, 8, page_size) for page_size in (16, 64, 1)]
+    cases += [_decode(128, "const", 2048, 32, 8), _decode(256, "const", 1024, 32, 8, 1), _decode(64, "zipf", 4096, 32, 8)]
+    return [*cases, _decode(64, "const", 4096, 32, 8, head_dim=64), _decode(64, "const", 4096, 16, 4, head_dim=256)]
+
+
+def prefill_cases() -> list[Case]:
+    """Each shape ragged first, then with pages."""
+    cases = []
+    for qo, kv in ((32, 8), (32, 32)):
+        cases += [_prefill(32, distribution, 512, qo, kv, RAGGED) for distribution in DISTRIBUTIONS]
+        cases.append(_prefill(32, "const", 512, qo, kv))
+        cases += [_prefill(16, "const", 1024, qo, kv, page_size) for page_size in ((RAGGED, 16, 64) if kv == 8 else (RAGGED, 16))]
+        cases += [_prefill(16, distribution, 1024, qo, kv, page_size) for distribution in DISTRIBUTIONS[1:] for page_size in (RAGGED, 16)]
+    cases += [_prefill(8, "const", 2048, 32, 8, page_size) for page_size in (RAGGED, 16)]
+    cases += [_prefill(4, "const", 4096, 32, 8, page_size) for page_size in (RAGGED, 16, 64, 1)]
+    cases += [_prefill(batch, "const", mean, 32, 8, page_size) for batch, mean in ((2, 8192), (1, 16384)) for page_size in (RAGGED, 16)]
+    return [*cases, _prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
+
+
+def all_cases() -> list[Case | SharedCase]:
     """Every line, in the order of the table."""
-    cases = [_decode(16, distribution, 1024, qo, kv) for qo, kv in ((32, 32), (32, 8), (64, 8)) for distribution in ("const", "uniform", "zipf")]
-    cases += [_decode(1, "const", 8192, 32, 8), _decode(1, "const", 131072, 32, 8), _decode(8, "const", 32768, 32, 8), _decode(64, "const", 4096, 32, 8)]
-    cases += [
-        _decode(64, "const", 4096, 32, 8, page_size=1),
-        _decode(128, "const", 2048, 32, 8),
-        _decode(256, "const", 1024, 32, 8, page_size=1),
-        _decode(64, "zipf", 4096, 32, 8),
-    ]
-    cases += [_decode(64, "const", 4096, 32, 8, head_dim=64), _decode(64, "const", 4096, 16, 4, head_dim=256)]
-    cases += [_prefill(16, distribution, 1024, 32, 8) for distribution in ("const", "uniform", "zipf")]
-    cases += [
-        _prefill(32, "const", 512, 32, 8),
-        _prefill(8, "const", 2048, 32, 8),
-        _prefill(4, "const", 4096, 32, 8),
-        _prefill(4, "const", 4096, 32, 8, page_size=1),
-        _prefill(1, "const", 16384, 32, 8),
-    ]
-    cases += [_prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
-    cases.append(Case("mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16", (2048,) + (1,) * 63, (6144,) + (4096,) * 63, 32, 8))
-    cases.append(Case("append bs16 q128 kv4096 h32/8 d128 p16", (128,) * 16, (4096,) * 16, 32, 8))
-    return cases
+    append = Case("append bs16 q128 kv4096 h32/8 d128 p16", (128,) * 16, (4096,) * 16, 32, 8)
+    mixed = Case("mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16", (2048,) + (1,) * 63, (6144,) + (4096,) * 63, 32, 8)
+    shared = [replace(case, name=f"shared prefix {case.name} h32/8 d128 p16") for case in shared_cases()]
+    return [*decode_cases(), *prefill_cases(), append, mixed, *shared]
 
 
 def shared_cases() -> list[SharedCase]:

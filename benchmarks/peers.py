@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -12,6 +13,7 @@ from benchmarks.backends import Batch, SharedBatch
 from benchmarks.timing import Timer
 
 Run = Callable[[], torch.Tensor]
+Kernels = dict[str, Callable[[], Run]]     # by name
 
 FLASHINFER_WORKSPACE = 512 << 20     # bytes; 128 MB are recommended, too little for some large batches
 
@@ -27,45 +29,63 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
 
 
 def flash_attention_3(batch: Batch) -> Run:
-    """FlashAttention-3 as vLLM builds it, scheduler metadata computed beforehand."""
+    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as vLLM calls it, without."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     case = batch.case
-    k, v = batch.cache[:, 0], batch.cache[:, 1]
     out = torch.empty_like(batch.q)
     longest_q, longest_kv = max(case.qo_lens), max(case.kv_lens)
-    metadata = get_scheduler_metadata(
-        batch_size=len(case.kv_lens),
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_kv,
-        num_heads_q=case.num_qo_heads,
-        num_heads_kv=case.num_kv_heads,
-        headdim=case.head_dim,
-        cache_seqlens=batch.kv_lens,
-        cu_seqlens_q=batch.qo_indptr,
-        page_size=case.page_size,
-        causal=True,
-    )
+    arguments = {
+        "q": batch.q,
+        "out": out,
+        "cu_seqlens_q": batch.qo_indptr,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_kv,
+        "softmax_scale": case.head_dim**-0.5,
+        "causal": True,
+        "fa_version": 3,
+    }
+    if case.ragged:
+        arguments |= {"k": batch.cache[0], "v": batch.cache[1], "cu_seqlens_k": batch.kv_indptr}
+    else:
+        arguments |= {"k": batch.cache[:, 0], "v": batch.cache[:, 1], "seqused_k": batch.kv_lens, "block_table": batch.block_table}
+        arguments["scheduler_metadata"] = get_scheduler_metadata(
+            batch_size=len(case.kv_lens),
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_kv,
+            num_heads_q=case.num_qo_heads,
+            num_heads_kv=case.num_kv_heads,
+            headdim=case.head_dim,
+            cache_seqlens=batch.kv_lens,
+            cu_seqlens_q=batch.qo_indptr,
+            page_size=case.page_size,
+            causal=True,
+        )
 
     def run() -> torch.Tensor:
-        flash_attn_varlen_func(
-            q=batch.q,
-            k=k,
-            v=v,
-            out=out,
-            cu_seqlens_q=batch.qo_indptr,
-            max_seqlen_q=longest_q,
-            seqused_k=batch.kv_lens,
-            max_seqlen_k=longest_kv,
-            softmax_scale=case.head_dim**-0.5,
-            causal=True,
-            block_table=batch.block_table,
-            scheduler_metadata=metadata,
-            fa_version=3,
-        )
+        flash_attn_varlen_func(**arguments)
         return out
 
     return run
+
+
+def flex_attention(batch: Batch) -> Run:
+    """torch's flex_attention, compiled for this shape: the requests as documents of one sequence. For ragged prefill: every query has its own K and V."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    case = batch.case
+    tokens = sum(case.kv_lens)
+    document = torch.arange(len(case.kv_lens), device="cuda").repeat_interleave(batch.kv_lens)
+
+    def visible(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (document[query] == document[key]) & (query >= key)
+
+    mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
+    torch._dynamo.reset()     # a limit on recompilations would make it give up after some shapes
+    compiled = torch.compile(attend, dynamic=False)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (batch.q, *batch.cache))
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
@@ -87,30 +107,62 @@ def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
 
 
 def flashinfer_prefill(batch: Batch, backend: str) -> Run:
-    """FlashInfer's prefill over pages, "fa2" or "fa3". Its plan copies lengths to the host and is not timed."""
+    """FlashInfer's prefill, "fa2" or "fa3". Its plan copies lengths to the host and is not timed."""
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-    wrapper.plan(
-        batch.qo_indptr,
-        *_page_table(batch),
-        case.num_qo_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        case.page_size,
-        causal=True,
-        q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     out = torch.empty_like(batch.q)
+    if case.ragged:
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+        ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
+        return lambda: ragged.run(batch.q, *batch.cache, out=out)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    wrapper.plan(batch.qo_indptr, *_page_table(batch), *heads, case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
-def flashinfer_backends(batch: Batch) -> dict[str, Callable[[Batch], Run]]:
+def flashinfer_persistent(batch: Batch) -> Run:
+    """FlashInfer's BatchAttention: decodes and prefills in one persistent launch. Its plan copies lengths to the host and is not timed."""
+    flashinfer = import_module("flashinfer")
+    case = batch.case
+    wrapper = flashinfer.BatchAttention("NHD")
+    indptr, indices, _ = _page_table(batch)
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.head_dim)
+    wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=True)
+    out = torch.empty_like(batch.q)
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cuda")
+
+    def run() -> torch.Tensor:
+        wrapper.run(batch.q, batch.cache, out=out, lse=lse)
+        return out
+
+    return run
+
+
+def flashinfer_backends(batch: Batch) -> Kernels:
     """Those of FlashInfer's kernels that may be its best for a batch."""
+    backends: Kernels = {name: partial(flashinfer_prefill, batch, name) for name in ("fa2", "fa3")}
+    if batch.case.ragged:
+        return backends
     if all(length == 1 for length in batch.case.qo_lens):
-        return {"tensor cores": flashinfer_decode, "CUDA cores": lambda b: flashinfer_decode(b, False)}
-    return {"fa2": lambda b: flashinfer_prefill(b, "fa2"), "fa3": lambda b: flashinfer_prefill(b, "fa3")}
+        backends = {"tensor cores": partial(flashinfer_decode, batch), "CUDA cores": partial(flashinfer_decode, batch, False)}
+    return backends | {"persistent": partial(flashinfer_persistent, batch)}
+
+
+def peers_of(batch: Batch) -> dict[str, Kernels]:
+    """The kernels of each peer that apply to a batch, by name; what counts for a peer is its fastest."""
+    peers: dict[str, Kernels] = {"FA3": {"FA3": partial(flash_attention_3, batch)}, "FlashInfer": flashinfer_backends(batch)}
+    if batch.case.ragged:
+        peers["flex_attention"] = {"compiled": partial(flex_attention, batch)}
+    return peers
+
+
+def peers_of_shared(batch: SharedBatch) -> dict[str, Kernels]:
+    """The same where requests share prefixes. The peers get the requests of a prefix one after another."""
+    peers = peers_of(batch.grouped)
+    peers["FlashInfer"] |= {"cascade": partial(flashinfer_cascade, batch), "cascade, fa2": partial(flashinfer_cascade, batch, "fa2")}
+    return peers
 
 
 def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:

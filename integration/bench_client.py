@@ -1,7 +1,9 @@
-"""An engine's own benchmark client, with what its options do not offer: requests in their order, sampling parameters, and a seed for each request.
+"""An engine's own benchmark client, with what its options do not offer: requests in their order, sampling parameters, a seed for each request, and a start on
+demand.
 
 Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...
-OPTIONS is JSON: {"keep_order": true or false, "sampling": null or the parameters as the server's API calls them, "seed": the first request's seed}.
+OPTIONS is JSON: {"keep_order": true or false, "sampling": null or the parameters as the server's API calls them, "seed": the first request's seed,
+"wait_for": null or a file: what the client does before it first connects to its server takes longer than many a load, and can so be done beforehand}.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ import json
 import os
 import random
 import runpy
+import socket
 import sys
+import time
 from typing import Any
+
+POLL_S = 0.002
 
 
 class AddSampling:
@@ -43,12 +49,28 @@ class AddSampling:
         return body | added
 
 
+def wait_before_connecting(path: str) -> None:
+    """Holds back the first connection over the network until the file `path` exists."""
+    original = socket.socket.connect
+
+    def connect(connection: socket.socket, address: Any) -> None:
+        if connection.family != socket.AF_UNIX:
+            while not os.path.exists(path):
+                time.sleep(POLL_S)
+            socket.socket.connect = original  # type: ignore[method-assign]
+        original(connection, address)
+
+    socket.socket.connect = connect  # type: ignore[method-assign,assignment]
+
+
 def main() -> None:
     sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]  # modules here have names of the standard library's
     module, options = sys.argv[1], json.loads(sys.argv[2])
     sys.argv = [module, *sys.argv[3:]]
     if options["keep_order"]:
         random.shuffle = lambda requests: None  # type: ignore[assignment]
+    if options["wait_for"]:
+        wait_before_connecting(options["wait_for"])
     added = AddSampling(options["sampling"], options["seed"]) if options["sampling"] else None
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     if added and added.requests == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 
@@ -13,33 +14,59 @@ class ClientError(RuntimeError):
     """The client failed; the end of its log has been printed."""
 
 
-def run_client(engine: Engine, client: Client, device: str, log: Path, timeout_s: float) -> Metrics:
-    """Run the client to its end, its output going to `log`. Raises ClientError."""
-    client.result.parent.mkdir(parents=True, exist_ok=True)
-    client.result.unlink(missing_ok=True)
-    command = engine.client_command(client)
-    with log.open("w") as output:
-        output.write(f"$ {' '.join(command)}\n")
-        output.flush()
-        try:
-            done = subprocess.run(
+class RunningClient:
+    """A client that has been started, its output going to `log`."""
+
+    def __init__(self, engine: Engine, client: Client, device: str, log: Path) -> None:
+        self.engine, self.client, self.log = engine, client, log
+        client.result.parent.mkdir(parents=True, exist_ok=True)
+        client.result.unlink(missing_ok=True)
+        if client.wait_for:
+            client.wait_for.unlink(missing_ok=True)
+        command = engine.client_command(client)
+        with log.open("w") as output:
+            output.write(f"$ {' '.join(command)}\n")
+            output.flush()
+            self.process = subprocess.Popen(
                 command,
-                check=False,
                 cwd=log.parent,
                 env=process_environment(engine.client_environment(device)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=timeout_s,
             )
+
+    def release(self) -> None:
+        """Let a client that waits (`Client.wait_for`) send its requests."""
+        if self.client.wait_for:
+            self.client.wait_for.touch()
+
+    def finish(self, timeout_s: float) -> Metrics:
+        """Wait for its end. Raises ClientError."""
+        try:
+            status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            print_tail(log)
-            raise ClientError(f"{engine.name}: the benchmark client was not done after {timeout_s:.0f} s, log {log}") from None
-    if done.returncode != 0 or not client.result.is_file():
-        print_tail(log)
-        raise ClientError(f"{engine.name}: the benchmark client failed with exit status {done.returncode}, log {log}")
-    metrics = engine.read_result(client)
-    if metrics.requests == 0:
-        print_tail(log)
-        raise ClientError(f"{engine.name}: none of {client.workload.num_requests} requests was answered, log {log}")
-    return metrics
+            raise self._error(f"was not done after {timeout_s:.0f} s") from None
+        finally:
+            self.stop()
+        if status != 0 or not self.client.result.is_file():
+            raise self._error(f"failed with exit status {status}")
+        metrics = self.engine.read_result(self.client)
+        if metrics.requests == 0:
+            raise self._error(f"got no answer to any of {self.client.workload.num_requests} requests")
+        return metrics
+
+    def stop(self) -> None:
+        """End it, if it has not ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+    def _error(self, what: str) -> ClientError:
+        print_tail(self.log)
+        return ClientError(f"{self.engine.name}: the benchmark client {what}, log {self.log}")
+
+
+def run_client(engine: Engine, client: Client, device: str, log: Path, timeout_s: float) -> Metrics:
+    """Run the client to its end, its output going to `log`. Raises ClientError."""
+    return RunningClient(engine, client, device, log).finish(timeout_s)

@@ -12,6 +12,10 @@
 Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
 sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
 
+With --side-by-side all servers are started at once, on one device, and each load is sent to one after another before the next load has its turn: starting
+engines is most of a run, and a run that is cut short has compared what it has measured. Each server must then be told (--server-args) to take its share of
+the memory; those that wait for their turn do nothing.
+
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
 name is given to the engine as it is. Prefix caching is on in both engines, as it is by default. Answers are greedy, or sampled with --sampling, and then
@@ -26,22 +30,25 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from integration.client import ClientError, run_client
+from integration.client import ClientError, RunningClient, run_client
 from integration.device import device_name, find_device, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
-from integration.model import REPOSITORY, resolve_model
+from integration.model import REPOSITORY, Model, resolve_model
 from integration.packages import DownloadError
 from integration.report import Row, format_table, write_report, write_tables
-from integration.server import ServerError, free_port, running_server, stop_on_signals
+from integration.server import Server, ServerError, free_port, print_tail, running_server, stop_on_signals
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
+CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
 KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
 
@@ -79,6 +86,9 @@ class Settings:
     server_arguments: list[str] = field(default_factory=list)
     client_arguments: list[str] = field(default_factory=list)
     sampling: Sampling | None = None
+    side_by_side: bool = False
+    time_limit_s: float | None = None
+    left_out: tuple[tuple[str, int], ...] = ()  # (backend, index of a load) that are not measured
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
@@ -97,24 +107,38 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
     return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
 
 
-def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
-    """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
-    engine = ENGINES[settings.engine]
-    settings.results.mkdir(parents=True, exist_ok=True)
-    model = resolve_model(settings.model, settings.python)
-    workloads = [
-        make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
-        for load in settings.loads
-    ]
-    machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
-    loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
-    described = {**asdict(settings), "results": str(settings.results), "loads": loads, **machine}
-    title = f"{engine.name}, {model.name}, {machine['device_name']}"
-    rows: list[Row] = []
-    for backend in settings.backends:
-        launch = Launch(
+@dataclass(frozen=True)
+class Benchmark:
+    """What the two ways to measure have in common: what is sent, and the report."""
+
+    settings: Settings
+    engine: Engine
+    model: Model
+    workloads: list[Workload]
+    described: dict[str, Any]
+    title: str
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, settings: Settings) -> Benchmark:
+        engine = ENGINES[settings.engine]
+        settings.results.mkdir(parents=True, exist_ok=True)
+        model = resolve_model(settings.model, settings.python)
+        workloads = [
+            make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
+            for load in settings.loads
+        ]
+        machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
+        loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
+        limit = {"time_limit_s": str(settings.time_limit_s)}
+        described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
+        return cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
+
+    def launch(self, backend: str, cache: Path | None = None) -> Launch:
+        settings = self.settings
+        return Launch(
             settings.python,
-            model,
+            self.model,
             backend,
             settings.device,
             free_port(),
@@ -123,40 +147,142 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
             settings.max_model_len,
             settings.max_num_seqs,
             settings.server_arguments,
+            cache=cache,
         )
-        with running_server(engine, launch, settings.results / f"server-{backend}.log", settings.start_timeout_s) as url:
+
+    def log(self, name: str) -> Path:
+        return self.settings.results / f"{name}.log"
+
+    def load_name(self, index: int) -> str:
+        return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling)
+
+    def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
+        """Of load number `index`. `waits`: until it is released."""
+        settings = self.settings
+        name = f"client-{launch.backend}-{index}-{repeat}"
+        return Client(
+            settings.python,
+            self.model,
+            launch.port,
+            self.workloads[index],
+            settings.loads[index].request_rate,
+            settings.max_concurrency,
+            settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
+            settings.results / f"{name}.json",
+            settings.client_arguments,
+            settings.sampling,
+            settings.results / f"{name}.go" if waits else None,
+        )
+
+    def announce(self, backend: str, index: int, repeat: int) -> None:
+        print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
+
+    def add(self, backend: str, index: int, repeats: list[Metrics]) -> None:
+        """Add a row to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
+        self.rows.append(Row(label(self.engine, backend, self.settings.device), self.load_name(index), repeats))
+        write_tables(self.settings.results, self.title, self.described, self.rows)
+
+    def finish(self) -> list[Row]:
+        for path in write_report(self.settings.results, self.title, self.described, self.rows):
+            print(f"written: {path}", flush=True)
+        return self.rows
+
+
+def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
+    """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
+    run = Benchmark.make(settings)
+    for backend in settings.backends:
+        launch = run.launch(backend)
+        with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
-            for index, (load, workload) in enumerate(zip(settings.loads, workloads, strict=True)):
-                repeats = [measure(settings, engine, launch, load, workload, index, repeat) for repeat in range(settings.repeats)]
-                rows.append(Row(label(engine, backend, settings.device), describe(workload, load.request_rate, settings.sampling), repeats))
-                write_tables(settings.results, title, described, rows)  # a run that is cut short leaves what it has measured
-    for path in write_report(settings.results, title, described, rows):
-        print(f"written: {path}", flush=True)
+            for index in range(len(settings.loads)):
+                run.add(backend, index, [measure(run, launch, index, repeat) for repeat in range(settings.repeats)])
+    return run.finish()
+
+
+def measure(run: Benchmark, launch: Launch, index: int, repeat: int) -> Metrics:
+    """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
+    run.announce(launch.backend, index, repeat)
+    begin = time.monotonic()
+    log = run.log(f"client-{launch.backend}-{index}-{repeat}")
+    metrics = run_client(run.engine, run.client(launch, index, repeat), run.settings.device, log, CLIENT_TIMEOUT_S)
+    print(f"{run.engine.name} with {launch.backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
+    return metrics
+
+
+def benchmark_side_by_side(settings: Settings) -> list[Row]:
+    """Like benchmark(), with all servers running on one device and load after load. A backend that fails is left out from there on."""
+    run, begin = Benchmark.make(settings), time.monotonic()
+    failed: set[str] = set()
+    with ExitStack() as stack:
+        servers = {}
+        for backend in settings.backends:
+            server = Server(run.engine, run.launch(backend, settings.results / f"cache-{backend}"), run.log(f"server-{backend}"))
+            stack.callback(server.stop)
+            servers[backend] = server
+        stack.callback(ask_all_to_stop, servers.values())
+        pairs = [(index, backend) for index in range(len(settings.loads)) for backend in settings.backends if (backend, index) not in settings.left_out]
+        turns = [(index, backend, repeat) for index, backend in pairs for repeat in range(settings.repeats)]
+        waiting: deque[RunningClient] = deque()
+        stack.callback(stop_all, waiting)
+
+        def prepare() -> None:
+            number = len(waiting) + done
+            if number < len(turns):
+                index, backend, repeat = turns[number]
+                client = run.client(servers[backend].launch, index, repeat, waits=True)
+                waiting.append(RunningClient(run.engine, client, settings.device, run.log(f"client-{backend}-{index}-{repeat}")))
+
+        done = 0
+        for _ in range(CLIENTS_AHEAD):
+            prepare()
+        for backend, server in servers.items():
+            try:
+                server.wait_until_ready(settings.start_timeout_s)
+            except ServerError as error:
+                print_tail(server.log)
+                failed.add(backend)
+                print(f"left out: {error}", flush=True)
+        measured: dict[tuple[int, str], list[Metrics]] = {}
+        for index, backend, repeat in turns:
+            client = waiting.popleft()
+            done += 1
+            prepare()
+            late = settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s
+            if late or backend in failed:
+                client.stop()
+                print(f"not measured: {backend}, {run.load_name(index)}", flush=True)
+                continue
+            run.announce(backend, index, repeat)
+            client.release()
+            of_load = measured.setdefault((index, backend), [])
+            try:
+                of_load.append(client.finish(CLIENT_TIMEOUT_S))
+                servers[backend].raise_if_dead()
+            except (ClientError, ServerError) as error:
+                print_tail(servers[backend].log)
+                failed.add(backend)
+                print(f"left out: {error}", flush=True)
+            print(f"{run.engine.name} with {backend}: done {time.monotonic() - begin:.0f} s after the start", flush=True)
+            if len(of_load) == settings.repeats:
+                run.add(backend, index, of_load)
+    if not run.rows:
+        raise ServerError("no backend was measured (see above)")
+    rows = run.finish()
+    if failed:
+        raise ServerError(f"not measured, or not to the end: {', '.join(sorted(failed))}")
     return rows
 
 
-def measure(settings: Settings, engine: Engine, launch: Launch, load: Load, workload: Workload, index: int, repeat: int) -> Metrics:
-    """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
-    name = f"{launch.backend}-{index}-{repeat}"
-    described = describe(workload, load.request_rate, settings.sampling)
-    print(f"{engine.name} with {launch.backend}: {described}, run {repeat + 1} of {settings.repeats}", flush=True)
-    client = Client(
-        settings.python,
-        launch.model,
-        launch.port,
-        workload,
-        load.request_rate,
-        settings.max_concurrency,
-        settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
-        settings.results / f"client-{name}.json",
-        settings.client_arguments,
-        settings.sampling,
-    )
-    begin = time.monotonic()
-    metrics = run_client(engine, client, settings.device, settings.results / f"client-{name}.log", CLIENT_TIMEOUT_S)
-    print(f"{engine.name} with {launch.backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
-    return metrics
+def ask_all_to_stop(servers: Iterable[Server]) -> None:
+    for server in servers:
+        server.ask_to_stop()
+
+
+def stop_all(clients: Iterable[RunningClient]) -> None:
+    for client in clients:
+        client.stop()
 
 
 def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float], samples: list[int]) -> list[Load]:
@@ -168,6 +294,17 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
     lines = zip(datasets, *columns, strict=True)
     return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
+
+
+def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
+    """(backend, index of a load) of each BACKEND:N, where N counts from 1. Raises ValueError."""
+    parsed = []
+    for text in texts:
+        backend, _, number = text.rpartition(":")
+        if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
+            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
+        parsed.append((backend, int(number) - 1))
+    return tuple(parsed)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
@@ -193,6 +330,9 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
+    parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
+    parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
+    parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
     parser.add_argument("--results", type=Path, help="folder for reports and logs; default: results/ENGINE-TIME")
     given = parser.parse_args(arguments)
     gpu = given.device == "cuda"
@@ -215,6 +355,9 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         server_arguments=given.server_args,
         client_arguments=given.client_args,
         sampling=given.sampling,
+        side_by_side=given.side_by_side,
+        time_limit_s=given.time_limit,
+        left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
     )
 
 
@@ -231,7 +374,9 @@ def exit_with(command: Callable[[], bool]) -> NoReturn:
 
 
 def run() -> bool:
-    print(f"\n{format_table(benchmark(parse_arguments()))}")
+    settings = parse_arguments()
+    rows = benchmark_side_by_side(settings) if settings.side_by_side else benchmark(settings)
+    print(f"\n{format_table(rows)}")
     return True
 
 

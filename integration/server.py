@@ -60,42 +60,66 @@ def stop_on_signals() -> None:
     signal.signal(signal.SIGHUP, leave)
 
 
+class Server:
+    """A server that has been started. `url`: where it answers, once wait_until_ready() has returned."""
+
+    def __init__(self, engine: Engine, launch: Launch, log: Path) -> None:
+        self.engine, self.launch, self.log = engine, launch, log
+        self.label = f"{engine.name} with {launch.backend}"
+        self.url = f"http://127.0.0.1:{launch.port}"
+        self.begin = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
+        with log.open("w") as output:
+            output.write(f"$ {' '.join(engine.server_command(launch))}\n")
+            output.flush()
+            # its own session: it can be signalled with all its workers, and Ctrl-C reaches it through us alone. Its working directory is
+            # the log's, so that a source tree in ours does not hide installed packages
+            self.process = subprocess.Popen(
+                engine.server_command(launch),
+                cwd=log.parent,
+                env=process_environment(engine.server_environment(launch) | {"TMPDIR": self._scratch.name}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Raises ServerError when it does not come up within `timeout_s` of its start, or without this package where it should use it."""
+        _wait_until_ready(self.process, self.url, self.label, self.log, self.begin, timeout_s)
+        if is_ours(self.launch.backend) and not library_is_loaded(self.process.pid):
+            python = self.launch.python
+            raise ServerError(f"{self.label}: the server runs, but without attn_backend: `attn-backend doctor` of {python} says why, log {self.log}")
+        print(f"{self.label}: server ready after {time.monotonic() - self.begin:.0f} s", flush=True)
+
+    def raise_if_dead(self) -> None:
+        if self.process.poll() is not None:
+            raise ServerError(f"{self.label}: the server died with exit status {self.process.returncode}, log {self.log}")
+
+    def ask_to_stop(self) -> None:
+        """Does not wait: of several servers that are to stop, none waits for another."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def stop(self) -> None:
+        _stop(self.process)
+        self._scratch.cleanup()
+
+
 @contextlib.contextmanager
 def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
     """A context in which the server answers; gives its base URL. Raises ServerError when it does not come up in `timeout_s`."""
-    label = f"{engine.name} with {launch.backend}"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
-    with log.open("w") as output:
-        output.write(f"$ {' '.join(engine.server_command(launch))}\n")
-        output.flush()
-        # its own session: it can be signalled with all its workers, and Ctrl-C reaches it through us alone. Its working directory is
-        # the log's, so that a source tree in ours does not hide installed packages
-        process = subprocess.Popen(
-            engine.server_command(launch),
-            cwd=log.parent,
-            env=process_environment(engine.server_environment(launch) | {"TMPDIR": scratch.name}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{launch.port}"
+    server = Server(engine, launch, log)
     try:
-        _wait_until_ready(process, url, label, log, begin, timeout_s)
-        if is_ours(launch.backend) and not library_is_loaded(process.pid):
-            raise ServerError(f"{label}: the server runs, but without attn_backend: `attn-backend doctor` of {launch.python} says why, log {log}")
-        print(f"{label}: server ready after {time.monotonic() - begin:.0f} s", flush=True)
-        yield url
-        if process.poll() is not None:
-            raise ServerError(f"{label}: the server died with exit status {process.returncode}, log {log}")
+        server.wait_until_ready(timeout_s)
+        yield server.url
+        server.raise_if_dead()
     except Exception:
         print_tail(log)
         raise
     finally:
-        _stop(process)
-        scratch.cleanup()
+        server.stop()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:

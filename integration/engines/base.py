@@ -68,6 +68,7 @@ class Launch:
     extra_arguments: list[str] = field(default_factory=list)
     prefix_caching: bool = True
     batch_invariant: bool = False
+    cache: Path | None = None  # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time should not share
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Client:
     result: Path
     extra_arguments: list[str] = field(default_factory=list)
     sampling: Sampling | None = None  # None: greedy
+    wait_for: Path | None = None  # the first request is sent when this file exists; None: at once
 
 
 def is_ours(backend: str) -> bool:
@@ -103,10 +105,12 @@ def our_environment(backend: str) -> dict[str, str]:
 
 def bench_client(python: str, module: str, keep_order: bool, client: Client) -> list[str]:
     """The beginning of the command line of an engine's client `module`: through bench_client.py where its own options do not do."""
-    if not keep_order and client.sampling is None:
+    if not keep_order and client.sampling is None and client.wait_for is None:
         return [python, "-m", module]
     sampling = None if client.sampling is None else client.sampling.parameters()
-    return [python, str(BENCH_CLIENT), module, json.dumps({"keep_order": keep_order, "sampling": sampling, "seed": 1_000_000 * client.seed})]
+    wait_for = None if client.wait_for is None else str(client.wait_for)
+    options = {"keep_order": keep_order, "sampling": sampling, "seed": 1_000_000 * client.seed, "wait_for": wait_for}
+    return [python, str(BENCH_CLIENT), module, json.dumps(options)]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class VLLM:
         environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | our_environment(launch.backend)
         if launch.batch_invariant:
             environment |= {"VLLM_BATCH_INVARIANT": "1"}
+        if launch.cache:
+            environment |= {"VLLM_CACHE_ROOT": str(launch.cache)}
         if launch.device == "cpu":
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "ATTN_BACKEND_VLLM_CPU": "1" if is_ours(launch.backend) else "0"}
         return environment

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -58,9 +59,12 @@ def test_clients_are_changed_only_where_their_options_do_not_do(tmp_path):
     greedy = Client("python", Model("none", tmp_path, True), 1, workload, 1.0, None, 3, tmp_path / "client.json")
     sampled = Client("python", Model("none", tmp_path, True), 1, workload, 1.0, None, 3, tmp_path / "client.json", sampling=Sampling())
     assert bench_client("python", "engine.client", False, greedy) == ["python", "-m", "engine.client"]
-    assert json.loads(bench_client("python", "engine.client", True, greedy)[3]) == {"keep_order": True, "sampling": None, "seed": 3_000_000}
+    unchanged = {"keep_order": False, "sampling": None, "seed": 3_000_000, "wait_for": None}
+    assert json.loads(bench_client("python", "engine.client", True, greedy)[3]) == unchanged | {"keep_order": True}
     options = json.loads(bench_client("python", "engine.client", False, sampled)[3])
-    assert options == {"keep_order": False, "sampling": Sampling().parameters(), "seed": 3_000_000}
+    assert options == unchanged | {"sampling": Sampling().parameters()}
+    waits = replace(greedy, wait_for=tmp_path / "go")
+    assert json.loads(bench_client("python", "engine.client", False, waits)[3]) == unchanged | {"wait_for": str(tmp_path / "go")}
 
 
 def test_every_request_of_a_client_gets_a_seed_of_its_own():
@@ -87,7 +91,7 @@ def test_the_client_is_run_with_what_was_asked_for(tmp_path):
     prints = "print(numbers == sorted(numbers), http.HTTPStatus.OK.value, sys.argv[1:])"
     (tmp_path / "some_client.py").write_text(f"import http, random, sys\n{shuffles}\n{prints}")
     for keep_order in (True, False):
-        options = json.dumps({"keep_order": keep_order, "sampling": None, "seed": 0})
+        options = json.dumps({"keep_order": keep_order, "sampling": None, "seed": 0, "wait_for": None})
         command = [sys.executable, str(REPOSITORY / "integration" / "bench_client.py"), "some_client", options, "--port", "1"]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

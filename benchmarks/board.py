@@ -1,0 +1,122 @@
+"""The board of benchmarks.attention: its table, and a plot of what each kernel reaches of the floor. Puts the JSON files of several parts together.
+
+python -m benchmarks.board JSON ... [--markdown FILE] [--plot FILE.svg]
+
+Ratios are those of a line, whose figures come from one process; parts of different GPU models are refused. A line that was measured twice counts as last
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import all_cases
+from benchmarks.report import number, table
+
+PEERS = ("FA3", "FlashInfer", "flex_attention")
+Line = dict[str, Any]     # what benchmarks.attention measures; times in µs
+
+
+def best_peer(line: Line) -> float | None:
+    """µs of the fastest peer."""
+    return min((line[name] for name in PEERS if line.get(name) is not None), default=None)
+
+
+def of_ragged(line: Line, lines: Sequence[Line]) -> float | None:
+    """Ours with pages ÷ ours over the same lengths without; None where only one of them was measured."""
+    ragged = next((other for other in lines if other.get("ragged") and other["shape"] == line.get("shape")), None)
+    return None if ragged is None or line is ragged else line["ours"] / ragged["ours"]
+
+
+def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
+    """The table below its headers."""
+    peers = [name for name in PEERS if any(line.get(name) is not None for line in lines)]
+    invariant = any("batch invariant" in line for line in lines)
+    columns = ["case", "floor", "empty launch", "ours", "plan", *peers, "ours / best peer", "ours / floor", "ours / ours ragged"]
+    columns += (["ours, batch-invariant", "batch-invariant / ours"] if invariant else []) + ["error"]
+    rows = []
+    for line in lines:
+        best = best_peer(line)
+        error = max(line["error"], line.get("batch invariant error", 0.0))
+        row = [line["case"], *(number(line.get(name)) for name in ("floor", "launch", "ours", "plan", *peers))]
+        row += [number(ratio, 2) for ratio in (None if best is None else line["ours"] / best, line["ours"] / line["floor"], of_ragged(line, lines))]
+        if invariant:
+            time = line.get("batch invariant")
+            row += [number(time), number(None if time is None else time / line["ours"], 2)]
+        rows.append([*row, "not checked" if math.isnan(error) else f"{error:.1e}"])
+    return "\n".join([*headers, "", table(columns, rows), ""])
+
+
+def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
+    """The lines of all files in the order of the board, and the files' headers.
+
+    Raises:
+        ValueError: files from different GPU models, or a line that the board does not have.
+    """
+    parts = [json.loads(path.read_text()) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if part["gpu"] != parts[0]["gpu"]:
+            raise ValueError(f"{path}: gpu is {part['gpu']!r}, must be {parts[0]['gpu']!r} as in {paths[0]}")
+    lines = {line["case"]: line for part in parts for line in part["lines"]}
+    names = [case.name for case in all_cases()]
+    unknown = sorted(lines.keys() - set(names))
+    if unknown:
+        raise ValueError(f"case is {unknown[0]!r}, must be one of benchmarks/cases.py")
+    return [lines[name] for name in names if name in lines], list(dict.fromkeys(part["header"] for part in parts))
+
+
+def plot(lines: Sequence[Line], path: Path) -> None:
+    """A dot for ours and each peer on every line: floor ÷ time. 1 is the floor."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")     # no display
+    mpl.rcParams["svg.hashsalt"] = "attention"     # the same file from the same figures
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(11, 1.6 + 0.21 * len(lines)), layout="constrained")
+    places = list(range(len(lines)))
+    for name, key, marker, colour in (("ours", "ours", "o", "C3"), *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True)):
+        points = [(line["floor"] / line[key], place) for place, line in zip(places, lines, strict=True) if line.get(key) is not None]
+        axis.scatter(*zip(*points, strict=True), marker=marker, color=colour, label=name, s=40 if key == "ours" else 22, zorder=3) if points else None
+    for place, line in zip(places, lines, strict=True):
+        best = best_peer(line)
+        if best is not None:
+            axis.plot([line["floor"] / line["ours"], line["floor"] / best], [place, place], color="C3" if line["ours"] < best else "0.6", linewidth=1.5)
+    axis.set_yticks(places, [line["case"] for line in lines], fontsize=7)
+    axis.set_ylim(len(lines) - 0.4, -0.6)
+    axis.set_xlim(left=0)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("floor ÷ time (1 is the floor: bytes over the copy rate, or FLOPs over the rate of a large product; no launch in it)")
+    axis.grid(axis="x", alpha=0.3)
+    axis.xaxis.set_tick_params(labeltop=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", type=Path, nargs="+", metavar="JSON")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    try:
+        lines, headers = merge(arguments.parts)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
+    text = markdown(lines, headers)
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    if arguments.plot:
+        plot(lines, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""All servers at once, load after load: the order, what a failure costs, and clients that have been prepared. No engine is started."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from integration import serve_benchmark
+from integration.client import RunningClient
+from integration.engines import Client, Metrics
+from integration.model import REPOSITORY, Model
+from integration.serve_benchmark import Load, Settings, benchmark_side_by_side, parse_left_out
+from integration.server import ServerError
+from integration.workload import Workload
+
+SERVER = """
+import http.server, sys, time
+if sys.argv[2] == "fails":
+    sys.exit("cannot load the model")
+time.sleep(float(sys.argv[3]))
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+CLIENT = """
+import json, sys, time, urllib.request
+port, result, outcome = sys.argv[1:]
+prepared = time.time()
+urllib.request.urlopen(f"http://127.0.0.1:{port}/health").read()
+if outcome == "breaks":
+    sys.exit("no answer")
+open(result, "w").write(json.dumps({"prepared": prepared, "sent": time.time()}))
+time.sleep(0.2)
+"""
+
+
+class FakeEngine:
+    """Servers and clients of a few lines. A server of the backend "fails" ends at once; clients of "breaks" fail."""
+
+    name = "fake"
+
+    def __init__(self, folder):
+        (folder / "fake_client.py").write_text(CLIENT)
+        self.folder, self.times = folder, {}
+
+    def stock_backend(self, device):
+        return "stock"
+
+    def server_command(self, launch):
+        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend, "4.0" if launch.backend == "slow" else "0"]
+
+    def server_environment(self, launch):
+        return {}
+
+    def client_command(self, client):
+        options = json.dumps({"keep_order": False, "sampling": None, "seed": 0, "wait_for": client.wait_for and str(client.wait_for)})
+        outcome = "breaks" if "breaks" in client.result.name else "answers"
+        script = str(REPOSITORY / "integration" / "bench_client.py")
+        return [sys.executable, script, "fake_client", options, str(client.port), str(client.result), outcome]
+
+    def client_environment(self, device):
+        return {"PYTHONPATH": str(self.folder)}
+
+    def read_result(self, client):
+        self.times[client.result.stem] = json.loads(client.result.read_text())
+        return Metrics(1, 0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that measures some backends side by side with two loads; gives the engine, and what was raised."""
+    engine = FakeEngine(tmp_path)
+    model = Model("none", tmp_path, True)
+    monkeypatch.setattr(serve_benchmark, "CLIENTS_AHEAD", 2)
+    monkeypatch.setattr(serve_benchmark, "ENGINES", {"fake": engine})
+    monkeypatch.setattr(serve_benchmark, "resolve_model", lambda name, python: model)
+    monkeypatch.setattr(serve_benchmark, "make_workload", lambda dataset, number, *_: Workload(number, 1, dataset, tmp_path))
+
+    def benchmark(backends, **changes):
+        loads = [Load("first", 1), Load("second", 1)]
+        settings = Settings("fake", backends, "none", tmp_path / "results", loads, start_timeout_s=30, **changes)
+        try:
+            benchmark_side_by_side(settings)
+        except ServerError as error:
+            return SimpleNamespace(engine=engine, error=str(error))
+        return SimpleNamespace(engine=engine, error=None)
+
+    return benchmark
+
+
+def rows(tmp_path):
+    report = json.loads((tmp_path / "results" / "report.json").read_text())
+    return [(row["backend"], row["workload"].partition(";")[0], len(row["repeats"])) for row in report["rows"]]
+
+
+def test_each_load_goes_to_all_before_the_next(run, tmp_path):
+    outcome = run(["quick", "slow", "third"], repeats=2)
+    assert outcome.error is None
+    assert rows(tmp_path) == [(backend, load, 2) for load in ("first", "second") for backend in ("quick", "slow", "third")]
+    times = outcome.engine.times
+    sent = sorted(times, key=lambda name: times[name]["sent"])
+    assert sent == [f"client-{backend}-{load}-{repeat}" for load in (0, 1) for backend in ("quick", "slow", "third") for repeat in (0, 1)]
+    first = times["client-quick-0-0"]
+    assert first["sent"] - first["prepared"] > 0.2      # it waited for the slow server, too
+    for before, after in itertools.pairwise(sent):
+        assert times[after]["sent"] - times[before]["sent"] > 0.2      # one at a time
+
+
+def test_a_backend_that_fails_is_left_out(run, tmp_path, capsys):
+    assert run(["quick", "fails", "breaks", "third"]).error == "not measured, or not to the end: breaks, fails"
+    assert rows(tmp_path) == [("quick", "first", 1), ("third", "first", 1), ("quick", "second", 1), ("third", "second", 1)]
+    printed = capsys.readouterr()
+    assert "cannot load the model" in printed.err
+    assert "no answer" in printed.err
+
+
+def test_no_load_begins_after_the_time_limit(run, capsys):
+    assert run(["slow", "quick"], time_limit_s=0.1).error == "no backend was measured (see above)"
+    assert capsys.readouterr().out.count("not measured: ") == 4
+
+
+def test_some_loads_are_left_out(run, tmp_path):
+    assert run(["quick", "third"], left_out=parse_left_out(["third:1"], ["quick", "third"], 2)).error is None
+    assert rows(tmp_path) == [("quick", "first", 1), ("quick", "second", 1), ("third", "second", 1)]
+    for wrong in ("third", "third:0", "third:3", "other:1", "third:x"):
+        with pytest.raises(ValueError, match=f"leave-out: '{wrong}'"):
+            parse_left_out([wrong], ["quick", "third"], 2)
+
+
+def test_a_client_waits_until_it_is_released(tmp_path):
+    engine = FakeEngine(tmp_path)
+    workload = Workload(1, 1, "load", tmp_path)
+    go = tmp_path / "go"
+    go.touch()      # of an earlier run
+    model = Model("none", tmp_path, True)
+    client = RunningClient(engine, Client(sys.executable, model, 9, workload, 1.0, None, 0, tmp_path / "c.json", wait_for=go), "cpu", tmp_path / "c.log")
+    time.sleep(1)
+    assert client.process.poll() is None
+    client.stop()
+    assert client.process.poll() is not None
+    assert not os.path.exists(go)
