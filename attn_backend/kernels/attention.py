@@ -195,7 +195,7 @@ class Attention:
 
         Args:
             q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
-            kv: the cache of one layer.
+            kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
             out: [rows, num_qo_heads, head_dim], written; allocated when None.
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
