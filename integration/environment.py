@@ -89,7 +89,7 @@ def make_environment(folder: Path, kind: str) -> Path:
     if stamp.is_file() and stamp.read_text() == wanted and python.exists():
         return python
     begin = time.monotonic()
-    log(f"Making the environment {folder} ({kind}; about 0.8 GB of downloads)" if kind == "cpu" else f"Making the environment {folder} ({kind})")
+    log(f"Making the environment {folder} ({kind}; about 1.3 GB of downloads, 5 GB of disk)" if kind == "cpu" else f"Making the environment {folder} ({kind})")
     if not python.exists():
         venv.create(folder, with_pip=True)
     for number, requirements in enumerate(STEPS[kind], 1):

@@ -100,9 +100,10 @@ def label(engine: Engine, backend: str, device: str) -> str:
     return engine.stock_backend(device) if backend == STOCK else backend
 
 
-def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None) -> str:
+def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None, max_concurrency: int | None = None) -> str:
     """What reports call a load."""
-    speed = "at once" if request_rate == float("inf") else f"at {request_rate:g}/s"
+    together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
+    speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
     answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
     return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
 
@@ -154,7 +155,7 @@ class Benchmark:
         return self.settings.results / f"{name}.log"
 
     def load_name(self, index: int) -> str:
-        return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling)
+        return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling, self.settings.max_concurrency)
 
     def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
         """Of load number `index`. `waits`: until it is released."""

@@ -218,6 +218,8 @@ def test_clients_send_copies_in_order_and_at_the_prompts_rate(engine, tmp_path):
     assert option(command, "--dataset-path") == str(tmp_path / "client.requests.json")
     assert "--disable-shuffle" in command or '"keep_order": true' in command[3]
     assert describe(workload, 2.5) == "ShareGPT, first turns, outputs as recorded; 3 prompts at 2.5/s, 4 answers to each"
+    assert describe(workload, float("inf")).endswith("; 3 prompts at once, 4 answers to each")
+    assert describe(workload, float("inf"), max_concurrency=2).endswith("; 3 prompts 2 at a time, 4 answers to each")
 
 
 def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
