@@ -225,7 +225,7 @@ struct PlacedTile {
 };
 
 /// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same, as in a batch of equal lengths, it is that of
-/// whole pairs if they fit by 4 %: then nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (docs/decisions.md).
+/// whole pairs if they fit by 4 % (a line whose pairs only cost as much as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (docs/decisions.md).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost) {
   const int64_t share = max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
   const int64_t of_pair = pair_cost(p.config, first.kind, first.num_kv_tiles);
