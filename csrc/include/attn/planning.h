@@ -243,6 +243,7 @@ struct Planned {
   int32_t num_requests;    // that the forest was sought in
   int64_t share;
   int32_t longest_pair;    // the largest longest_pair() of all row groups
+  int32_t has_largest_tiles;
   int32_t flags;           // ScheduleFlag bits
   uint32_t errors;
 };
@@ -265,7 +266,7 @@ ATTN_HD bool is_in_turn(const PlanParams& p, const Planned& planned) {
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
   planned.share = cta_share(p, first, planned.num_tiles, total_cost);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0);
+  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
 }
 
 /// Whether no (row tile, head) is shared by CTAs.
