@@ -26,7 +26,6 @@ are in --results.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -35,22 +34,21 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from integration.client import ClientError, RunningClient, run_client
-from integration.device import device_name, find_device, package_versions
+from integration.command_line import exit_with, new_parser, results_folder
+from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
-from integration.model import REPOSITORY, Model, resolve_model
-from integration.packages import DownloadError
+from integration.model import Model, resolve_model
 from integration.report import Row, format_table, write_report, write_tables
-from integration.server import Server, ServerError, free_port, print_tail, running_server, stop_on_signals
+from integration.server import Server, ServerError, free_port, print_tail, running_server
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
 CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
-KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -309,10 +307,8 @@ def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tup
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser = new_parser(__doc__, "ENGINE")
     parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
-    parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
     parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
     parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate: N, LOW-HIGH, or {RECORDED}: what the data set says")
@@ -322,26 +318,20 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--no-cuda-graphs", action="store_true")
     parser.add_argument("--max-model-len", type=int, help="default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="default: 8 on a CPU, 256 on a GPU")
-    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
-    parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
-    parser.add_argument("--results", type=Path, help="folder for reports and logs; default: results/ENGINE-TIME")
     given = parser.parse_args(arguments)
     gpu = given.device == "cuda"
     return Settings(
         engine=given.engine,
         backends=given.backends,
         model=given.model,
-        results=(given.results or REPOSITORY / "results" / f"{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
+        results=results_folder(given, given.engine),
         loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples),
         max_concurrency=given.max_concurrency,
         repeats=given.repeats,
@@ -360,18 +350,6 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         time_limit_s=given.time_limit,
         left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
     )
-
-
-def exit_with(command: Callable[[], bool]) -> NoReturn:
-    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
-    stop_on_signals()
-    try:
-        holds = command()
-    except KNOWN_ERRORS as error:
-        sys.exit(f"\nerror: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0 if holds else 1)
 
 
 def run() -> bool:
