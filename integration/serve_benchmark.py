@@ -14,7 +14,8 @@ sent N times for that, see integration/workload.py. --num-prompts and --request-
 
 With --side-by-side all servers are started at once, on one device, and each load is sent to one after another before the next load has its turn: starting
 engines is most of a run, and a run that is cut short has compared what it has measured. Each server must then be told (--server-args) to take its share of
-the memory; those that wait for their turn do nothing.
+the memory; those that wait for their turn do nothing. Before anything is measured every server answers a few requests of every load (integration/warm_up.py),
+and each load, and each of its --repeats, begins with the next backend: none is always the first or the last.
 
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
@@ -31,8 +32,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
 from integration.model import Model, resolve_model
 from integration.report import Row, format_table, write_report, write_tables
 from integration.server import Server, ServerError, free_port, print_tail, running_server
+from integration.warm_up import warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
@@ -116,7 +120,7 @@ class Benchmark:
     workloads: list[Workload]
     described: dict[str, Any]
     title: str
-    rows: list[Row] = field(default_factory=list)
+    measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
 
     @classmethod
     def make(cls, settings: Settings) -> Benchmark:
@@ -176,9 +180,15 @@ class Benchmark:
     def announce(self, backend: str, index: int, repeat: int) -> None:
         print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
 
-    def add(self, backend: str, index: int, repeats: list[Metrics]) -> None:
-        """Add a row to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
-        self.rows.append(Row(label(self.engine, backend, self.settings.device), self.load_name(index), repeats))
+    @property
+    def rows(self) -> list[Row]:
+        """The report's, load after load, in the order of the command line."""
+        labels = [label(self.engine, backend, self.settings.device) for backend in self.settings.backends]
+        return [Row(labels[backend], self.load_name(load), repeats) for (load, backend), repeats in sorted(self.measured.items())]
+
+    def add(self, backend: str, index: int, metrics: Metrics) -> None:
+        """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
+        self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
         write_tables(self.settings.results, self.title, self.described, self.rows)
 
     def finish(self) -> list[Row]:
@@ -195,8 +205,8 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
         with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
-            for index in range(len(settings.loads)):
-                run.add(backend, index, [measure(run, launch, index, repeat) for repeat in range(settings.repeats)])
+            for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
+                run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()
 
 
@@ -221,8 +231,7 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             stack.callback(server.stop)
             servers[backend] = server
         stack.callback(ask_all_to_stop, servers.values())
-        pairs = [(index, backend) for index in range(len(settings.loads)) for backend in settings.backends if (backend, index) not in settings.left_out]
-        turns = [(index, backend, repeat) for index, backend in pairs for repeat in range(settings.repeats)]
+        turns = side_by_side_turns(settings)
         waiting: deque[RunningClient] = deque()
         stack.callback(stop_all, waiting)
 
@@ -236,14 +245,25 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
         done = 0
         for _ in range(CLIENTS_AHEAD):
             prepare()
+        prompts = [warm_up_prompts(workload, settings.seed - 1 - index) for index, workload in enumerate(run.workloads)]
+
+        def leave_out(backend: str, error: BaseException) -> None:
+            print_tail(servers[backend].log)
+            failed.add(backend)
+            print(f"left out: {error}", flush=True)
+
         for backend, server in servers.items():
             try:
                 server.wait_until_ready(settings.start_timeout_s)
             except ServerError as error:
-                print_tail(server.log)
-                failed.add(backend)
-                print(f"left out: {error}", flush=True)
-        measured: dict[tuple[int, str], list[Metrics]] = {}
+                leave_out(backend, error)
+        with ThreadPoolExecutor(len(servers)) as pool:  # all of them share the device: this is not measured
+            ready = {backend: server.url for backend, server in servers.items() if backend not in failed}
+            warmed = {backend: pool.submit(warm_up, run.engine, url, prompts, settings.sampling) for backend, url in ready.items()}
+        for backend, outcome in warmed.items():
+            if reason := outcome.exception():
+                leave_out(backend, reason)
+        print(f"{run.engine.name}: all have been warmed up {time.monotonic() - begin:.0f} s after the start", flush=True)
         for index, backend, repeat in turns:
             client = waiting.popleft()
             done += 1
@@ -255,23 +275,28 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
                 continue
             run.announce(backend, index, repeat)
             client.release()
-            of_load = measured.setdefault((index, backend), [])
             try:
-                of_load.append(client.finish(CLIENT_TIMEOUT_S))
+                run.add(backend, index, client.finish(CLIENT_TIMEOUT_S))
                 servers[backend].raise_if_dead()
             except (ClientError, ServerError) as error:
-                print_tail(servers[backend].log)
-                failed.add(backend)
-                print(f"left out: {error}", flush=True)
+                leave_out(backend, error)
             print(f"{run.engine.name} with {backend}: done {time.monotonic() - begin:.0f} s after the start", flush=True)
-            if len(of_load) == settings.repeats:
-                run.add(backend, index, of_load)
-    if not run.rows:
+    if not run.measured:
         raise ServerError("no backend was measured (see above)")
     rows = run.finish()
     if failed:
         raise ServerError(f"not measured, or not to the end: {', '.join(sorted(failed))}")
     return rows
+
+
+def side_by_side_turns(settings: Settings) -> list[tuple[int, str, int]]:
+    """(index of a load, backend, repeat) in the order in which they are measured."""
+    turns = []
+    for number, (index, repeat) in enumerate(product(range(len(settings.loads)), range(settings.repeats))):
+        first = number % len(settings.backends)
+        backends = settings.backends[first:] + settings.backends[:first]
+        turns += [(index, backend, repeat) for backend in backends if (backend, index) not in settings.left_out]
+    return turns
 
 
 def ask_all_to_stop(servers: Iterable[Server]) -> None:
