@@ -51,7 +51,7 @@ from integration.warm_up import warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
-CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
+CLIENTS_AHEAD = 4  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
 
 
@@ -243,8 +243,6 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
                 waiting.append(RunningClient(run.engine, client, settings.device, run.log(f"client-{backend}-{index}-{repeat}")))
 
         done = 0
-        for _ in range(CLIENTS_AHEAD):
-            prepare()
         prompts = [warm_up_prompts(workload, settings.seed - 1 - index) for index, workload in enumerate(run.workloads)]
 
         def leave_out(backend: str, error: BaseException) -> None:
@@ -257,6 +255,8 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
                 server.wait_until_ready(settings.start_timeout_s)
             except ServerError as error:
                 leave_out(backend, error)
+            while len(waiting) < min(CLIENTS_AHEAD, len(turns)):  # from the first server on that is up: earlier they would slow down its start
+                prepare()
         with ThreadPoolExecutor(len(servers)) as pool:  # all of them share the device: this is not measured
             ready = {backend: server.url for backend, server in servers.items() if backend not in failed}
             warmed = {backend: pool.submit(warm_up, run.engine, url, prompts, settings.sampling) for backend, url in ready.items()}
@@ -264,17 +264,20 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             if reason := outcome.exception():
                 leave_out(backend, reason)
         print(f"{run.engine.name}: all have been warmed up {time.monotonic() - begin:.0f} s after the start", flush=True)
-        for index, backend, repeat in turns:
+        for number, (index, backend, repeat) in enumerate(turns):
+            if settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s:
+                for missed, of_backend, _ in turns[number:]:
+                    print(f"not measured: {of_backend}, {run.load_name(missed)}", flush=True)
+                break
             client = waiting.popleft()
             done += 1
-            prepare()
-            late = settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s
-            if late or backend in failed:
+            if backend in failed:
                 client.stop()
-                print(f"not measured: {backend}, {run.load_name(index)}", flush=True)
+                prepare()
                 continue
             run.announce(backend, index, repeat)
             client.release()
+            prepare()
             try:
                 run.add(backend, index, client.finish(CLIENT_TIMEOUT_S))
                 servers[backend].raise_if_dead()
