@@ -274,6 +274,7 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             if backend in failed:
                 client.stop()
                 prepare()
+                print(f"not measured: {backend}, {run.load_name(index)}", flush=True)
                 continue
             run.announce(backend, index, repeat)
             client.release()
