@@ -51,7 +51,7 @@ from integration.warm_up import warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
-CLIENTS_AHEAD = 4  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
+CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
 
 
@@ -243,6 +243,8 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
                 waiting.append(RunningClient(run.engine, client, settings.device, run.log(f"client-{backend}-{index}-{repeat}")))
 
         done = 0
+        for _ in range(CLIENTS_AHEAD):
+            prepare()
         prompts = [warm_up_prompts(workload, settings.seed - 1 - index) for index, workload in enumerate(run.workloads)]
 
         def leave_out(backend: str, error: BaseException) -> None:
@@ -255,8 +257,6 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
                 server.wait_until_ready(settings.start_timeout_s)
             except ServerError as error:
                 leave_out(backend, error)
-            while len(waiting) < min(CLIENTS_AHEAD, len(turns)):  # from the first server on that is up: earlier they would slow down its start
-                prepare()
         with ThreadPoolExecutor(len(servers)) as pool:  # all of them share the device: this is not measured
             ready = {backend: server.url for backend, server in servers.items() if backend not in failed}
             warmed = {backend: pool.submit(warm_up, run.engine, url, prompts, settings.sampling) for backend, url in ready.items()}
