@@ -180,6 +180,7 @@ struct RowSampler : Row<Source> {
   };
 
   static constexpr int32_t kMostReads = 16;
+  static constexpr float kFewMinP = 0.02f;      // from here on min-p mostly leaves no more than there is room for among the candidates
 
   /// Top-p alone asks whether the winner of the whole row survives. Whether it does is told by the mass above it, which takes no threshold.
   __device__ __forceinline__ bool asks_winner() const {
@@ -189,7 +190,9 @@ struct RowSampler : Row<Source> {
   /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone that takes sums, too: where there are rows
   /// enough to keep the GPU busy, candidates are looked for first, as they mostly tell.
   __device__ __forceinline__ bool races_first() const {
-    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && (!settings.has_top_p || (settings.min_p == 0.0f && num_ctas > 1));
+    if (!samples() || settings.greedy || wants_top() || settings.top_k > 0) return false;
+    if (settings.min_p > 0.0f) return !settings.has_top_p && settings.min_p < kFewMinP;
+    return !settings.has_top_p || num_ctas > 1;
   }
 
   __device__ __forceinline__ ReadTask first_task() const {

@@ -132,14 +132,12 @@ struct Candidates {
       const Racer racer = enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
       if (racer.beats(best)) best = racer;
     }
-    Racer& of_warp = shared.warp_racers[row.warp()];
-    if (row.lane() == 0) of_warp = nobody();
-    __syncwarp();
-    keep_best(of_warp, best);
+    best = best_of_warp(best);
+    if (row.lane() == 0) shared.warp_racers[row.warp()] = best;
     __syncthreads();
     if (row.warp() == 0) {
-      keep_best(shared.warp_racers[0], row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
-      if (row.lane() == 0) shared.token = shared.warp_racers[0].token;
+      best = best_of_warp(row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
+      if (row.lane() == 0) shared.token = best.token;
     }
   }
 

@@ -84,7 +84,12 @@ struct SamplingShared {
   int32_t segment_end;
   int32_t num_ctas;         // of the row; from memory, or the compiler keeps in registers what it can compute from it beforehand
   Racer asked;              // of whom is asked whether it survives
+  uint32_t race_magic;      // 0x4b00
+  uint32_t race_bound;      // order_key() of what some racer of the CTA has reached, or a little less
   Search search;
+
+  /// The best of each thread's racers, while the row is read: the bins are of no use then.
+  __device__ __forceinline__ Racer* lane_racers() { return reinterpret_cast<Racer*>(bins); }
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
@@ -276,31 +281,42 @@ struct Row {
 
   /// The segment's tokens in the race. `v` is used up.
   __device__ __forceinline__ void race(int32_t segment, float reference, float (&v)[kLaneTokens]) const {
-    Racer& best = shared.warp_racers[warp()];
+    Racer& best = shared.lane_racers()[threadIdx.x];
     const Weights weights(reference, settings.scale, settings.floor);
     const double level = weights.strength(reference);
+    uint32_t known = 0;       // what the best of the CTA's racers has reached, about
+    if (lane() == 0) known = atomicMax(&shared.race_bound, 0u);
     const int64_t seed = shared.seed, position = shared.position;
-    const auto enter_four = [&](int32_t i, uint32_t low, uint32_t high) {
-      v[i] = approximate_rise(weights, v[i]) + approximate_gain(low << 16);
-      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(low & 0xffff0000u);
-      v[i + 2] = approximate_rise(weights, v[i + 2]) + approximate_gain(high << 16);
-      v[i + 3] = approximate_rise(weights, v[i + 3]) + approximate_gain(high & 0xffff0000u);
-    };
-    uint32_t a[4], b[4];
+    uint32_t words[kLaneTokens / 2];      // two tokens' first bits each
     if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
-      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), a, b);
-      enter_four(0, a[0], a[1]);
-      enter_four(4, a[2], a[3]);
-      enter_four(8, b[0], b[1]);
-      enter_four(12, b[2], b[3]);
+      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), *reinterpret_cast<uint32_t (*)[4]>(words), *reinterpret_cast<uint32_t (*)[4]>(words + 4));
     } else {                                          // in vectors of two lanes
 #pragma unroll
       for (int32_t i = 0; i < kLaneTokens; i += 8) {
+        uint32_t a[4], b[4];
         race_words(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
         const bool is_first = race_word(token(segment, i)) == 0;
-        enter_four(i, is_first ? a[0] : a[2], is_first ? a[1] : a[3]);
-        enter_four(i + 4, is_first ? b[0] : b[2], is_first ? b[1] : b[3]);
+        words[i / 2] = is_first ? a[0] : a[2];
+        words[i / 2 + 1] = is_first ? a[1] : a[3];
+        words[i / 2 + 2] = is_first ? b[0] : b[2];
+        words[i / 2 + 3] = is_first ? b[1] : b[3];
       }
+    }
+    known = __shfl_sync(ptx::kAllLanes, known, 0);
+    const ApproximateShare<Weights> share(weights);
+    const float most_bits = ptx::ex2(16.0f + share.error - __double2float_rd(static_cast<double>(key_value(known)) - level));
+    const uint32_t magic = shared.race_magic;
+    uint32_t lost = 0xffffffffu;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; i += 2) {
+      lost &= has_lost<false>(share(v[i]), most_bits, words[i / 2], magic) & has_lost<true>(share(v[i + 1]), most_bits, words[i / 2], magic);
+    }
+    const bool tells = share.error < 1.0f;      // not with a temperature next to nothing
+    if (!__any_sync(ptx::kAllLanes, (lost >> 31) == 0 || !tells)) return;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; i += 2) {
+      v[i] = approximate_rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
+      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
     }
     float most = v[0];
 #pragma unroll
@@ -308,10 +324,10 @@ struct Row {
     // Each round evaluates every lane's best. One is enough mostly.
 #pragma unroll 1
     for (int32_t round = 0; round < kLaneTokens; ++round) {
-      const float bound = __double2float_rd(value_of(best) - level) - (32.0f + kRaceTolerance);
+      const float bound = __double2float_rd(static_cast<double>(key_value(known)) - level) - (32.0f + kRaceTolerance);
       const bool may_win = most >= bound && most > kMinusInfinity;
       if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
-      Racer own = nobody();
+      uint32_t reached = kExcludedKey;
       if (may_win) {
         int32_t index = -1;
         float rest = kMinusInfinity;
@@ -324,9 +340,14 @@ struct Row {
         }
         most = rest;
         const int32_t entered = token(segment, max_of(index, 0));
-        own = enter_race(weights, seed, position, entered, source.one(entered));
+        const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
+        if (own.beats(best)) best = own;
+        reached = order_key(__double2float_rd(value_of(own)));
       }
-      keep_best(best, own);
+      reached = ptx::warp_max(reached);
+      if (reached <= known) continue;
+      known = reached;
+      if (lane() == 0) atomicMax(&shared.race_bound, known);
     }
   }
 
@@ -397,7 +418,13 @@ struct Row {
   /// without a barrier behind it.
   __device__ __forceinline__ void read_survivors(bool is_again) {
     const ReadTask& task = shared.task;
-    if (lane() == 0) shared.warp_racers[warp()] = nobody();
+    Racer& own = shared.lane_racers()[threadIdx.x];
+    own = nobody();
+    if (threadIdx.x == 0) {
+      shared.race_bound = kExcludedKey;
+      shared.race_magic = 0x4b00;
+    }
+    __syncthreads();
     uint32_t best_key = 0;
     for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
       if (is_again) {
@@ -411,7 +438,11 @@ struct Row {
       if (task.needs_mass) sum_segment(segment, v, key, is_again ? shared.reference : reference);
       if (task.races && is_drawable(key)) race(segment, reference, v);
     });
-    if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
+    const Racer best = best_of_warp(own);
+    if (lane() == 0) {
+      shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
+      shared.warp_racers[warp()] = best;
+    }
     set_summary(kNoBound);
   }
 

@@ -116,7 +116,8 @@ int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t ma
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
   const bool is_greedy = params.temperature.data == nullptr && params.temperature.value == 0.0f;
-  const bool races = params.task == RowTask::kSample && !is_greedy && !params.top_k.array && params.top_k.value <= 0;
+  const bool has_min_p = params.min_p.data != nullptr || params.min_p.value > 0.0f;
+  const bool races = params.task == RowTask::kSample && !is_greedy && !has_min_p && !params.top_k.array && params.top_k.value <= 0;
   const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
   const int64_t fitting = int64_t{4} * multiprocessors[device];       // CTAs
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
