@@ -84,7 +84,7 @@ struct ApproximateShare<ProbWeights> {
 
   __device__ __forceinline__ explicit ApproximateShare(const ProbWeights& weights) : scale(1.0f / weights.reference), error(kRaceTolerance) {}
 
-  __device__ __forceinline__ float operator()(float prob) const { return prob * scale; }
+  __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
 };
 
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.

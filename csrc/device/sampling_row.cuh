@@ -12,6 +12,29 @@ namespace attn {
 constexpr uint32_t kNoBound = 0xffffffffu;              // no candidates are kept
 constexpr uint32_t kWholeRow = kExcludedKey + 1;        // every token that can be drawn
 
+/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and Bands::high.
+struct BandMasses {
+  float all = 0.0f, low = 0.0f, high = 0.0f;
+
+  __device__ __forceinline__ void add(const BandMasses& other) {
+    all += other.all;
+    low += other.low;
+    high += other.high;
+  }
+};
+
+/// Values about the threshold of top-p (sampling_bands.cuh).
+struct Bands {
+  float reference;
+  float low;                // what is at or above it races
+  float high;
+  float sure;               // what is at or above it survives
+  float few;                // the survey's mass of as many tokens as candidates are
+  float error;              // of ApproximateShare
+  bool asks;                // whether shared.asked survives: `low` is the next value above its
+  bool used;
+};
+
 /// What the CTAs of a cluster tell each other.
 struct CtaSummary {
   uint64_t best;            // key of the largest value, then ~token: the first one among equals
@@ -22,6 +45,7 @@ struct CtaSummary {
   uint32_t least_key;       // of a window's members
   uint32_t most_key;
   Racer racer;              // the best in the race
+  BandMasses band_masses;
 };
 
 /// What the first CTA tells the others.
@@ -51,8 +75,8 @@ struct ReadTask {
   float least;              // again: what is below is not looked at
   bool needs_mass;
   bool has_second;          // also the masses at temperature 1, for log-probabilities
-  bool races;
   bool finds_candidates;
+  bool has_bands;           // sums their masses
 };
 
 struct SamplingShared {
@@ -65,6 +89,8 @@ struct SamplingShared {
   CtaSummary summaries[kMaxClusterCtas];      // of the first read, of every CTA
   uint64_t warp_best[kSamplingWarps];
   Racer warp_racers[kSamplingWarps];
+  BandMasses warp_band_masses[kSamplingWarps];
+  Bands bands;
   // Of the row: in registers they would be spilled.
   RowSettings settings;
   int64_t seed;
@@ -79,7 +105,6 @@ struct SamplingShared {
   int32_t num_listed;
   ReadTask task;
   int32_t round;            // reads before this one
-  bool is_settled;          // who wins this read survives
   int32_t segment_begin;    // of this CTA
   int32_t segment_end;
   int32_t num_ctas;         // of the row; from memory, or the compiler keeps in registers what it can compute from it beforehand
@@ -90,6 +115,7 @@ struct SamplingShared {
 
   /// The best of each thread's racers, while the row is read: the bins are of no use then.
   __device__ __forceinline__ Racer* lane_racers() { return reinterpret_cast<Racer*>(bins); }
+  __device__ __forceinline__ BandMasses* lane_band_masses() { return reinterpret_cast<BandMasses*>(bins + kSamplingThreads * sizeof(Racer) / sizeof(uint32_t)); }
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
@@ -414,12 +440,28 @@ struct Row {
     set_summary(bound);
   }
 
-  /// A read that looks at all tokens from task.least on: their masses, who wins the race among them. is_again: the reference is known. Sets the CTA's summary,
-  /// without a barrier behind it.
-  __device__ __forceinline__ void read_survivors(bool is_again) {
+  /// Adds the segment's masses to the lane's.
+  __device__ __forceinline__ void sum_bands(const float (&v)[kLaneTokens]) const {
+    const float low = shared.bands.low, high = shared.bands.high;
+    const ApproximateShare<Weights> share(Weights(shared.bands.reference, settings.scale, settings.floor));
+    BandMasses sum;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) {
+      const float part = share(v[i]);
+      sum.all += part;
+      sum.low += v[i] >= low ? part : 0.0f;
+      sum.high += v[i] >= high ? part : 0.0f;
+    }
+    shared.lane_band_masses()[threadIdx.x].add(sum);
+  }
+
+  /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among them. Sets the CTA's summary, without a barrier
+  /// behind it.
+  __device__ __forceinline__ void read_survivors() {
     const ReadTask& task = shared.task;
     Racer& own = shared.lane_racers()[threadIdx.x];
     own = nobody();
+    shared.lane_band_masses()[threadIdx.x] = BandMasses();
     if (threadIdx.x == 0) {
       shared.race_bound = kExcludedKey;
       shared.race_magic = 0x4b00;
@@ -427,18 +469,27 @@ struct Row {
     __syncthreads();
     uint32_t best_key = 0;
     for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
-      if (is_again) {
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
-      }
       const uint32_t key = ptx::warp_max(lane_max_key(v));
       const float reference = key_value(key);
       best_key = max_of(best_key, key);
-      if (lane() == 0) reference_table()[segment] = reference;
-      if (task.needs_mass) sum_segment(segment, v, key, is_again ? shared.reference : reference);
-      if (task.races && is_drawable(key)) race(segment, reference, v);
+      if (task.needs_mass) {
+        if (lane() == 0) reference_table()[segment] = reference;
+        sum_segment(segment, v, key, reference);
+      }
+      if (task.has_bands) sum_bands(v);
+      if (!is_drawable(key) || !(reference >= task.least)) return;
+      if (task.least > kMinusInfinity) {
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
+      }
+      race(segment, reference, v);
     });
     const Racer best = best_of_warp(own);
+    if (task.has_bands) {
+      BandMasses of_warp = shared.lane_band_masses()[threadIdx.x];
+      of_warp = BandMasses{ptx::warp_add(of_warp.all), ptx::warp_add(of_warp.low), ptx::warp_add(of_warp.high)};
+      if (lane() == 0) shared.warp_band_masses[warp()] = of_warp;
+    }
     if (lane() == 0) {
       shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
       shared.warp_racers[warp()] = best;
@@ -459,6 +510,11 @@ struct Row {
       shared.summary.best = best;
       shared.summary.bound = bound;
       shared.summary.racer = racer;
+      if (shared.task.has_bands) {
+        BandMasses masses;
+        for (const BandMasses& of_warp : shared.warp_band_masses) masses.add(of_warp);
+        shared.summary.band_masses = masses;
+      }
     }
   }
 
@@ -481,17 +537,6 @@ struct Row {
       }
     }
     sync();
-  }
-
-  /// The best racer of all CTAs. A barrier lies between the read and this.
-  __device__ __forceinline__ Racer best_racer() const {
-    Racer racer = nobody();
-#pragma unroll 4
-    for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const Racer other = summary_of(cta).racer;
-      if (other.beats(racer)) racer = other;
-    }
-    return racer;
   }
 
   /// The sum of the segments' masses, of the whole row; every CTA's is then in its summary.
