@@ -222,21 +222,9 @@ struct RowSampler : Row<Source> {
   /// Behind the first read.
   __device__ __forceinline__ Next decide() {
     this->exchange_summaries();
-    uint64_t best = 0;
-    uint32_t bound = 0;
-    bool fits = true;
-    Racer racer = nobody();
-    BandMasses band_masses;
-#pragma unroll 1
-    for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const CtaSummary& other = shared.summaries[cta];
-      band_masses.add(other.band_masses);
-      best = max_of(best, other.best);
-      bound = max_of(bound, other.bound);
-      fits = fits && other.num_candidates <= this->candidate_room();
-      if (other.racer.beats(racer)) racer = other.racer;
-    }
-    const uint32_t best_key = static_cast<uint32_t>(best >> 32);
+    const CtaSummary all = this->together(&shared.summaries[lane()]);
+    const Racer racer = all.racer;
+    const uint32_t best_key = static_cast<uint32_t>(all.best >> 32);
     if (!settings.valid || best_key <= kExcludedKey || best_key >= kInfiniteKey) {
       if (samples()) write_invalid();
       else write_values(0, 1, false);
@@ -245,13 +233,13 @@ struct RowSampler : Row<Source> {
     const bool is_greedy = samples() && settings.greedy;
     if (threadIdx.x == 0) {
       shared.reference = key_value(best_key);
-      shared.bound = fits ? bound : kNoBound;
-      shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : racer.token;
+      shared.bound = all.num_candidates <= this->candidate_room() ? all.bound : kNoBound;
+      shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(all.best)) : racer.token;
     }
     __syncthreads();
     const bool has_bands = shared.task.has_bands;
     bool is_drawn = is_greedy || (races_first() && racer.key >= min_p_key(weights(), settings));
-    if (has_bands) is_drawn = BandSearch<Source>(*this).settle(racer, band_masses);
+    if (has_bands) is_drawn = BandSearch<Source>(*this).settle(racer, all.band_masses);
     if (is_drawn && !wants_logprobs()) {      // nobody looks into another CTA's shared memory any more
       if (rank == 0 && threadIdx.x == 0) write_token();
       return Next::kExit;
@@ -298,19 +286,12 @@ struct RowSampler : Row<Source> {
   /// Behind a read again.
   __device__ __forceinline__ Next decide_again() {
     sync();
-    Racer racer = nobody();
-    BandMasses band_masses;
-#pragma unroll 4
-    for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const CtaSummary& other = summary_of(cta);
-      band_masses.add(other.band_masses);
-      if (other.racer.beats(racer)) racer = other.racer;
-    }
+    const CtaSummary all = this->together(&summary_of(min_of(lane(), num_ctas - 1)));
     if (shared.task.has_bands) {
-      if (BandSearch<Source>(*this).settle(racer, band_masses)) return Next::kFinish;
+      if (BandSearch<Source>(*this).settle(all.racer, all.band_masses)) return Next::kFinish;
       return shared.bands.used ? Next::kBands : Next::kRestart;
     }
-    if (threadIdx.x == 0) shared.token = racer.token;
+    if (threadIdx.x == 0) shared.token = all.racer.token;
     return Next::kFinish;
   }
 

@@ -44,9 +44,28 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
-  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
-    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
+  /// A key with `wanted` candidates at or above it, or the largest one with more; `count`, at or above `from`, are at least as many. The logarithm of the count falls
+  /// about evenly with the key: most rounds try where it should be reached, every third halves what is left, so that there are at most 96.
+  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t count, uint32_t wanted) {
+    uint32_t low = from, high = best_key() + 1;
+    float most = ptx::lg2(static_cast<float>(count)), least = -1.0f;
+    const float aim = ptx::lg2(static_cast<float>(wanted));
+#pragma unroll 1
+    for (int32_t round = 0; high - low > 1 && count != wanted; ++round) {
+      const float share = round % 3 == 2 ? 0.5f : (most - aim) / (most - least);
+      const uint32_t middle = low + clamp(static_cast<uint32_t>(share * static_cast<float>(high - low)), 1u, high - low - 1);
+      const uint32_t reached = count_from(middle);
+      const float level = reached > 0 ? ptx::lg2(static_cast<float>(reached)) : -1.0f;
+      if (reached >= wanted) {
+        low = middle;
+        count = reached;
+        most = level;
+      } else {
+        high = middle;
+        least = level;
+      }
+    }
+    return low;
   }
 
   /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
@@ -55,7 +74,8 @@ struct Candidates {
     if (row.settings.top_k == 0) return min_p;
     const uint32_t from = max_of(min_p, bound);
     const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
-    return count_from(from) >= wanted ? key_of_count(from, wanted) : min_p;
+    const uint32_t count = count_from(from);
+    return count >= wanted ? key_of_count(from, count, wanted) : min_p;
   }
 
   /// Goes on with top-p. False if the candidates do not tell.
@@ -87,30 +107,31 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, unless it is done: a thread for each compares it
-  /// with every other.
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it does: a thread for each compares it with every
+  /// other.
   __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-#pragma unroll 1
-    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
-      if (shared.keys[at] < threshold) continue;
-      survivors[atomicAdd(&shared.num_listed, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) {
+      if (keys[i] < threshold) continue;
+      Survivor& survivor = survivors[atomicAdd(&shared.num_listed, 1)];
+      survivor.key = keys[i];
+      survivor.token = shared.tokens[threadIdx.x + i * kSamplingThreads];
     }
     __syncthreads();
     const int32_t num_survivors = shared.num_listed;
     if (cuts_top_p) {
       const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
       const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
-      uint64_t above = 0, total = 0;
+      const uint64_t weight = is_one ? row.weights()(key_value(own_key)) : 0;
+      survivors[threadIdx.x].weight = weight;
+      const uint64_t total = sums(weight);
+      uint64_t above = 0;
       if (is_one) {
-#pragma unroll 4
-        for (int32_t i = 0; i < num_survivors; ++i) {
-          const Survivor other = survivors[i];
-          above += other.key > own_key ? other.weight : 0;
-          total += other.weight;
-        }
+#pragma unroll 8
+        for (int32_t i = 0; i < num_survivors; ++i) above += survivors[i].key > own_key ? survivors[i].weight : 0;
       }
       __syncthreads();
       if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total)) survivors[threadIdx.x].key = 0;
@@ -146,7 +167,7 @@ struct Candidates {
     const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
     const uint32_t available = count_from(bound);
     if (available < wanted && bound != kWholeRow) return false;
-    const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
+    const uint32_t least = available > wanted ? key_of_count(bound, available, wanted) : bound;
     uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);      // key, then ~token
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();

@@ -23,9 +23,10 @@ struct alignas(16) Racer {
 __device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
 /// Two counters' words, in their places.
+template <int32_t kUnrolled>
 __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint32_t (&b)[4]) {
   PhiloxKey key(seed);
-#pragma unroll 2
+#pragma unroll kUnrolled
   for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) {
     philox_round(key, a[0], a[1], a[2], a[3]);
     philox_round(key, b[0], b[1], b[2], b[3]);
@@ -37,7 +38,7 @@ __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed
   uint32_t block[4], tail[4];
   set_counter(block, position, race_block(token), kDrawStream);
   set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox_pair(seed, block, tail);
+  philox_pair<2>(seed, block, tail);
   const uint32_t which = race_word(token);
   const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
   const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
@@ -75,14 +76,20 @@ struct ApproximateShare<LogitWeights> {
   __device__ __forceinline__ explicit ApproximateShare(const LogitWeights& weights)
       : scale(weights.scale), offset(-weights.reference * weights.scale), error(fused_multiply_add(fabsf(offset), 2.4e-7f, kRaceTolerance)) {}
 
+  /// By how many powers of two more than the reference something is that has this strength.
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
+
   __device__ __forceinline__ float operator()(float logit) const { return ptx::ex2(fused_multiply_add(logit, scale, offset)); }
 };
 
 template <>
 struct ApproximateShare<ProbWeights> {
-  float scale, error;
+  float scale, offset, error;
 
-  __device__ __forceinline__ explicit ApproximateShare(const ProbWeights& weights) : scale(1.0f / weights.reference), error(kRaceTolerance) {}
+  __device__ __forceinline__ explicit ApproximateShare(const ProbWeights& weights)
+      : scale(1.0f / weights.reference), offset(-ptx::lg2(weights.reference)), error(kRaceTolerance) {}
+
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
   __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
 };
@@ -91,10 +98,11 @@ struct ApproximateShare<ProbWeights> {
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
 
 /// The words of two blocks of a request's draw.
+template <int32_t kUnrolled>
 __device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second, uint32_t (&a)[4], uint32_t (&b)[4]) {
   set_counter(a, position, first, kDrawStream);
   set_counter(b, position, second, kDrawStream);
-  philox_pair(seed, a, b);
+  philox_pair<kUnrolled>(seed, a, b);
 }
 
 /// Has its sign bit set where a token has lost for sure: with a share of s it needs first bits, a half of `word`, of at most s * most. `magic` is the upper half of

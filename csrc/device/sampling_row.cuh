@@ -208,7 +208,7 @@ struct Row {
       if (segment + kPrefetched < end) prefetch(segment + kPrefetched);
       typename Source::Vector raw[Source::kVectors];
       float v[kLaneTokens];
-      load(segment, raw);
+      load_quickly(segment, raw);
       values(raw, v);
       body(segment, v);
     }
@@ -225,7 +225,17 @@ struct Row {
 
   __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
 #pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane(), j, raw[j]);
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.template load<false>(segment, lane(), j, raw[j]);
+  }
+
+  /// The same with one check for all vectors: less to do, more code.
+  __device__ __forceinline__ void load_quickly(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
+    if (!source.reads_whole((segment + 1) * kSegmentTokens)) {
+      load(segment, raw);
+      return;
+    }
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.template load<true>(segment, lane(), j, raw[j]);
   }
 
   /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
@@ -255,7 +265,7 @@ struct Row {
       prefetch(segment + 1);
 #pragma unroll 1
       for (int32_t i = 0; i < kLaneTokens; i += 4) {
-        if (i % Source::kVectorTokens == 0) source.load(segment, lane(), i / Source::kVectorTokens, raw);
+        if (i % Source::kVectorTokens == 0) source.template load<false>(segment, lane(), i / Source::kVectorTokens, raw);
         else Source::skip_four(raw);
         source.four_values(raw, v);
         body(token(segment, i), v);
@@ -278,12 +288,26 @@ struct Row {
 
   /// A key that at least `wanted` lanes of the block have something at or above: to 16 bits the wanted-th largest of the lanes' maxima.
   __device__ __forceinline__ uint32_t bound_of(uint32_t lane_key, int32_t wanted) const {
+    // Four bits a round: lane j of each warp has how many of the warp's lanes are at or above the prefix with j behind it.
     uint32_t prefix = 0;
 #pragma unroll 1
-    for (uint32_t bit = 0x8000; bit != 0; bit >>= 1) {
-      if (__syncthreads_count((lane_key >> 16) >= (prefix | bit)) >= wanted) prefix |= bit;
+    for (int32_t shift = 28; shift >= 16; shift -= 4) {
+      uint32_t reached = 32;
+#pragma unroll
+      for (uint32_t j = 1; j < 16; ++j) {
+        const uint32_t count = __popc(__ballot_sync(ptx::kAllLanes, lane_key >= (prefix | j << shift)));
+        if (static_cast<uint32_t>(lane()) == j) reached = count;
+      }
+      uint32_t* counts = shared.bins + (shift / 4 % 2) * (16 * kSamplingWarps);
+      if (lane() < 16) counts[warp() * 16 + lane()] = reached;
+      __syncthreads();
+      uint32_t sum = 0;
+#pragma unroll
+      for (int32_t w = 0; w < kSamplingWarps; ++w) sum += counts[w * 16 + lane() % 16];
+      const uint32_t enough = __ballot_sync(ptx::kAllLanes, lane() == 0 || (lane() < 16 && sum >= static_cast<uint32_t>(wanted)));
+      prefix |= static_cast<uint32_t>(31 - __clz(static_cast<int32_t>(enough))) << shift;
     }
-    return max_of(prefix << 16, kWholeRow);
+    return max_of(prefix, kWholeRow);
   }
 
   /// How many of the lanes' maxima in the row's first segments make a bound that some hundreds of tokens reach; 0: no candidates.
@@ -309,18 +333,17 @@ struct Row {
   __device__ __forceinline__ void race(int32_t segment, float reference, float (&v)[kLaneTokens]) const {
     Racer& best = shared.lane_racers()[threadIdx.x];
     const Weights weights(reference, settings.scale, settings.floor);
-    const double level = weights.strength(reference);
     uint32_t known = 0;       // what the best of the CTA's racers has reached, about
     if (lane() == 0) known = atomicMax(&shared.race_bound, 0u);
     const int64_t seed = shared.seed, position = shared.position;
     uint32_t words[kLaneTokens / 2];      // two tokens' first bits each
     if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
-      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), *reinterpret_cast<uint32_t (*)[4]>(words), *reinterpret_cast<uint32_t (*)[4]>(words + 4));
+      race_words<kPhiloxRounds>(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), *reinterpret_cast<uint32_t (*)[4]>(words), *reinterpret_cast<uint32_t (*)[4]>(words + 4));
     } else {                                          // in vectors of two lanes
 #pragma unroll
       for (int32_t i = 0; i < kLaneTokens; i += 8) {
         uint32_t a[4], b[4];
-        race_words(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
+        race_words<2>(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
         const bool is_first = race_word(token(segment, i)) == 0;
         words[i / 2] = is_first ? a[0] : a[2];
         words[i / 2 + 1] = is_first ? a[1] : a[3];
@@ -330,7 +353,7 @@ struct Row {
     }
     known = __shfl_sync(ptx::kAllLanes, known, 0);
     const ApproximateShare<Weights> share(weights);
-    const float most_bits = ptx::ex2(16.0f + share.error - __double2float_rd(static_cast<double>(key_value(known)) - level));
+    const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
     const uint32_t magic = shared.race_magic;
     uint32_t lost = 0xffffffffu;
 #pragma unroll
@@ -347,6 +370,7 @@ struct Row {
     float most = v[0];
 #pragma unroll
     for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
+    const double level = weights.strength(reference);
     // Each round evaluates every lane's best. One is enough mostly.
 #pragma unroll 1
     for (int32_t round = 0; round < kLaneTokens; ++round) {
@@ -440,8 +464,13 @@ struct Row {
     set_summary(bound);
   }
 
-  /// Adds the segment's masses to the lane's.
-  __device__ __forceinline__ void sum_bands(const float (&v)[kLaneTokens]) const {
+  __device__ __forceinline__ static void exclude_below(float least, float (&v)[kLaneTokens]) {
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= least ? v[i] : kMinusInfinity;
+  }
+
+  /// Adds the segment's masses to the lane's, and excludes what is below bands.low.
+  __device__ __forceinline__ void sum_bands(float (&v)[kLaneTokens]) const {
     const float low = shared.bands.low, high = shared.bands.high;
     const ApproximateShare<Weights> share(Weights(shared.bands.reference, settings.scale, settings.floor));
     BandMasses sum;
@@ -449,8 +478,9 @@ struct Row {
     for (int32_t i = 0; i < kLaneTokens; ++i) {
       const float part = share(v[i]);
       sum.all += part;
-      sum.low += v[i] >= low ? part : 0.0f;
-      sum.high += v[i] >= high ? part : 0.0f;
+      if (v[i] >= high) sum.high += part;
+      if (v[i] >= low) sum.low += part;
+      else v[i] = kMinusInfinity;
     }
     shared.lane_band_masses()[threadIdx.x].add(sum);
   }
@@ -477,12 +507,8 @@ struct Row {
         sum_segment(segment, v, key, reference);
       }
       if (task.has_bands) sum_bands(v);
-      if (!is_drawable(key) || !(reference >= task.least)) return;
-      if (task.least > kMinusInfinity) {
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
-      }
-      race(segment, reference, v);
+      else if (task.least > kMinusInfinity) exclude_below(task.least, v);
+      if (is_drawable(key) && reference >= task.least) race(segment, reference, v);
     });
     const Racer best = best_of_warp(own);
     if (task.has_bands) {
@@ -519,7 +545,24 @@ struct Row {
   }
 
   /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
-  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates / shared.num_ctas; }
+  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates >> (31 - __clz(shared.num_ctas)); }      // a power of two
+
+  /// What all CTAs' summaries say together; a lane looks at one of them.
+  __device__ __forceinline__ CtaSummary together(const CtaSummary* of_lane) const {
+    CtaSummary all;
+    const bool has = lane() < num_ctas;
+    const uint64_t own = has ? of_lane->best : 0;
+    const uint32_t key = ptx::warp_max(static_cast<uint32_t>(own >> 32));
+    all.best = static_cast<uint64_t>(key) << 32 | ptx::warp_max(static_cast<uint32_t>(own >> 32) == key ? static_cast<uint32_t>(own) : 0);
+    all.bound = ptx::warp_max(has ? of_lane->bound : 0);
+    all.num_candidates = static_cast<int32_t>(ptx::warp_max(has ? static_cast<uint32_t>(of_lane->num_candidates) : 0));      // of the CTA with the most
+    all.racer = best_of_warp(has ? of_lane->racer : nobody());
+    if (shared.task.has_bands) {
+      const BandMasses masses = has ? of_lane->band_masses : BandMasses();
+      all.band_masses = BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)};
+    }
+    return all;
+  }
 
   /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row, and its candidates to the first.
   __device__ __forceinline__ void exchange_summaries() const {

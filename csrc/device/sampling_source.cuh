@@ -56,8 +56,13 @@ struct RowReader {
     return segment * kSegmentTokens + (j * 32 + lane) * kVectorTokens;
   }
 
+  /// Whether vectors can be read at once up to that token.
+  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab; }
+
+  /// kWhole: reads_whole() is known.
+  template <bool kWhole>
   __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
-    if (reinterpret_cast<uint64_t>(row) % 16 == 0 && first + kVectorTokens <= vocab) {
+    if (kWhole || reads_whole(first + kVectorTokens)) {
       const uint4 vector = __ldg(reinterpret_cast<const uint4*>(row + first));
       words[0] = vector.x;
       words[1] = vector.y;
@@ -108,9 +113,12 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
+  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reader.reads_whole(end); }
+
+  template <bool kWhole>
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
+    reader.template load<kWhole>(first, vector.words);
     if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
@@ -168,11 +176,14 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
 
+  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reader.reads_whole(end); }
+
+  template <bool kWhole>
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
+    reader.template load<kWhole>(first, vector.words);
     if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
+      if (draft != nullptr) Reader{draft, reader.vocab}.template load<false>(first, vector.draft);
     }
   }
 

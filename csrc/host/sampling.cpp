@@ -115,18 +115,9 @@ constexpr DLDataType kBool{kDLBool, 8, 1};
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
-  const bool is_greedy = params.temperature.data == nullptr && params.temperature.value == 0.0f;
-  const bool has_min_p = params.min_p.data != nullptr || params.min_p.value > 0.0f;
-  const bool races = params.task == RowTask::kSample && !is_greedy && !has_min_p && !params.top_k.array && params.top_k.value <= 0;
-  const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
-  const int64_t fitting = int64_t{4} * multiprocessors[device];       // CTAs
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
-    const int64_t most = races ? (has_top_p ? 2 : 1) * fitting : ctas == 1 ? fitting : multiprocessors[device];
-    if (int64_t{params.batch} * 2 * ctas > most) break;
-    ctas *= 2;
-  }
+  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas && int64_t{params.batch} * 2 * ctas <= (ctas == 1 ? 4 : 2) * multiprocessors[device]) ctas *= 2;
   return ctas;
 }
 
