@@ -53,7 +53,7 @@ struct BandSearch {
     typename Source::Vector raw;
 #pragma unroll 1
     for (int32_t i = 0; i < kLaneTokens; i += 4) {      // from memory again (it is in the L1 cache): this is small
-      if (i % Source::kVectorTokens == 0) row.source.template load<false>(segment, row.lane(), i / Source::kVectorTokens, raw);
+      if (i % Source::kVectorTokens == 0) row.source.load(segment, row.lane(), i / Source::kVectorTokens, raw);
       else Source::skip_four(raw);
       float v[4];
       row.source.four_values(raw, v);

@@ -1,7 +1,10 @@
 // A row and the CTAs that share it, and the two reads of it: for candidates, for a race. Both find the largest value and the segments' masses.
 #pragma once
 
+#include <cstddef>
+
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/cp_async.cuh"
 #include "device/ptx/prefetch.cuh"
 #include "device/sampling_race.cuh"
 #include "device/sampling_select.cuh"
@@ -80,7 +83,7 @@ struct ReadTask {
 };
 
 struct SamplingShared {
-  uint32_t keys[kMaxCandidates];
+  alignas(16) uint32_t keys[kMaxCandidates];
   int32_t tokens[kMaxCandidates];
   alignas(16) uint32_t bins[kBins];     // or a list of survivors, or of the most likely tokens
   SelectScratch scratch;
@@ -113,9 +116,10 @@ struct SamplingShared {
   uint32_t race_bound;      // order_key() of what some racer of the CTA has reached, or a little less
   Search search;
 
-  /// The best of each thread's racers, while the row is read: the bins are of no use then.
-  __device__ __forceinline__ Racer* lane_racers() { return reinterpret_cast<Racer*>(bins); }
-  __device__ __forceinline__ BandMasses* lane_band_masses() { return reinterpret_cast<BandMasses*>(bins + kSamplingThreads * sizeof(Racer) / sizeof(uint32_t)); }
+  // While the row races candidates and bins are of no use. In their place: vectors of each thread on their way, the best of its racers, its masses.
+  __device__ __forceinline__ uint4* staged() { return reinterpret_cast<uint4*>(keys); }
+  __device__ __forceinline__ Racer* lane_racers() { return reinterpret_cast<Racer*>(staged() + 4 * kSamplingThreads); }
+  __device__ __forceinline__ BandMasses* lane_band_masses() { return reinterpret_cast<BandMasses*>(lane_racers() + kSamplingThreads); }
 
   /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
@@ -125,6 +129,7 @@ struct SamplingShared {
 };
 
 static_assert(sizeof(SamplingShared) <= kSamplingStateBytes && kSamplingStateBytes % 16 == 0, "the tables follow");
+static_assert(kSamplingThreads * (4 * sizeof(uint4) + sizeof(Racer) + sizeof(BandMasses)) <= offsetof(SamplingShared, scratch), "they share the candidates' room");
 
 template <class Source>
 struct Row {
@@ -199,19 +204,38 @@ struct Row {
     }
   }
 
-  /// The same with what comes next on its way to the L2 cache only: for a body that needs the registers.
+  /// The same with what comes next on its way to shared memory: for a body that needs the registers. Every lane copies what it reads itself.
   template <class Body>
   __device__ __forceinline__ void for_segments(const Body& body) const {
-    const int32_t end = warp_begin(warp() + 1);
+    const int32_t begin = warp_begin(warp()), end = warp_begin(warp() + 1);
+    uint4* staged = shared.staged() + threadIdx.x;
+    if (begin < end) stage(begin, staged);
 #pragma unroll 1
-    for (int32_t segment = warp_begin(warp()); segment < end; ++segment) {
-      if (segment + kPrefetched < end) prefetch(segment + kPrefetched);
+    for (int32_t segment = begin; segment < end; ++segment) {
       typename Source::Vector raw[Source::kVectors];
       float v[kLaneTokens];
-      load_quickly(segment, raw);
+      if (is_staged(segment)) {
+        ptx::cp_async_wait<0>();
+#pragma unroll
+        for (int32_t j = 0; j < Source::kVectors; ++j) source.take(segment, lane(), j, staged[j * kSamplingThreads], raw[j]);
+      } else {
+        load(segment, raw);
+      }
       values(raw, v);
+      if (segment + 1 < end) stage(segment + 1, staged);
       body(segment, v);
     }
+  }
+
+  __device__ __forceinline__ bool is_staged(int32_t segment) const { return Source::kStages && source.reader.reads_whole((segment + 1) * kSegmentTokens); }
+
+  __device__ __forceinline__ void stage(int32_t segment, uint4* staged) const {
+    if (!is_staged(segment)) return;
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      ptx::cp_async_16(ptx::shared_address(staged + j * kSamplingThreads), source.reader.row + Source::Reader::vector_token(segment, lane(), j));
+    }
+    ptx::cp_async_commit();
   }
 
   __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) const {
@@ -225,17 +249,7 @@ struct Row {
 
   __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
 #pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.template load<false>(segment, lane(), j, raw[j]);
-  }
-
-  /// The same with one check for all vectors: less to do, more code.
-  __device__ __forceinline__ void load_quickly(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
-    if (!source.reads_whole((segment + 1) * kSegmentTokens)) {
-      load(segment, raw);
-      return;
-    }
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.template load<true>(segment, lane(), j, raw[j]);
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane(), j, raw[j]);
   }
 
   /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
@@ -265,7 +279,7 @@ struct Row {
       prefetch(segment + 1);
 #pragma unroll 1
       for (int32_t i = 0; i < kLaneTokens; i += 4) {
-        if (i % Source::kVectorTokens == 0) source.template load<false>(segment, lane(), i / Source::kVectorTokens, raw);
+        if (i % Source::kVectorTokens == 0) source.load(segment, lane(), i / Source::kVectorTokens, raw);
         else Source::skip_four(raw);
         source.four_values(raw, v);
         body(token(segment, i), v);

@@ -59,15 +59,16 @@ struct RowReader {
   /// Whether vectors can be read at once up to that token.
   __device__ __forceinline__ bool reads_whole(int32_t end) const { return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab; }
 
-  /// kWhole: reads_whole() is known.
-  template <bool kWhole>
+  __device__ __forceinline__ static void take(const uint4& vector, uint32_t (&words)[4]) {
+    words[0] = vector.x;
+    words[1] = vector.y;
+    words[2] = vector.z;
+    words[3] = vector.w;
+  }
+
   __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
-    if (kWhole || reads_whole(first + kVectorTokens)) {
-      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(row + first));
-      words[0] = vector.x;
-      words[1] = vector.y;
-      words[2] = vector.z;
-      words[3] = vector.w;
+    if (reads_whole(first + kVectorTokens)) {
+      take(__ldg(reinterpret_cast<const uint4*>(row + first)), words);
       return;
     }
 #pragma unroll
@@ -100,6 +101,7 @@ struct LogitSource {
   using Reader = RowReader<Element>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kStages = true;
 
   struct Vector {
     uint32_t words[4];
@@ -113,12 +115,19 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reader.reads_whole(end); }
-
-  template <bool kWhole>
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.template load<kWhole>(first, vector.words);
+    reader.load(first, vector.words);
+    load_mask(first, vector);
+  }
+
+  /// The same of a vector that was brought to shared memory.
+  __device__ __forceinline__ void take(int32_t segment, int32_t lane, int32_t j, const uint4& staged, Vector& vector) const {
+    Reader::take(staged, vector.words);
+    load_mask(Reader::vector_token(segment, lane, j), vector);
+  }
+
+  __device__ __forceinline__ void load_mask(int32_t first, Vector& vector) const {
     if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
@@ -163,6 +172,7 @@ struct ProbSource {
   using Reader = RowReader<ProbElement>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kStages = !kMayHaveDraft;
 
   struct Vector {
     uint32_t words[4];
@@ -176,16 +186,15 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
 
-  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reader.reads_whole(end); }
-
-  template <bool kWhole>
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.template load<kWhole>(first, vector.words);
+    reader.load(first, vector.words);
     if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) Reader{draft, reader.vocab}.template load<false>(first, vector.draft);
+      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
     }
   }
+
+  __device__ __forceinline__ void take(int32_t, int32_t, int32_t, const uint4& staged, Vector& vector) const { Reader::take(staged, vector.words); }
 
   template <int32_t kFirst, int32_t kCount>
   __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {

@@ -109,9 +109,8 @@ constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
-/// CTAs for each row: as many as give every multiprocessor one, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have
-/// a segment. Rows without top-k are raced: that takes arithmetic, so they may have as many as fit the GPU. With top-p alone they are read several times, some rows
-/// oftener than others, and twice as many keep it busy behind the rows that take longest.
+/// CTAs for each row: as many as give every multiprocessor two, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have a
+/// segment.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
