@@ -1,9 +1,9 @@
 // Sampling: a thread block cluster takes a row, or a CTA where there are no clusters.
 //
-// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while they
-// are read for the first time, and the filters are asked then. Elsewhere that read collects the candidates: the tokens at or above a bound that the first segments
-// give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not reach
-// down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
+// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while
+// they are read for the first time (with top-p: sampling_bands.cuh). Elsewhere that read collects the candidates: the tokens at or above a bound that the first
+// segments give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not
+// reach down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
 // nothing that is written depends on the order in which threads run.
 //
 // With a cold L2 the instructions come from memory too, so what is rare or not hot is kept small rather than unrolled.

@@ -1,6 +1,6 @@
-// Top-p alone, where thousands of tokens survive: a survey of some segments tells about where the threshold is, and one read of the row proves what it needs to. What is
-// at or above a value a little below the threshold races; two sums say that all survivors were in the race and that its winner is one. They are float sums, so what is
-// within their error proves nothing, and the row takes another way (csrc/device/sampling.cuh).
+// Top-p alone, where thousands of tokens survive: a survey of some segments tells about where the threshold is, and one read of the row proves what is needed. What
+// is at or above a value a little below the threshold races; two sums say that all survivors were in the race and that its winner is one. They are float sums: what
+// is within their error proves nothing, and the row takes another way (sampling.cuh).
 #pragma once
 
 #include "device/sampling_row.cuh"
@@ -11,7 +11,6 @@ namespace attn {
 __device__ __forceinline__ float value_at(const LogitWeights& weights, float depth) { return weights.reference - depth / weights.scale; }
 __device__ __forceinline__ float value_at(const ProbWeights& weights, float depth) { return weights.reference * ptx::ex2(-depth); }
 
-/// Of a row: BandSearch<Source>(row).
 template <class Source>
 struct BandSearch {
   using Weights = typename Source::Weights;
@@ -28,7 +27,7 @@ struct BandSearch {
   static constexpr float kFew = 384.0f;             // tokens of the row that are few enough for candidates
   static constexpr int32_t kMostReads = 6;
 
-  /// Sets shared.bands from a segment for each warp, the same ones in every CTA of the row. `used` is false where the tokens that survive are few, or cannot be told.
+  /// Sets shared.bands from a segment for each warp, the same ones in every CTA of the row. `used` stays false where those that survive are few, or cannot be told.
   __device__ __forceinline__ void survey() const {
     Bands& bands = shared.bands;
     const int32_t segment = row.num_segments() * row.warp() / kSamplingWarps;
@@ -82,8 +81,8 @@ struct BandSearch {
     __syncthreads();
   }
 
-  /// What comes of a read whose sums are `masses`, and whose best racer `racer`: true, the row's token is known and in shared.token. Else there are bands for another
-  /// read, or they are of no more use: then bands.used is false. The same in all CTAs.
+  /// What comes of a read with these sums and this winner. True: the row's token is known and in shared.token. Else there are bands for another read, or they are
+  /// of no more use and bands.used is false. The same in all CTAs.
   __device__ __forceinline__ bool settle(const Racer& racer, const BandMasses& masses) const {
     const Bands bands = shared.bands;
     const Racer asked = shared.asked;

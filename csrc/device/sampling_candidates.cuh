@@ -44,8 +44,8 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// A key with `wanted` candidates at or above it, or the largest one with more; `count`, at or above `from`, are at least as many. The logarithm of the count falls
-  /// about evenly with the key: most rounds try where it should be reached, every third halves what is left, so that there are at most 96.
+  /// A key with `wanted` candidates at or above it, or the largest one with more; `count`, at or above `from`, are at least as many. The logarithm of the count
+  /// falls about evenly with the key: most rounds try where it should be reached, every third halves what is left, so that there are at most 96.
   __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t count, uint32_t wanted) {
     uint32_t low = from, high = best_key() + 1;
     float most = ptx::lg2(static_cast<float>(count)), least = -1.0f;
@@ -107,8 +107,8 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it does: a thread for each compares it with every
-  /// other.
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it is to: a thread for each compares it with
+  /// every other.
   __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;

@@ -105,8 +105,8 @@ __device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint3
   philox_pair<kUnrolled>(seed, a, b);
 }
 
-/// Has its sign bit set where a token has lost for sure: with a share of s it needs first bits, a half of `word`, of at most s * most. `magic` is the upper half of
-/// 2^23, in whose low bits integers stand: in a register, as PRMT has no room for two constants.
+/// Has its sign bit set where a token has lost for sure: it needs first bits, a half of `word`, of at most share * most. `magic` is the upper half of 2^23, in whose
+/// low bits integers stand: in a register, as PRMT has no room for two constants.
 template <bool kUpper>
 __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t word, uint32_t magic) {
   const float bits = __uint_as_float(__byte_perm(word, magic, kUpper ? 0x5432 : 0x5410));

@@ -379,8 +379,8 @@ struct Row {
     shared.lane_band_masses()[threadIdx.x].add(sum);
   }
 
-  /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among them. Sets the CTA's summary, without a barrier
-  /// behind it.
+  /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among them. Sets the CTA's summary, without a
+  /// barrier behind it.
   __device__ __forceinline__ void read_survivors() {
     const ReadTask& task = shared.task;
     Racer& own = shared.lane_racers()[threadIdx.x];

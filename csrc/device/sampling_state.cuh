@@ -125,6 +125,6 @@ struct SamplingShared {
 };
 
 static_assert(sizeof(SamplingShared) <= kSamplingStateBytes && kSamplingStateBytes % 16 == 0, "the tables follow");
-static_assert(kSamplingThreads * (4 * sizeof(uint4) + sizeof(Racer) + sizeof(BandMasses)) <= offsetof(SamplingShared, scratch), "they share the candidates' room");
+static_assert(kSamplingThreads * (4 * sizeof(uint4) + sizeof(Racer) + sizeof(BandMasses)) <= offsetof(SamplingShared, scratch), "they have the candidates' room");
 
 }  // namespace attn

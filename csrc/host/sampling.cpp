@@ -116,7 +116,11 @@ int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t ma
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas && int64_t{params.batch} * 2 * ctas <= (ctas == 1 ? 4 : 2) * multiprocessors[device]) ctas *= 2;
+  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
+    const int64_t most = (ctas == 1 ? 4 : 2) * multiprocessors[device];
+    if (int64_t{params.batch} * 2 * ctas > most) break;
+    ctas *= 2;
+  }
   return ctas;
 }
 
