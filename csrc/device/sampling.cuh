@@ -270,12 +270,13 @@ struct RowSampler : Row<Source> {
       __syncthreads();
     }
     if (asks) {
-      if (rank == 0) ask_candidates();
+      const auto is_done = [&] { return filters() && shared.decision.settled && samples() && !wants_top(); };
+      if (rank == 0) {
+        ask_candidates();
+        if (is_done() && threadIdx.x == 0) write_token();
+      }
       sync();
-    }
-    if (filters() && asks && shared.decision.settled && samples() && !wants_top()) {
-      if (rank == 0 && threadIdx.x == 0) write_token();
-      return Next::kExit;
+      if (is_done()) return Next::kExit;
     }
     if (is_drawn || (filters() ? asks && shared.decision.settled : !samples())) return Next::kFinish;
     if (has_bands) return shared.bands.used ? Next::kBands : Next::kRestart;

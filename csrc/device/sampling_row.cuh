@@ -61,7 +61,10 @@ struct Row {
     return shared.segment_begin + segments() * of_warp / kSamplingWarps;
   }
 
-  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return num_segments() * of_cta / num_ctas; }
+  /// x / num_ctas, which is a power of two.
+  __device__ __forceinline__ int32_t share_of_cta(int32_t x) const { return x >> (31 - __clz(num_ctas)); }
+
+  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return share_of_cta(num_segments() * of_cta); }
 
   /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
   /// every warp before its first segment's body.
@@ -439,7 +442,7 @@ struct Row {
   }
 
   /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
-  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates >> (31 - __clz(shared.num_ctas)); }      // a power of two
+  __device__ __forceinline__ int32_t candidate_room() const { return share_of_cta(kMaxCandidates); }
 
   /// What all CTAs' summaries say together; a lane looks at one of them.
   __device__ __forceinline__ CtaSummary together(const CtaSummary* of_lane) const {
