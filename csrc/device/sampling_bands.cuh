@@ -77,7 +77,8 @@ struct BandSearch {
     const float unsure = 2.5f * sqrtf(top_p * (1.0f - top_p) / count) + 0.005f;
     if (threadIdx.x == 0) bands = Bands{key_value(key), kMinusInfinity, -kMinusInfinity, -kMinusInfinity, total, share.error, false, false};
     find_values(weights, (top_p + unsure) * total, (top_p - unsure) * total);
-    if (threadIdx.x == 0) bands.used = bands.few < (0.5f + 0.5f * top_p) * total;
+    // Candidates take exact masses: with many CTAs the time is latency, and another read is sooner done.
+    if (threadIdx.x == 0) bands.used = row.num_ctas > 1 || bands.few < (0.5f + 0.5f * top_p) * total;
     __syncthreads();
   }
 

@@ -44,28 +44,9 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// A key with `wanted` candidates at or above it, or the largest one with more; `count`, at or above `from`, are at least as many. The logarithm of the count
-  /// falls about evenly with the key: most rounds try where it should be reached, every third halves what is left, so that there are at most 96.
-  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t count, uint32_t wanted) {
-    uint32_t low = from, high = best_key() + 1;
-    float most = ptx::lg2(static_cast<float>(count)), least = -1.0f;
-    const float aim = ptx::lg2(static_cast<float>(wanted));
-#pragma unroll 1
-    for (int32_t round = 0; high - low > 1 && count != wanted; ++round) {
-      const float share = round % 3 == 2 ? 0.5f : (most - aim) / (most - least);
-      const uint32_t middle = low + clamp(static_cast<uint32_t>(share * static_cast<float>(high - low)), 1u, high - low - 1);
-      const uint32_t reached = count_from(middle);
-      const float level = reached > 0 ? ptx::lg2(static_cast<float>(reached)) : -1.0f;
-      if (reached >= wanted) {
-        low = middle;
-        count = reached;
-        most = level;
-      } else {
-        high = middle;
-        least = level;
-      }
-    }
-    return low;
+  /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
+  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
+    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
   }
 
   /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
@@ -74,8 +55,7 @@ struct Candidates {
     if (row.settings.top_k == 0) return min_p;
     const uint32_t from = max_of(min_p, bound);
     const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
-    const uint32_t count = count_from(from);
-    return count >= wanted ? key_of_count(from, count, wanted) : min_p;
+    return count_from(from) >= wanted ? key_of_count(from, wanted) : min_p;
   }
 
   /// Goes on with top-p. False if the candidates do not tell.
@@ -113,12 +93,12 @@ struct Candidates {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) {
-      if (keys[i] < threshold) continue;
+#pragma unroll 1
+    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
+      if (shared.keys[at] < threshold) continue;
       Survivor& survivor = survivors[atomicAdd(&shared.num_listed, 1)];
-      survivor.key = keys[i];
-      survivor.token = shared.tokens[threadIdx.x + i * kSamplingThreads];
+      survivor.key = shared.keys[at];
+      survivor.token = shared.tokens[at];
     }
     __syncthreads();
     const int32_t num_survivors = shared.num_listed;
@@ -130,7 +110,7 @@ struct Candidates {
       const uint64_t total = sums(weight);
       uint64_t above = 0;
       if (is_one) {
-#pragma unroll 8
+#pragma unroll 4
         for (int32_t i = 0; i < num_survivors; ++i) above += survivors[i].key > own_key ? survivors[i].weight : 0;
       }
       __syncthreads();
@@ -167,7 +147,7 @@ struct Candidates {
     const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
     const uint32_t available = count_from(bound);
     if (available < wanted && bound != kWholeRow) return false;
-    const uint32_t least = available > wanted ? key_of_count(bound, available, wanted) : bound;
+    const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
     uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);      // key, then ~token
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();

@@ -183,26 +183,12 @@ struct Row {
 
   /// A key that at least `wanted` lanes of the block have something at or above: to 16 bits the wanted-th largest of the lanes' maxima.
   __device__ __forceinline__ uint32_t bound_of(uint32_t lane_key, int32_t wanted) const {
-    // Four bits a round: lane j of each warp has how many of the warp's lanes are at or above the prefix with j behind it.
     uint32_t prefix = 0;
 #pragma unroll 1
-    for (int32_t shift = 28; shift >= 16; shift -= 4) {
-      uint32_t reached = 32;
-#pragma unroll
-      for (uint32_t j = 1; j < 16; ++j) {
-        const uint32_t count = __popc(__ballot_sync(ptx::kAllLanes, lane_key >= (prefix | j << shift)));
-        if (static_cast<uint32_t>(lane()) == j) reached = count;
-      }
-      uint32_t* counts = shared.bins + (shift / 4 % 2) * (16 * kSamplingWarps);
-      if (lane() < 16) counts[warp() * 16 + lane()] = reached;
-      __syncthreads();
-      uint32_t sum = 0;
-#pragma unroll
-      for (int32_t w = 0; w < kSamplingWarps; ++w) sum += counts[w * 16 + lane() % 16];
-      const uint32_t enough = __ballot_sync(ptx::kAllLanes, lane() == 0 || (lane() < 16 && sum >= static_cast<uint32_t>(wanted)));
-      prefix |= static_cast<uint32_t>(31 - __clz(static_cast<int32_t>(enough))) << shift;
+    for (uint32_t bit = 0x8000; bit != 0; bit >>= 1) {
+      if (__syncthreads_count((lane_key >> 16) >= (prefix | bit)) >= wanted) prefix |= bit;
     }
-    return max_of(prefix, kWholeRow);
+    return max_of(prefix << 16, kWholeRow);
   }
 
   /// How many of the lanes' maxima in the row's first segments make a bound that some hundreds of tokens reach; 0: no candidates.
@@ -215,10 +201,10 @@ struct Row {
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
 
-  /// Keeps a candidate. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
-  __device__ __forceinline__ void keep(int32_t token) const {
+  /// Keeps a candidate, if there is room: others write what lies behind. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
+  __device__ __forceinline__ void keep(int32_t token, int32_t room) const {
     const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-    if (at < kMaxCandidates) {
+    if (at < room) {
       shared.keys[at] = order_key(source.one(token));
       shared.tokens[at] = token;
     }
@@ -353,7 +339,7 @@ struct Row {
 #pragma unroll
             for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
 #pragma unroll 1
-            for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1));
+            for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1), candidate_room());
           }
           if (task.needs_mass) sum_segment(segment, v, key, reference);
         });

@@ -5,6 +5,7 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -109,16 +110,18 @@ constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
-/// CTAs for each row: as many as give every multiprocessor two, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have a
-/// segment.
+/// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a warp would have less than two segments; but two
+/// for a row as long as that fills the GPU no more than once. Each warp should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
+  const bool has_filters = params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
+  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters) max_ctas = std::min(max_ctas, kPortableClusterCtas);
   int32_t ctas = 1;
   while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
-    const int64_t most = (ctas == 1 ? 4 : 2) * multiprocessors[device];
-    if (int64_t{params.batch} * 2 * ctas > most) break;
+    const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
+    if (int64_t{params.batch} * 2 * ctas > most * multiprocessors[device]) break;
     ctas *= 2;
   }
   return ctas;
