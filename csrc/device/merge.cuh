@@ -217,7 +217,7 @@ __device__ __forceinline__ void merge_rows(const AttentionParams& params) {
 
 template <class Element>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
-  if (params.schedule.positions[blockIdx.x + 1].is_plain) {
+  if (params.schedule.positions[blockIdx.x + 1].flags & kIsPlain) {
     merge_pair<Element, false>(params);
   } else {
     merge_rows<Element>(params);

@@ -49,6 +49,8 @@ void plan_on_host(const PlanParams& p) {
   for (int32_t i = 0; i < planned.num_groups; ++i) {
     RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
+    planned.longest_pair = max_of(planned.longest_pair, longest_pair(p, group));
+    planned.has_largest_tiles |= group.kind == config.max_kind && group.qo_len > 0;
     counted += count_row_tiles(config, group);
   }
   if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
@@ -68,9 +70,9 @@ void plan_on_host(const PlanParams& p) {
   }
 
   const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
-  planned.share = cta_share(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, planned.num_tiles, total_cost);
+  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
+    p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta * planned.share);
   }
   write_header(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);

@@ -12,6 +12,7 @@
 #include "device/output.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/math.cuh"
+#include "device/ptx/named_barrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/work.cuh"
 
@@ -74,7 +75,7 @@ struct BoxCopier {
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
     const int lane = ptx::lane_id();
     const uint32_t full = shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
@@ -85,7 +86,7 @@ struct BoxCopier {
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page);
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page, policy);
     }
   }
 };
@@ -133,7 +134,7 @@ struct RowCopier {
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
     constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
@@ -153,7 +154,12 @@ struct RowCopier {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
-        if (from[i] != kNotWanted) ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+        if (from[i] == kNotWanted) continue;
+        if constexpr (kHeadDim > 128) {
+          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));   // there is no register for the policy
+        } else {
+          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes), policy);
+        }
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
@@ -195,6 +201,42 @@ __device__ __forceinline__ void produce_item(const AttentionParams& params, cons
   place.next();
 }
 
+/// Where pairs are taken in turn: brings the producer's warps to the same pair. Each CTA begins with the pair of its own number; which one is next it asks while it
+/// brings the one before.
+template <int kHeadDim>
+class Turns {
+ public:
+  __device__ __forceinline__ Turns(const AttentionParams& params, const SharedMemory<kHeadDim>& shared) : params_(params), shared_(shared) {}
+
+  __device__ __forceinline__ void begin(WorkCursor& cursor) {
+    num_tiles_ = params_.schedule.header->num_tiles;
+    take(cursor, static_cast<int32_t>(blockIdx.x));
+  }
+
+  __device__ __forceinline__ void next(WorkCursor& cursor) {
+    if (ptx::thread_id() == 0) shared_.turn(number_) = asked_;
+    ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
+    const int32_t pair = shared_.turn(number_);
+    number_ ^= 1;
+    if (pair < num_pairs()) take(cursor, pair);
+  }
+
+ private:
+  __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
+
+  __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) {
+    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+    // All CTAs together ask as often as there are pairs: those that they did not begin with, and once each in vain. Then the count is 0 again.
+    if (ptx::thread_id() == 0) asked_ = params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken, num_pairs() - 1));
+  }
+
+  const AttentionParams& params_;
+  const SharedMemory<kHeadDim>& shared_;
+  int32_t num_tiles_;
+  int32_t number_ = 0;
+  int32_t asked_;       // of thread 0
+};
+
 /// Waits until part `part` of a KV tile may be filled. While row tiles are narrow that is when no more than narrow_parts would be in use.
 template <int kHeadDim>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared, const typename SharedMemory<kHeadDim>::KvPlace& place, bool narrow) {
@@ -210,6 +252,10 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
+  const bool in_turn = cursor.is_in_turn();
+  const bool has_wide_tiles = (cursor.now.flags & kHasLargestTiles) != 0;
+  Turns<kHeadDim> turns(params, shared);
+  if (in_turn) turns.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
@@ -220,18 +266,21 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind < kMaxKind;
+    // What a narrow row tile reads nobody reads again; it must not take the place of what wide ones do. Through the shuffle the compiler knows that it is uniform.
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, narrow && has_wide_tiles, 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
       if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
       wait_for_part<kHeadDim>(shared, place, narrow);
-      copier.copy(shared, box, head, place.slot);
+      copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
       if (!Copier::kLooksUpFirst) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
+    if (in_turn) turns.next(cursor);
     if (cursor.done()) break;
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
