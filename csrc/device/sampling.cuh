@@ -135,10 +135,12 @@ struct RowSampler : Row<Source> {
       shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
-    if (may_have_bands()) {
-      BandSearch<Source>(*this).survey();
-      if (threadIdx.x == 0 && shared.bands.used) shared.task = band_task();
-      __syncthreads();
+    if constexpr (!Source::kHasDraft) {       // speculation has no filters
+      if (may_have_bands()) {
+        BandSearch<Source>(*this).survey();
+        if (threadIdx.x == 0 && shared.bands.used) shared.task = band_task();
+        __syncthreads();
+      }
     }
     // One copy of the reads' code: it must be fetched, too.
 #pragma unroll 1

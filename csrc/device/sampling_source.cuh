@@ -101,7 +101,7 @@ struct LogitSource {
   using Reader = RowReader<Element>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
-  static constexpr bool kStages = true;
+  static constexpr bool kHasDraft = false;
 
   struct Vector {
     uint32_t words[4];
@@ -172,7 +172,7 @@ struct ProbSource {
   using Reader = RowReader<ProbElement>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
-  static constexpr bool kStages = !kMayHaveDraft;
+  static constexpr bool kHasDraft = kMayHaveDraft;
 
   struct Vector {
     uint32_t words[4];
