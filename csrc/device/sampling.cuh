@@ -1,15 +1,16 @@
 // Sampling: a thread block cluster takes a row, or a CTA where there are no clusters.
 //
-// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while they
-// are read for the first time, and the filters are asked then. Elsewhere that read collects the candidates: the tokens at or above a bound that the first segments
-// give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not reach
-// down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
+// A draw is a race of the tokens (csrc/include/attn/sampling.h), which has the same winner whatever way leads to it. Rows of which most tokens survive race while
+// they are read for the first time (with top-p: sampling_bands.cuh). Elsewhere that read collects the candidates: the tokens at or above a bound that the first
+// segments give, some hundreds of the row's largest; the first CTA finds the threshold of the filters among them and has the survivors race. Where they do not
+// reach down to the threshold or do not fit, the cluster reads the row again (sampling_again.cuh). docs/sampling.md has the whole of it. Every loop has a bound;
 // nothing that is written depends on the order in which threads run.
 //
 // With a cold L2 the instructions come from memory too, so what is rare or not hot is kept small rather than unrolled.
 #pragma once
 
 #include "device/sampling_again.cuh"
+#include "device/sampling_bands.cuh"
 #include "device/sampling_candidates.cuh"
 
 namespace attn {
@@ -127,17 +128,25 @@ struct RowSampler : Row<Source> {
       shared.position = position;
       shared.token_index = token_index;
       shared.task = first_task();
+      shared.bands.used = false;
       shared.round = 0;
       shared.num_ctas = num_ctas;
       shared.segment_begin = this->cta_begin(rank);
       shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
+    if constexpr (!Source::kHasDraft) {       // speculation has no filters
+      if (may_have_bands()) {
+        BandSearch<Source>(*this).survey();
+        if (threadIdx.x == 0 && shared.bands.used) shared.task = band_task();
+        __syncthreads();
+      }
+    }
     // One copy of the reads' code: it must be fetched, too.
 #pragma unroll 1
-    while (shared.round < kMostReads) {
+    while (true) {
       if (shared.task.finds_candidates) this->read_candidates();
-      else this->read_survivors(shared.round > 0);
+      else this->read_survivors();
       Next next = shared.round == 0 ? decide() : decide_again();
       if (next == Next::kSearch) {
         Rereader<Source>(*this).filter();
@@ -145,14 +154,14 @@ struct RowSampler : Row<Source> {
       }
       if (next == Next::kExit) return;
       if (next == Next::kFinish) break;
-      __syncthreads();        // what the read left was read
+      sync();                 // what the read left was read
+      if (next == Next::kRestart && num_ctas > 1) ptx::cluster_arrive();
       if (threadIdx.x == 0) {
-        ++shared.round;
-        const bool asks = next == Next::kAsk;
-        shared.is_settled = next == Next::kRace;
-        const uint32_t least = next == Next::kRace ? shared.decision.threshold : shared.asked.key + 1;
-        // Where a row has many CTAs the time is latency, and the next racer comes along with the masses.
-        shared.task = ReadTask{settings.scale, settings.floor, key_value(least), asks, false, !asks || num_ctas > 2, false};
+        shared.round = next == Next::kRestart ? 0 : shared.round + 1;
+        if (next == Next::kRestart) shared.task = first_task();
+        else if (next == Next::kBands) shared.task.least = shared.bands.low;
+        else shared.task = ReadTask{settings.scale, settings.floor, key_value(shared.decision.threshold), false, false, false, false};
+        shared.task.needs_mass = next == Next::kRestart && shared.task.needs_mass;
       }
       __syncthreads();
     }
@@ -173,23 +182,28 @@ struct RowSampler : Row<Source> {
   enum class Next {
     kExit,        // nothing
     kFinish,      // the results are written
-    kAsk,         // a read that sums what is above shared.asked
-    kRaceAbove,   // a read that has what is above shared.asked race; the winner is asked next
+    kBands,       // a read with the next bands
+    kRestart,     // bands tell nothing: as if there had been none
     kRace,        // a read that has the survivors race
     kSearch,      // the threshold is searched, then as kRace
   };
 
-  static constexpr int32_t kMostReads = 16;
+  static constexpr float kFewMinP = 0.02f;      // from here on min-p mostly leaves no more than there is room for among the candidates
 
-  /// Top-p alone asks whether the winner of the whole row survives. Whether it does is told by the mass above it, which takes no threshold.
-  __device__ __forceinline__ bool asks_winner() const {
-    return samples() && !settings.greedy && !wants_top() && settings.has_top_p && settings.top_k == 0 && settings.min_p == 0.0f;
+  /// Rows of which most tokens survive race while they are read for the first time.
+  __device__ __forceinline__ bool races_first() const {
+    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && !settings.has_top_p && settings.min_p < kFewMinP;
   }
 
-  /// The whole row races while it is read for the first time, where its winner most likely survives. With top-p alone that takes sums, too: where there are rows
-  /// enough to keep the GPU busy, candidates are looked for first, as they mostly tell.
-  __device__ __forceinline__ bool races_first() const {
-    return samples() && !settings.greedy && !wants_top() && settings.top_k == 0 && (!settings.has_top_p || (settings.min_p == 0.0f && num_ctas > 1));
+  /// With top-p alone, in rows long enough for a survey.
+  __device__ __forceinline__ bool may_have_bands() const {
+    return samples() && settings.valid && !settings.greedy && !wants_top() && settings.has_top_p && settings.top_k == 0 && settings.min_p == 0.0f &&
+           params.vocab >= 4 * BandSearch<Source>::kSurveyTokens;
+  }
+
+  __device__ __forceinline__ ReadTask band_task() const {
+    const float scale = is_tempered() ? settings.scale : kLog2E;
+    return ReadTask{scale, LogitWeights::floor_of(scale), shared.bands.low, wants_logprobs(), false, false, true};
   }
 
   __device__ __forceinline__ ReadTask first_task() const {
@@ -202,27 +216,17 @@ struct RowSampler : Row<Source> {
     task.needs_mass = needs_row_mass || wants_logprobs();
     // The mass of log-probabilities is the row's own where both have one scale, or the row's is not needed.
     task.has_second = wants_logprobs() && needs_row_mass && !is_tempered();
-    task.races = races_first();
-    task.finds_candidates = !task.races;
+    task.finds_candidates = !races_first();
+    task.has_bands = false;
     return task;
   }
 
   /// Behind the first read.
   __device__ __forceinline__ Next decide() {
     this->exchange_summaries();
-    uint64_t best = 0;
-    uint32_t bound = 0;
-    bool fits = true;
-    Racer racer = nobody();
-#pragma unroll 1
-    for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const CtaSummary& other = shared.summaries[cta];
-      best = max_of(best, other.best);
-      bound = max_of(bound, other.bound);
-      fits = fits && other.num_candidates <= this->candidate_room();
-      if (other.racer.beats(racer)) racer = other.racer;
-    }
-    const uint32_t best_key = static_cast<uint32_t>(best >> 32);
+    const CtaSummary all = this->together(&shared.summaries[lane()]);
+    const Racer racer = all.racer;
+    const uint32_t best_key = static_cast<uint32_t>(all.best >> 32);
     if (!settings.valid || best_key <= kExcludedKey || best_key >= kInfiniteKey) {
       if (samples()) write_invalid();
       else write_values(0, 1, false);
@@ -231,17 +235,18 @@ struct RowSampler : Row<Source> {
     const bool is_greedy = samples() && settings.greedy;
     if (threadIdx.x == 0) {
       shared.reference = key_value(best_key);
-      shared.asked = racer;
-      shared.bound = fits ? bound : kNoBound;
-      shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : racer.token;
+      shared.bound = all.num_candidates <= this->candidate_room() ? all.bound : kNoBound;
+      shared.token = is_greedy ? static_cast<int32_t>(~static_cast<uint32_t>(all.best)) : racer.token;
     }
     __syncthreads();
-    const bool is_drawn = is_greedy || (races_first() && (racer.key == best_key || (!settings.has_top_p && racer.key >= min_p_key(weights(), settings))));
+    const bool has_bands = shared.task.has_bands;
+    bool is_drawn = is_greedy || (races_first() && racer.key >= min_p_key(weights(), settings));
+    if (has_bands) is_drawn = BandSearch<Source>(*this).settle(racer, all.band_masses);
     if (is_drawn && !wants_logprobs()) {      // nobody looks into another CTA's shared memory any more
       if (rank == 0 && threadIdx.x == 0) write_token();
       return Next::kExit;
     }
-    const bool asks = !races_first() && (filters() || wants_top());
+    const bool asks = !races_first() && !has_bands && (filters() || wants_top());
     const ReadTask& task = shared.task;
     if (task.needs_mass) {
       BlockSums sums(shared.scratch);
@@ -267,41 +272,30 @@ struct RowSampler : Row<Source> {
       __syncthreads();
     }
     if (asks) {
-      if (rank == 0) ask_candidates();
+      const auto is_done = [&] { return filters() && shared.decision.settled && samples() && !wants_top(); };
+      if (rank == 0) {
+        ask_candidates();
+        if (is_done() && threadIdx.x == 0) write_token();
+      }
       sync();
-    }
-    if (filters() && asks && shared.decision.settled && samples() && !wants_top()) {
-      if (rank == 0 && threadIdx.x == 0) write_token();
-      return Next::kExit;
+      if (is_done()) return Next::kExit;
     }
     if (is_drawn || (filters() ? asks && shared.decision.settled : !samples())) return Next::kFinish;
+    if (has_bands) return shared.bands.used ? Next::kBands : Next::kRestart;
     if (threadIdx.x == 0) shared.decision.threshold = kWholeRow;
-    if (!asks_winner()) return filters() ? Next::kSearch : Next::kRace;
-    if (races_first()) return Next::kAsk;
-    if (threadIdx.x == 0) shared.asked.key = kWholeRow - 1;
-    return Next::kRaceAbove;
+    return filters() ? Next::kSearch : Next::kRace;
   }
 
-  /// Behind a read again. If the winner does not survive, no survivor is below it, and the winner among those above is the next that is asked for.
+  /// Behind a read again.
   __device__ __forceinline__ Next decide_again() {
-    const bool asked = shared.task.needs_mass, raced = shared.task.races;
-    if (asked) {
-      const uint64_t above = this->total_mass();
-      if (above < top_p_target(settings, shared.row_mass)) {
-        if (threadIdx.x == 0) shared.token = shared.asked.token;
-        return Next::kFinish;
-      }
-    } else {
-      sync();
+    sync();
+    const CtaSummary all = this->together(&summary_of(min_of(lane(), num_ctas - 1)));
+    if (shared.task.has_bands) {
+      if (BandSearch<Source>(*this).settle(all.racer, all.band_masses)) return Next::kFinish;
+      return shared.bands.used ? Next::kBands : Next::kRestart;
     }
-    if (!raced) return shared.round < kMostReads - 3 ? Next::kRaceAbove : Next::kSearch;
-    const Racer racer = this->best_racer();
-    sync();                   // the summaries were read
-    if (threadIdx.x == 0) {
-      shared.token = racer.token;
-      shared.asked = racer;
-    }
-    return shared.is_settled ? Next::kFinish : shared.round < kMostReads - 2 ? Next::kAsk : Next::kSearch;
+    if (threadIdx.x == 0) shared.token = all.racer.token;
+    return Next::kFinish;
   }
 
   __device__ __forceinline__ void write_token() const {

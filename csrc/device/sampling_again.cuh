@@ -142,7 +142,7 @@ struct Rereader {
             const uint32_t key = order_key(row.source.one(member));
             least = min_of(least, key);
             most = max_of(most, key);
-            row.keep(member);
+            row.keep(member, kMaxCandidates);
           }
         },
         [&](int32_t segment) {

@@ -87,8 +87,8 @@ struct Candidates {
     return sums(sum);
   }
 
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, unless it is done: a thread for each compares it
-  /// with every other.
+  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it is to: a thread for each compares it with
+  /// every other.
   __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
     Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
     if (threadIdx.x == 0) shared.num_listed = 0;
@@ -96,21 +96,22 @@ struct Candidates {
 #pragma unroll 1
     for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
       if (shared.keys[at] < threshold) continue;
-      survivors[atomicAdd(&shared.num_listed, 1)] = Survivor{row.weights()(key_value(shared.keys[at])), shared.keys[at], shared.tokens[at]};
+      Survivor& survivor = survivors[atomicAdd(&shared.num_listed, 1)];
+      survivor.key = shared.keys[at];
+      survivor.token = shared.tokens[at];
     }
     __syncthreads();
     const int32_t num_survivors = shared.num_listed;
     if (cuts_top_p) {
       const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
       const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
-      uint64_t above = 0, total = 0;
+      const uint64_t weight = is_one ? row.weights()(key_value(own_key)) : 0;
+      survivors[threadIdx.x].weight = weight;
+      const uint64_t total = sums(weight);
+      uint64_t above = 0;
       if (is_one) {
 #pragma unroll 4
-        for (int32_t i = 0; i < num_survivors; ++i) {
-          const Survivor other = survivors[i];
-          above += other.key > own_key ? other.weight : 0;
-          total += other.weight;
-        }
+        for (int32_t i = 0; i < num_survivors; ++i) above += survivors[i].key > own_key ? survivors[i].weight : 0;
       }
       __syncthreads();
       if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total)) survivors[threadIdx.x].key = 0;
@@ -132,14 +133,12 @@ struct Candidates {
       const Racer racer = enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
       if (racer.beats(best)) best = racer;
     }
-    Racer& of_warp = shared.warp_racers[row.warp()];
-    if (row.lane() == 0) of_warp = nobody();
-    __syncwarp();
-    keep_best(of_warp, best);
+    best = best_of_warp(best);
+    if (row.lane() == 0) shared.warp_racers[row.warp()] = best;
     __syncthreads();
     if (row.warp() == 0) {
-      keep_best(shared.warp_racers[0], row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
-      if (row.lane() == 0) shared.token = shared.warp_racers[0].token;
+      best = best_of_warp(row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
+      if (row.lane() == 0) shared.token = best.token;
     }
   }
 

@@ -7,6 +7,9 @@
 
 namespace attn {
 
+/// What approximations may be wrong by, where it matters.
+constexpr float kRaceTolerance = 1e-4f;
+
 /// Where a token ends in the race. `order` is in the order of race_value().
 struct alignas(16) Racer {
   uint64_t order;
@@ -19,9 +22,27 @@ struct alignas(16) Racer {
 /// Behind every token: order -inf.
 __device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
+/// Two counters' words, in their places.
+template <int32_t kUnrolled>
+__device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint32_t (&b)[4]) {
+  PhiloxKey key(seed);
+#pragma unroll kUnrolled
+  for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) {
+    philox_round(key, a[0], a[1], a[2], a[3]);
+    philox_round(key, b[0], b[1], b[2], b[3]);
+  }
+}
+
 template <class Weights>
 __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token, float value) {
-  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(race_value(weights.strength(value), race_bits(seed, position, token))));
+  uint32_t block[4], tail[4];
+  set_counter(block, position, race_block(token), kDrawStream);
+  set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
+  philox_pair<1>(seed, block, tail);
+  const uint32_t which = race_word(token);
+  const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
+  const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(race_value(weights.strength(value), random)));
   return Racer{(bits >> 63) != 0 ? ~bits : bits | 1ull << 63, token, order_key(value)};
 }
 
@@ -29,37 +50,67 @@ __device__ __forceinline__ double value_of(const Racer& racer) {
   return __longlong_as_double(static_cast<int64_t>((racer.order >> 63) != 0 ? racer.order & ~(1ull << 63) : ~racer.order));
 }
 
-/// Puts the best of the lanes' racers into `best`, if it beats what is there.
-__device__ __forceinline__ void keep_best(Racer& best, const Racer& own) {
-  const uint32_t high = static_cast<uint32_t>(own.order >> 32);
+/// The best of the lanes' racers, in all lanes.
+__device__ __forceinline__ Racer best_of_warp(const Racer& own) {
+  const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
   const uint32_t most_high = ptx::warp_max(high);
-  const uint32_t most_low = ptx::warp_max(high == most_high ? static_cast<uint32_t>(own.order) : 0);
-  const bool is_most = high == most_high && static_cast<uint32_t>(own.order) == most_low;
+  const uint32_t most_low = ptx::warp_max(high == most_high ? low : 0);
+  const bool is_most = high == most_high && low == most_low;
   const uint32_t token = ptx::warp_min(is_most ? static_cast<uint32_t>(own.token) : 0xffffffffu);
-  if (is_most && static_cast<uint32_t>(own.token) == token && own.beats(best)) best = own;
-  __syncwarp();
+  const uint32_t key = ptx::warp_max(is_most && static_cast<uint32_t>(own.token) == token ? own.key : 0);
+  return Racer{static_cast<uint64_t>(most_high) << 32 | most_low, static_cast<int32_t>(token), key};
 }
 
 /// Powers of two between a value's weight and that of the reference, nearly.
 __device__ __forceinline__ float approximate_rise(const LogitWeights& weights, float value) { return (value - weights.reference) * weights.scale; }
 __device__ __forceinline__ float approximate_rise(const ProbWeights& weights, float value) { return ptx::lg2(value) - ptx::lg2(weights.reference); }
 
+/// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
+template <class Weights>
+struct ApproximateShare;
+
+template <>
+struct ApproximateShare<LogitWeights> {
+  float scale, offset, error;
+
+  __device__ __forceinline__ explicit ApproximateShare(const LogitWeights& weights)
+      : scale(weights.scale), offset(-weights.reference * weights.scale), error(fused_multiply_add(fabsf(offset), 2.4e-7f, kRaceTolerance)) {}
+
+  /// By how many powers of two more than the reference something is that has this strength.
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
+
+  __device__ __forceinline__ float operator()(float logit) const { return ptx::ex2(fused_multiply_add(logit, scale, offset)); }
+};
+
+template <>
+struct ApproximateShare<ProbWeights> {
+  float scale, offset, error;
+
+  __device__ __forceinline__ explicit ApproximateShare(const ProbWeights& weights)
+      : scale(1.0f / weights.reference), offset(-ptx::lg2(weights.reference)), error(kRaceTolerance) {}
+
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
+
+  __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
+};
+
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
 
 /// The words of two blocks of a request's draw.
+template <int32_t kUnrolled>
 __device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second, uint32_t (&a)[4], uint32_t (&b)[4]) {
   set_counter(a, position, first, kDrawStream);
   set_counter(b, position, second, kDrawStream);
-  PhiloxKey key(seed);
-#pragma unroll 2
-  for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) {
-    philox_round(key, a[0], a[1], a[2], a[3]);
-    philox_round(key, b[0], b[1], b[2], b[3]);
-  }
+  philox_pair<kUnrolled>(seed, a, b);
 }
 
-/// What approximations may be wrong by, where it matters.
-constexpr float kRaceTolerance = 1e-4f;
+/// Has its sign bit set where a token has lost for sure: it needs first bits, a half of `word`, of at most share * most. `magic` is the upper half of 2^23, in whose
+/// low bits integers stand: in a register, as PRMT has no room for two constants.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t word, uint32_t magic) {
+  const float bits = __uint_as_float(__byte_perm(word, magic, kUpper ? 0x5432 : 0x5410));
+  return __float_as_uint(fused_multiply_add(share, most, 8388608.0f) - bits);
+}
 
 }  // namespace attn

@@ -2,98 +2,12 @@
 #pragma once
 
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/cp_async.cuh"
 #include "device/ptx/prefetch.cuh"
-#include "device/sampling_race.cuh"
-#include "device/sampling_select.cuh"
 #include "device/sampling_source.cuh"
+#include "device/sampling_state.cuh"
 
 namespace attn {
-
-constexpr uint32_t kNoBound = 0xffffffffu;              // no candidates are kept
-constexpr uint32_t kWholeRow = kExcludedKey + 1;        // every token that can be drawn
-
-/// What the CTAs of a cluster tell each other.
-struct CtaSummary {
-  uint64_t best;            // key of the largest value, then ~token: the first one among equals
-  uint64_t mass;
-  uint64_t logprob_mass;
-  uint32_t bound;           // candidates are complete from this key on
-  int32_t num_candidates;   // of this CTA; may exceed what there is room for
-  uint32_t least_key;       // of a window's members
-  uint32_t most_key;
-  Racer racer;              // the best in the race
-};
-
-/// What the first CTA tells the others.
-struct Decision {
-  uint64_t mass;            // of the survivors
-  uint32_t threshold;
-  bool settled;             // the candidates were enough
-  bool has_top;             // also for the top log-probabilities
-};
-
-/// What is looked for when the row is read again: the threshold lies in [low, high). In shared memory, as all of it would not fit in registers.
-struct Search {
-  uint64_t target;
-  uint64_t base;            // what lies before the bins weighs or counts
-  uint32_t lowest;          // nothing below is looked at
-  uint32_t low;
-  uint32_t high;
-  uint32_t ends[2];         // least and largest key of a window's members
-  int32_t shift;            // fine bins have 2^shift keys, ends[1] in the first one; -1: coarse bins
-  bool by_mass;
-  bool is_wide;             // the window is what the bins prove, not what they suggest
-};
-
-/// What a read of the row looks for.
-struct ReadTask {
-  float scale, floor;       // of the masses
-  float least;              // again: what is below is not looked at
-  bool needs_mass;
-  bool has_second;          // also the masses at temperature 1, for log-probabilities
-  bool races;
-  bool finds_candidates;
-};
-
-struct SamplingShared {
-  uint32_t keys[kMaxCandidates];
-  int32_t tokens[kMaxCandidates];
-  alignas(16) uint32_t bins[kBins];     // or a list of survivors, or of the most likely tokens
-  SelectScratch scratch;
-  CtaSummary summary;
-  Decision decision;
-  CtaSummary summaries[kMaxClusterCtas];      // of the first read, of every CTA
-  uint64_t warp_best[kSamplingWarps];
-  Racer warp_racers[kSamplingWarps];
-  // Of the row: in registers they would be spilled.
-  RowSettings settings;
-  int64_t seed;
-  int64_t position;
-  int64_t token_index;      // where in token_ids the token goes
-  uint64_t row_mass;
-  uint64_t logprob_mass;
-  float reference;          // the row's largest value, once it is known
-  uint32_t bound;           // candidates are complete from here on; kNoBound: there are none, or too many
-  int32_t num_gathered;     // candidates from other CTAs, behind this CTA's own
-  int32_t token;            // that is drawn; the first CTA knows it
-  int32_t num_listed;
-  ReadTask task;
-  int32_t round;            // reads before this one
-  bool is_settled;          // who wins this read survives
-  int32_t segment_begin;    // of this CTA
-  int32_t segment_end;
-  int32_t num_ctas;         // of the row; from memory, or the compiler keeps in registers what it can compute from it beforehand
-  Racer asked;              // of whom is asked whether it survives
-  Search search;
-
-  /// Behind this struct: for each segment of this CTA its mass, its mass for log-probabilities, its largest value.
-  __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
-    return reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(this) + kSamplingStateBytes) + which * segments;
-  }
-  __device__ __forceinline__ float* segment_reference(int32_t segments) { return reinterpret_cast<float*>(segment_mass(2, segments)); }
-};
-
-static_assert(sizeof(SamplingShared) <= kSamplingStateBytes && kSamplingStateBytes % 16 == 0, "the tables follow");
 
 template <class Source>
 struct Row {
@@ -147,7 +61,10 @@ struct Row {
     return shared.segment_begin + segments() * of_warp / kSamplingWarps;
   }
 
-  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return num_segments() * of_cta / num_ctas; }
+  /// x / num_ctas, which is a power of two.
+  __device__ __forceinline__ int32_t share_of_cta(int32_t x) const { return x >> (31 - __clz(num_ctas)); }
+
+  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return share_of_cta(num_segments() * of_cta); }
 
   /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values), which may hold barriers, is called once by
   /// every warp before its first segment's body.
@@ -168,19 +85,38 @@ struct Row {
     }
   }
 
-  /// The same with what comes next on its way to the L2 cache only: for a body that needs the registers.
+  /// The same with what comes next on its way to shared memory: for a body that needs the registers. Every lane copies what it reads itself.
   template <class Body>
   __device__ __forceinline__ void for_segments(const Body& body) const {
-    const int32_t end = warp_begin(warp() + 1);
+    const int32_t begin = warp_begin(warp()), end = warp_begin(warp() + 1);
+    uint4* staged = shared.staged() + threadIdx.x;
+    if (begin < end) stage(begin, staged);
 #pragma unroll 1
-    for (int32_t segment = warp_begin(warp()); segment < end; ++segment) {
-      if (segment + kPrefetched < end) prefetch(segment + kPrefetched);
+    for (int32_t segment = begin; segment < end; ++segment) {
       typename Source::Vector raw[Source::kVectors];
       float v[kLaneTokens];
-      load(segment, raw);
+      if (is_staged(segment)) {
+        ptx::cp_async_wait<0>();
+#pragma unroll
+        for (int32_t j = 0; j < Source::kVectors; ++j) source.take(segment, lane(), j, staged[j * kSamplingThreads], raw[j]);
+      } else {
+        load(segment, raw);
+      }
       values(raw, v);
+      if (segment + 1 < end) stage(segment + 1, staged);
       body(segment, v);
     }
+  }
+
+  __device__ __forceinline__ bool is_staged(int32_t segment) const { return !Source::kHasDraft && source.reader.reads_whole((segment + 1) * kSegmentTokens); }
+
+  __device__ __forceinline__ void stage(int32_t segment, uint4* staged) const {
+    if (!is_staged(segment)) return;
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      ptx::cp_async_16(ptx::shared_address(staged + j * kSamplingThreads), source.reader.row + Source::Reader::vector_token(segment, lane(), j));
+    }
+    ptx::cp_async_commit();
   }
 
   __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) const {
@@ -260,15 +196,15 @@ struct Row {
     const int32_t top_k = filters() ? settings.top_k : 0;
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
-    const int32_t wanted = clamp(3 * needed, 384, kMaxCandidates / 2);
+    const int32_t wanted = needed > 0 ? clamp(3 * needed, 384, kMaxCandidates / 2) : kMaxCandidates / 2;
     const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
 
-  /// Keeps a candidate. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
-  __device__ __forceinline__ void keep(int32_t token) const {
+  /// Keeps a candidate, if there is room: others write what lies behind. Its value comes from memory again (it is in the L1 cache): an array of registers has no index.
+  __device__ __forceinline__ void keep(int32_t token, int32_t room) const {
     const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-    if (at < kMaxCandidates) {
+    if (at < room) {
       shared.keys[at] = order_key(source.one(token));
       shared.tokens[at] = token;
     }
@@ -276,42 +212,55 @@ struct Row {
 
   /// The segment's tokens in the race. `v` is used up.
   __device__ __forceinline__ void race(int32_t segment, float reference, float (&v)[kLaneTokens]) const {
-    Racer& best = shared.warp_racers[warp()];
+    Racer& best = shared.lane_racers()[threadIdx.x];
     const Weights weights(reference, settings.scale, settings.floor);
-    const double level = weights.strength(reference);
+    uint32_t known = 0;       // what the best of the CTA's racers has reached, about
+    if (lane() == 0) known = atomicMax(&shared.race_bound, 0u);
     const int64_t seed = shared.seed, position = shared.position;
-    const auto enter_four = [&](int32_t i, uint32_t low, uint32_t high) {
-      v[i] = approximate_rise(weights, v[i]) + approximate_gain(low << 16);
-      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(low & 0xffff0000u);
-      v[i + 2] = approximate_rise(weights, v[i + 2]) + approximate_gain(high << 16);
-      v[i + 3] = approximate_rise(weights, v[i + 3]) + approximate_gain(high & 0xffff0000u);
-    };
-    uint32_t a[4], b[4];
+    uint32_t words[kLaneTokens / 8][4];               // two tokens' first bits each
     if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
-      race_words(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), a, b);
-      enter_four(0, a[0], a[1]);
-      enter_four(4, a[2], a[3]);
-      enter_four(8, b[0], b[1]);
-      enter_four(12, b[2], b[3]);
+      race_words<kPhiloxRounds>(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), words[0], words[1]);
     } else {                                          // in vectors of two lanes
 #pragma unroll
       for (int32_t i = 0; i < kLaneTokens; i += 8) {
-        race_words(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
+        uint32_t a[4], b[4];
+        race_words<2>(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
         const bool is_first = race_word(token(segment, i)) == 0;
-        enter_four(i, is_first ? a[0] : a[2], is_first ? a[1] : a[3]);
-        enter_four(i + 4, is_first ? b[0] : b[2], is_first ? b[1] : b[3]);
+        words[i / 8][0] = is_first ? a[0] : a[2];
+        words[i / 8][1] = is_first ? a[1] : a[3];
+        words[i / 8][2] = is_first ? b[0] : b[2];
+        words[i / 8][3] = is_first ? b[1] : b[3];
       }
+    }
+    known = __shfl_sync(ptx::kAllLanes, known, 0);
+    const ApproximateShare<Weights> share(weights);
+    const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
+    const uint32_t magic = shared.race_magic;
+    uint32_t lost = 0xffffffffu;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; i += 2) {
+      const uint32_t word = words[i / 8][i / 2 % 4];
+      lost &= has_lost<false>(share(v[i]), most_bits, word, magic) & has_lost<true>(share(v[i + 1]), most_bits, word, magic);
+    }
+    const bool tells = share.error < 1.0f;            // not with a temperature next to nothing
+    if (!__any_sync(ptx::kAllLanes, (lost >> 31) == 0 || !tells)) return;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; i += 2) {
+      const uint32_t word = words[i / 8][i / 2 % 4];
+      v[i] = approximate_rise(weights, v[i]) + approximate_gain(word << 16);
+      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(word & 0xffff0000u);
     }
     float most = v[0];
 #pragma unroll
     for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
+    const double level = weights.strength(reference);
     // Each round evaluates every lane's best. One is enough mostly.
 #pragma unroll 1
     for (int32_t round = 0; round < kLaneTokens; ++round) {
-      const float bound = __double2float_rd(value_of(best) - level) - (32.0f + kRaceTolerance);
+      const float bound = __double2float_rd(static_cast<double>(key_value(known)) - level) - (32.0f + kRaceTolerance);
       const bool may_win = most >= bound && most > kMinusInfinity;
       if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
-      Racer own = nobody();
+      uint32_t reached = kExcludedKey;
       if (may_win) {
         int32_t index = -1;
         float rest = kMinusInfinity;
@@ -324,9 +273,14 @@ struct Row {
         }
         most = rest;
         const int32_t entered = token(segment, max_of(index, 0));
-        own = enter_race(weights, seed, position, entered, source.one(entered));
+        const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
+        if (own.beats(best)) best = own;
+        reached = order_key(__double2float_rd(value_of(own)));
       }
-      keep_best(best, own);
+      reached = ptx::warp_max(reached);
+      if (reached <= known) continue;
+      known = reached;
+      if (lane() == 0) atomicMax(&shared.race_bound, known);
     }
   }
 
@@ -385,7 +339,7 @@ struct Row {
 #pragma unroll
             for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
 #pragma unroll 1
-            for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1));
+            for (; chosen != 0; chosen &= chosen - 1) keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1), candidate_room());
           }
           if (task.needs_mass) sum_segment(segment, v, key, reference);
         });
@@ -393,25 +347,62 @@ struct Row {
     set_summary(bound);
   }
 
-  /// A read that looks at all tokens from task.least on: their masses, who wins the race among them. is_again: the reference is known. Sets the CTA's summary,
-  /// without a barrier behind it.
-  __device__ __forceinline__ void read_survivors(bool is_again) {
+  __device__ __forceinline__ static void exclude_below(float least, float (&v)[kLaneTokens]) {
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= least ? v[i] : kMinusInfinity;
+  }
+
+  /// Adds the segment's masses to the lane's, and excludes what is below bands.low.
+  __device__ __forceinline__ void sum_bands(float (&v)[kLaneTokens]) const {
+    const float low = shared.bands.low, high = shared.bands.high;
+    const ApproximateShare<Weights> share(Weights(shared.bands.reference, settings.scale, settings.floor));
+    BandMasses sum;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) {
+      const float part = share(v[i]);
+      sum.all += part;
+      if (v[i] >= high) sum.high += part;
+      if (v[i] >= low) sum.low += part;
+      else v[i] = kMinusInfinity;
+    }
+    shared.lane_band_masses()[threadIdx.x].add(sum);
+  }
+
+  /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among them. Sets the CTA's summary, without a
+  /// barrier behind it.
+  __device__ __forceinline__ void read_survivors() {
     const ReadTask& task = shared.task;
-    if (lane() == 0) shared.warp_racers[warp()] = nobody();
+    Racer& own = shared.lane_racers()[threadIdx.x];
+    own = nobody();
+    shared.lane_band_masses()[threadIdx.x] = BandMasses();
+    if (threadIdx.x == 0) {
+      shared.race_bound = kExcludedKey;
+      shared.race_magic = 0x4b00;
+    }
+    __syncthreads();
     uint32_t best_key = 0;
     for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
-      if (is_again) {
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= task.least ? v[i] : kMinusInfinity;
-      }
       const uint32_t key = ptx::warp_max(lane_max_key(v));
       const float reference = key_value(key);
       best_key = max_of(best_key, key);
-      if (lane() == 0) reference_table()[segment] = reference;
-      if (task.needs_mass) sum_segment(segment, v, key, is_again ? shared.reference : reference);
-      if (task.races && is_drawable(key)) race(segment, reference, v);
+      if (task.needs_mass) {
+        if (lane() == 0) reference_table()[segment] = reference;
+        sum_segment(segment, v, key, reference);
+      }
+      if (task.has_bands) sum_bands(v);
+      else if (task.least > kMinusInfinity) exclude_below(task.least, v);
+      if (is_drawable(key) && reference >= task.least) race(segment, reference, v);
     });
-    if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
+    const Racer best = best_of_warp(own);
+    if (task.has_bands) {
+      BandMasses of_warp = shared.lane_band_masses()[threadIdx.x];
+      of_warp = BandMasses{ptx::warp_add(of_warp.all), ptx::warp_add(of_warp.low), ptx::warp_add(of_warp.high)};
+      if (lane() == 0) shared.warp_band_masses[warp()] = of_warp;
+    }
+    if (lane() == 0) {
+      shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
+      shared.warp_racers[warp()] = best;
+    }
     set_summary(kNoBound);
   }
 
@@ -428,11 +419,33 @@ struct Row {
       shared.summary.best = best;
       shared.summary.bound = bound;
       shared.summary.racer = racer;
+      if (shared.task.has_bands) {
+        BandMasses masses;
+        for (const BandMasses& of_warp : shared.warp_band_masses) masses.add(of_warp);
+        shared.summary.band_masses = masses;
+      }
     }
   }
 
   /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
-  __device__ __forceinline__ int32_t candidate_room() const { return kMaxCandidates / shared.num_ctas; }
+  __device__ __forceinline__ int32_t candidate_room() const { return share_of_cta(kMaxCandidates); }
+
+  /// What all CTAs' summaries say together; a lane looks at one of them.
+  __device__ __forceinline__ CtaSummary together(const CtaSummary* of_lane) const {
+    CtaSummary all;
+    const bool has = lane() < num_ctas;
+    const uint64_t own = has ? of_lane->best : 0;
+    const uint32_t key = ptx::warp_max(static_cast<uint32_t>(own >> 32));
+    all.best = static_cast<uint64_t>(key) << 32 | ptx::warp_max(static_cast<uint32_t>(own >> 32) == key ? static_cast<uint32_t>(own) : 0);
+    all.bound = ptx::warp_max(has ? of_lane->bound : 0);
+    all.num_candidates = static_cast<int32_t>(ptx::warp_max(has ? static_cast<uint32_t>(of_lane->num_candidates) : 0));      // of the CTA with the most
+    all.racer = best_of_warp(has ? of_lane->racer : nobody());
+    if (shared.task.has_bands) {
+      const BandMasses masses = has ? of_lane->band_masses : BandMasses();
+      all.band_masses = BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)};
+    }
+    return all;
+  }
 
   /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row, and its candidates to the first.
   __device__ __forceinline__ void exchange_summaries() const {
@@ -450,17 +463,6 @@ struct Row {
       }
     }
     sync();
-  }
-
-  /// The best racer of all CTAs. A barrier lies between the read and this.
-  __device__ __forceinline__ Racer best_racer() const {
-    Racer racer = nobody();
-#pragma unroll 4
-    for (int32_t cta = 0; cta < num_ctas; ++cta) {
-      const Racer other = summary_of(cta).racer;
-      if (other.beats(racer)) racer = other;
-    }
-    return racer;
   }
 
   /// The sum of the segments' masses, of the whole row; every CTA's is then in its summary.

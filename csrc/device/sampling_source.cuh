@@ -56,13 +56,19 @@ struct RowReader {
     return segment * kSegmentTokens + (j * 32 + lane) * kVectorTokens;
   }
 
+  /// Whether vectors can be read at once up to that token.
+  __device__ __forceinline__ bool reads_whole(int32_t end) const { return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab; }
+
+  __device__ __forceinline__ static void take(const uint4& vector, uint32_t (&words)[4]) {
+    words[0] = vector.x;
+    words[1] = vector.y;
+    words[2] = vector.z;
+    words[3] = vector.w;
+  }
+
   __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
-    if (reinterpret_cast<uint64_t>(row) % 16 == 0 && first + kVectorTokens <= vocab) {
-      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(row + first));
-      words[0] = vector.x;
-      words[1] = vector.y;
-      words[2] = vector.z;
-      words[3] = vector.w;
+    if (reads_whole(first + kVectorTokens)) {
+      take(__ldg(reinterpret_cast<const uint4*>(row + first)), words);
       return;
     }
 #pragma unroll
@@ -95,6 +101,7 @@ struct LogitSource {
   using Reader = RowReader<Element>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kHasDraft = false;
 
   struct Vector {
     uint32_t words[4];
@@ -111,6 +118,16 @@ struct LogitSource {
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
     const int32_t first = Reader::vector_token(segment, lane, j);
     reader.load(first, vector.words);
+    load_mask(first, vector);
+  }
+
+  /// The same of a vector that was brought to shared memory.
+  __device__ __forceinline__ void take(int32_t segment, int32_t lane, int32_t j, const uint4& staged, Vector& vector) const {
+    Reader::take(staged, vector.words);
+    load_mask(Reader::vector_token(segment, lane, j), vector);
+  }
+
+  __device__ __forceinline__ void load_mask(int32_t first, Vector& vector) const {
     if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
   }
 
@@ -155,6 +172,7 @@ struct ProbSource {
   using Reader = RowReader<ProbElement>;
   static constexpr int32_t kVectors = Reader::kVectors;
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kHasDraft = kMayHaveDraft;
 
   struct Vector {
     uint32_t words[4];
@@ -175,6 +193,8 @@ struct ProbSource {
       if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
     }
   }
+
+  __device__ __forceinline__ void take(int32_t, int32_t, int32_t, const uint4& staged, Vector& vector) const { Reader::take(staged, vector.words); }
 
   template <int32_t kFirst, int32_t kCount>
   __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {

@@ -5,6 +5,7 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -109,21 +110,18 @@ constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
-/// CTAs for each row: as many as give every multiprocessor one, but two as long as that fills the GPU no more than once (docs/decisions.md); each warp should have
-/// a segment. Rows without top-k are raced: that takes arithmetic, so they may have as many as fit the GPU. With top-p alone they are read several times, some rows
-/// oftener than others, and twice as many keep it busy behind the rows that take longest.
+/// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a warp would have less than two segments; but two
+/// for a row as long as that fills the GPU no more than once. Each warp should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   static int32_t multiprocessors[64] = {};
   if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
-  const bool is_greedy = params.temperature.data == nullptr && params.temperature.value == 0.0f;
-  const bool races = params.task == RowTask::kSample && !is_greedy && !params.top_k.array && params.top_k.value <= 0;
-  const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
-  const int64_t fitting = int64_t{4} * multiprocessors[device];       // CTAs
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
+  const bool has_filters = params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
+  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters) max_ctas = std::min(max_ctas, kPortableClusterCtas);
   int32_t ctas = 1;
   while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
-    const int64_t most = races ? (has_top_p ? 2 : 1) * fitting : ctas == 1 ? fitting : multiprocessors[device];
-    if (int64_t{params.batch} * 2 * ctas > most) break;
+    const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
+    if (int64_t{params.batch} * 2 * ctas > most * multiprocessors[device]) break;
     ctas *= 2;
   }
   return ctas;

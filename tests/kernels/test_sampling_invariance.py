@@ -29,6 +29,11 @@ def tokens_of(samples: Samples) -> list[int]:
     return samples.token_ids.tolist()
 
 
+def moved(values: dict[str, Any]) -> dict[str, Any]:
+    """The same on a GPU."""
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_alone_in_any_batch_in_any_row_with_any_stride(device: torch.device, settings: dict[str, Any]) -> None:
     vocab, batch = 7001, 24
@@ -106,9 +111,6 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
     if choose.random() < 0.3:
         wanted = {}
 
-    def moved(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-
     on_cpu = sample(logits, **settings, **wanted)
     on_gpu = sample(wide.cuda()[:, :vocab], row_ctas=row_ctas, **moved(settings), **wanted)
     for name in ("token_ids", "valid", "logprobs", "top_token_ids", "top_logprobs"):
@@ -128,6 +130,55 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
     ):
         a, b = function(values, parameter), function(values.cuda(), parameter.cuda(), row_ctas=row_ctas)
         torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
+
+
+def row_about_its_threshold(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows in which a survey of some segments tells something, nothing, or what is wrong, about where the threshold of top-p is."""
+    logits = torch.randn(batch, vocab, generator=generator)
+    places = torch.randint(0, vocab, (batch, 1), generator=generator)
+    return {
+        "flat": logits,
+        "less flat": logits * 2,
+        "peaked": logits * 5,
+        "equal": torch.full((batch, vocab), -50.0),
+        "few values": (logits * 2).round(),
+        "ascending": torch.linspace(-5, 5, vocab).repeat(batch, 1),
+        "descending": torch.linspace(5, -5, vocab).repeat(batch, 1),
+        "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.95, -float("inf")),
+        "one far above": logits.scatter(1, places, 40.0),
+        "one beyond float32's powers": logits.scatter(1, places, 1000.0),
+        "one not a number": logits.scatter(1, places, float("nan")),
+    }[kind]
+
+
+KINDS = ["flat", "less flat", "peaked", "equal", "few values", "ascending", "descending", "mostly excluded", "one far above", "one beyond float32's powers"]
+KINDS += ["one not a number"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_p_alone_in_long_rows_is_on_a_gpu_as_on_a_cpu(kind: str) -> None:
+    """There a GPU surveys the row first and believes sums of float32 as far as they go."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(KINDS.index(kind))
+    for vocab in (16383, 16384, 33001, 128256):
+        batch = 24
+        logits = row_about_its_threshold(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.float32, torch.bfloat16]))
+        settings = {
+            "temperature": torch.tensor([choose.choice([0.6, 0.6, 1.0, 0.1, 3.0, 1e-4, 1e-7, 1e30]) for _ in range(batch)]),
+            "top_p": torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 0.1, 0.999, 0.9999999, 1e-6, 0.0]) for _ in range(batch)]),
+            "seed": torch.randint(0, 2**62, (batch,), generator=generator),
+            "position": torch.randint(0, 2**31, (batch,), generator=generator),
+        }
+        if choose.random() < 0.3:
+            settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < 0.5)
+        on_cpu = sample(logits, return_logprobs=True, **settings)
+        for row_ctas in (0, 1, 2, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0, 1):
+            for wants in (False, True):
+                on_gpu = sample(logits.cuda(), return_logprobs=wants, row_ctas=row_ctas, **moved(settings))
+                assert tokens_of(on_gpu) == tokens_of(on_cpu)
+                assert torch.equal(on_gpu.valid.cpu(), on_cpu.valid)
+            assert on_gpu.logprobs is not None
+            torch.testing.assert_close(on_gpu.logprobs.cpu(), on_cpu.logprobs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,12 @@ __device__ __forceinline__ uint64_t warp_add(uint64_t x) {
   return low + (static_cast<uint64_t>(middle) << kLowBits) + (static_cast<uint64_t>(high) << (2 * kLowBits));
 }
 
+__device__ __forceinline__ float warp_add(float x) {
+#pragma unroll
+  for (int32_t step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
 /// Sum of x over this lane and those before it.
 __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x, int32_t lane) {
 #pragma unroll

@@ -303,16 +303,6 @@ ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
   return words[0];
 }
 
-/// All of them.
-ATTN_HD uint64_t race_bits(int64_t seed, int64_t position, int32_t token) {
-  uint32_t words[4];
-  set_counter(words, position, race_block(token), kDrawStream);
-  philox(seed, words);
-  const uint32_t which = race_word(token);
-  const uint32_t word = which == 0 ? words[0] : which == 1 ? words[1] : which == 2 ? words[2] : words[3];
-  return static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | race_tail(seed, position, token);
-}
-
 /// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No more than -log2(x), but for that error.
 ATTN_HD float race_gain(uint64_t bits) {
   constexpr float kUnit = 3.552713678800501e-15f;                       // 2^-48
