@@ -59,7 +59,7 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
-    cost_begin, positions = _positions(config, num_kv_heads, tiles)
+    cost_begin, positions = _positions(config, num_kv_heads, groups, tiles)
     return Model(groups, table_begin, tiles, cost_begin, positions, [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else [], errors)
 
 
@@ -121,12 +121,12 @@ def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kin
     return tiles
 
 
-def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share."""
+def _positions(config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share, and where an interval may start."""
     if not tiles:
         return [], [[0, 0, 0]] * (config.num_ctas + 1)
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
-    kinds = numpy.array(tiles)[:, 1]
+    kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
     weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
     ends = numpy.cumsum(pair_costs + counts * weights)
     starts, total = ends - pair_costs - counts * weights, int(ends[-1])
@@ -139,8 +139,11 @@ def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]]) -> t
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
         if pair < len(ends):
-            kv_tile = -(-max(cost - int(starts[pair] + pair_costs[pair]), 0) // int(weights[pair]))
-            if kv_tile == counts[pair]:
+            own, weight = int(pair_costs[pair]), int(weights[pair])
+            kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
+            cut_saves = (int(counts[pair]) - 1) * weight     # to leave all KV tiles but the first to another CTA, which then loads Q, too
+            uncut = counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share
+            if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])
     return starts[::num_kv_heads].tolist(), points

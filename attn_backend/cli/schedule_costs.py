@@ -38,8 +38,9 @@ class ScheduleCosts:
 
     @classmethod
     def of(cls, schedule: Schedule, num_kv_heads: int) -> ScheduleCosts:
-        group, kind, _, kv_begin, kv_end, num_kv_tiles = schedule.tiles.long().unbind(1)
-        kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[kind], torch.tensor(schedule.pair_cost)[kind]
+        group, _, _, kv_begin, kv_end, num_kv_tiles = schedule.tiles.long().unbind(1)
+        cost_kind = schedule.cost_kinds()
+        kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[cost_kind], torch.tensor(schedule.pair_cost)[cost_kind]
         head_cost = pair_cost + num_kv_tiles * kv_tile_cost
         total = (head_cost * num_kv_heads).sum(0, keepdim=True)
         # Positions behind the last row tile are those of CTAs without work: an entry of its own for them.

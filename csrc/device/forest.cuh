@@ -113,7 +113,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   only.rows = total.a + f[only.leader].qo_len;
   only.requests = total.b + 1;
   only.weight = shared.weight + f[only.leader].tile_cost;
-  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows);
+  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows, true);
   only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
   only.rows_before = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
   return only;
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
   team.for_each(f.size, [&](int32_t i) {
     f[i].leader = -1;
     f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
-    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len);
+    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
     f[i].deepest = f[i].newest = -1;
     f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
   });
@@ -259,7 +259,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
-    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
+    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows, true));
   });
   team.sync();
 }

@@ -157,7 +157,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
       count = count_row_tiles(config, group);
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
-        cost = pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+        cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
         const PlanLevel& level = p.levels[group.level];
         differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
       }
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
 #pragma unroll 1
       for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
         store<int4>(p.schedule.tiles + index, tile);
-        if (index < kCachedTiles) store<int4>(shared.tiles + index, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+        if (index < kCachedTiles) store<int4>(shared.tiles + index, placed_tile(tile, group));
         tile.cost_begin += cost;
         tile.packed_begin += tile_rows(tile.kind);
       }
@@ -194,18 +194,21 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
   for (int32_t first = 0; first < line.num_tiles; first += kPlanThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowTile tile{};
+    int32_t kind = 0;
     int64_t cost = 0;
     __syncthreads();   // groups and their first tiles are there, and the sums before have been read
     if (i < line.num_tiles) {
       const int32_t g = find_group(tile_begin, num_groups, i);
-      tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
-      cost = pair_cost(p.config, tile.kind, tile.num_kv_tiles) * p.config.num_kv_heads;
+      const RowGroup& group = p.schedule.groups[g];
+      tile = make_row_tile(p, group, g, i - tile_begin[g]);
+      kind = cost_kind(tile.kind, group.state_begin);
+      cost = pair_cost(p.config, kind, tile.num_kv_tiles) * p.config.num_kv_heads;
     }
     PlanSums<int64_t> total;
     bool any = false;
     tile.cost_begin = line.cost + sum_before(team, shared.sums, line.num_tiles - first, PlanSums<int64_t>{cost, 0}, total, any).a;
     if (i < line.num_tiles) {
-      if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+      if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, kind, tile.num_kv_tiles});
       store<int4>(p.schedule.tiles + i, tile);
     }
     line.cost += total.a;
@@ -254,11 +257,11 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
-    return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
+    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, cta * planned.share, is_plain(p, planned)));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, planned.share, cta * planned.share, is_plain(p, planned)));
   }
 }
 

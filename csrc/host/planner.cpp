@@ -62,15 +62,15 @@ void plan_on_host(const PlanParams& p) {
     for (; i < end; ++i) {
       RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
       tile.cost_begin = total_cost;
-      total_cost += pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+      total_cost += pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
       p.schedule.tiles[i] = tile;
     }
   }
 
-  const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
+  const auto tiles = [&](int32_t i) { return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]); };
   planned.share = cta_share(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, planned.num_tiles, total_cost);
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, cta * planned.share, is_plain(p, planned));
+    p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, planned.share, cta * planned.share, is_plain(p, planned));
   }
   write_header(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);

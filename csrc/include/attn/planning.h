@@ -49,7 +49,7 @@ inline void prepare_plan(PlanParams& p) {
   p.group_size = FastDivisor(p.config.group_size);
   p.page_size = FastDivisor(p.levels[0].table.page_size);
   p.num_ctas = FastDivisor(p.config.num_ctas);
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
   for (int32_t i = 0; i < p.num_levels; ++i) {
     const PageTable& table = p.levels[i].table;
     p.levels[i].kv_length = table.kv_lens ? table.kv_lens : table.last_page_len ? table.last_page_len : p.levels[i].qo_indptr;
@@ -148,8 +148,9 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
 
 /// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy, longer ones leave CTAs idle where requests are few
 /// and short. Where a KV tile has few tokens because they are wide, a CTA starts an item more slowly (docs/decisions.md).
-constexpr int32_t kChunkTokens = 640;
+constexpr int32_t kChunkTokens = 768;
 constexpr int32_t kLongChunkTokens = 1024;
+constexpr int32_t kUncutRequest = 1024;    // is one chunk
 constexpr int32_t kLongRequest = 8192;     // has long chunks
 
 /// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens: equal ones, whole KV tiles and pages. It depends on nothing but
@@ -157,7 +158,7 @@ constexpr int32_t kLongRequest = 8192;     // has long chunks
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
-  const bool is_long = group.kv_len >= kLongRequest || p.config.kv_tile < 128;
+  const bool is_long = group.kv_len <= kUncutRequest || group.kv_len >= kLongRequest || p.config.kv_tile < 128;
   const int64_t chunks = clamp<int64_t>(ceil_div<int64_t>(group.kv_len, is_long ? kLongChunkTokens : kChunkTokens), 1, kMaxLinks);
   const int64_t least = ceil_div<int64_t>(max_of(group.kv_len, 1), chunks);
   const int64_t page_size = level.table.page_size;
@@ -212,31 +213,35 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   return tile;
 }
 
-/// Cost of a (row tile, KV head) pair.
-ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t num_kv_tiles) {
-  return config.pair_cost[kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[kind];
-}
-
 /// What the place of a CTA's interval on the line depends on.
 struct PlacedTile {
   int64_t cost_begin;
-  int32_t kind;
+  int32_t cost_kind;
   int32_t num_kv_tiles;
 };
+
+/// Cost of a (row tile, KV head) pair.
+ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32_t num_kv_tiles) {
+  return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
+}
+
+/// Of a row tile that is on the line, of row group `group`.
+ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) { return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles}; }
 
 /// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same, as in a batch of equal lengths, it is that of
 /// whole pairs if they fit by 4 % (a line whose pairs only cost as much as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (docs/decisions.md).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost) {
   const int64_t share = max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
-  const int64_t of_pair = pair_cost(p.config, first.kind, first.num_kv_tiles);
+  const int64_t of_pair = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
   const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
   const int64_t whole_pairs = divide(num_pairs + p.config.num_ctas - 1, p.num_ctas) * of_pair;
   return num_pairs * of_pair == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share ? whole_pairs : share;
 }
 
-/// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+/// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
+/// PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t cost, int32_t is_plain) {
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t share, int64_t cost, int32_t is_plain) {
   if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
@@ -246,15 +251,18 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t 
     count -= half;
   }
   const PlacedTile tile = tiles(low);
-  const int64_t head_cost = pair_cost(config, tile.kind, tile.num_kv_tiles);
+  const int32_t own_cost = config.pair_cost[tile.cost_kind];
+  const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];
+  const int64_t head_cost = pair_cost(config, tile.cost_kind, tile.num_kv_tiles);
   const int64_t inside = cost - tile.cost_begin;
   Position position;
   position.tile = low;
   position.is_plain = is_plain;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
-  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - config.pair_cost[tile.kind], 0);
-  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, p.kv_tile_cost[tile.kind]));
-  if (position.kv_tile == tile.num_kv_tiles || (config.batch_invariant && position.kv_tile > 0)) {
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
+  const bool uncut = config.batch_invariant || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, share);
+  if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
       position.head = 0;
@@ -277,7 +285,7 @@ struct Planned {
 
 ATTN_HD bool is_plain(const PlanParams& p, const Planned& planned) { return planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr; }
 
-/// Everything but the levels and `arrived`.
+/// Everything but the levels.
 ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   ScheduleHeader& header = *p.schedule.header;
   header.num_groups = planned.num_groups;
@@ -290,7 +298,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.whole_pairs = p.config.batch_invariant;
   header.num_requests = planned.num_requests;
   header.share = planned.share;
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
     header.pair_cost[kind] = p.config.pair_cost[kind];
   }
