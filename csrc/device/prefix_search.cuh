@@ -52,17 +52,31 @@ class AttachmentMail {
     word().store(static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
   }
 
-  /// Waits for it, and empties the slot for the next plan.
-  __device__ Attachment receive() const {
+  /// Waits for it.
+  __device__ Attachment wait() const {
     uint64_t value;
     do {
       value = word().load(cuda::memory_order_relaxed);
     } while (value == 0);
-    word().store(0, cuda::memory_order_relaxed);
-    return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)};
+    return attachment(value);
   }
 
+  /// Waits for two at once.
+  __device__ static void wait(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
+    uint64_t first, second;
+    do {
+      first = a.word().load(cuda::memory_order_relaxed);
+      second = b.word().load(cuda::memory_order_relaxed);
+    } while (first == 0 || second == 0);
+    of_a = attachment(first);
+    of_b = attachment(second);
+  }
+
+  /// Empties the slot for the next plan.
+  __device__ void clear() const { word().store(0, cuda::memory_order_relaxed); }
+
  private:
+  __device__ static Attachment attachment(uint64_t value) { return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)}; }
   __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
 
   uint64_t& word_;
@@ -91,9 +105,30 @@ struct SearchTeam {
   }
 };
 
-/// Leading pages that requests a and b share.
-__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
-  constexpr int32_t kBatch = 8;
+/// Pages of a request that a thread compares at a time.
+constexpr int32_t kComparedPages = 8;
+
+/// The first pages that a thread compares, of its team's request and of request 0, read before anything is known of them: nearly always request 0 is what the search
+/// compares first. Only of dense tables, whose rows are where they are.
+struct PagesAhead {
+  int32_t of_own[kComparedPages];
+  int32_t of_first[kComparedPages];
+  bool valid;
+
+  __device__ __forceinline__ PagesAhead(const PageTable& table, const SearchTeam& team, int32_t request) : valid(!table.indptr && !table.rows && request < table.num_rows) {
+#pragma unroll
+    for (int32_t i = 0; i < kComparedPages; ++i) {
+      const int64_t entry = static_cast<int64_t>(team.thread / 32 * 32 * kComparedPages + i * 32 + team.thread % 32) * table.entry_step;
+      const bool exists = valid && entry < table.row_entries;
+      of_own[i] = exists ? __ldg(table.indices + request * table.row_stride + entry) : 0;
+      of_first[i] = exists ? __ldg(table.indices + entry) : 0;
+    }
+  }
+};
+
+/// Leading pages that requests a and b share. `ahead`: of a and request 0.
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, const PagesAhead& ahead, int32_t a, int32_t b) {
+  constexpr int32_t kBatch = kComparedPages;
   const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
   const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
   const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
@@ -103,13 +138,14 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
 #pragma unroll 1
   for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
     int32_t of_x[kBatch], of_y[kBatch];
+    const bool is_ahead = ahead.valid && b == 0 && first == team.thread / 32 * 32 * kBatch;
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
       const int32_t page = first + i * 32 + team.thread % 32;
       of_x[i] = of_y[i] = 0;
       if (page < limit) {
-        of_x[i] = __ldg(x);
-        of_y[i] = __ldg(y);
+        of_x[i] = is_ahead ? ahead.of_own[i] : __ldg(x);
+        of_y[i] = is_ahead ? ahead.of_first[i] : __ldg(y);
       }
       x += stride;
       y += stride;
@@ -167,14 +203,14 @@ __device__ __forceinline__ int32_t next_candidate(const PageTable& table, const 
 }
 
 /// Where a request attaches.
-__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
+__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, const PagesAhead& ahead, int32_t request) {
   const int32_t own = m.forest[request].pages;
   Attachment best{-1, 0};
   if (own == 0) return best;
   int32_t other = first_candidate(m.forest, request);
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
-    const int32_t common = common_pages(table, m, team, request, other);
+    const int32_t common = common_pages(table, m, team, ahead, request, other);
     if (common > best.pages) best = Attachment{other, common};
     if (best.pages == own || comparisons == kMaxComparisons) break;
     other = next_candidate(table, m, team, request, other, best.pages);
@@ -189,13 +225,15 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   const int32_t size = p.levels[0].num_groups;
   const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
   const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;
+  PagesAhead ahead(p.levels[0].table, team, begin + team.index);
   uint32_t errors = 0;     // the first CTA sees them too
   read_requests(p, PlanTeam{0, kPlanThreads}, m, begin + step < size ? size : min_of(begin + kSearchTeams, size), errors);
   __syncthreads();
 #pragma unroll 1
   for (int32_t request = begin + team.index; request < size; request += step) {
-    const Attachment attachment = attach(p.levels[0].table, m, team, request);
+    const Attachment attachment = attach(p.levels[0].table, m, team, ahead, request);
     if (team.thread == 0 && attachment.leader >= 0) AttachmentMail(p.schedule.attachments + request).send(attachment);
+    ahead.valid = false;   // of the requests behind
   }
 }
 
