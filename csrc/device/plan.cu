@@ -255,19 +255,13 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   const int32_t from_last = kPlanThreads - 1 - thread;
   if (from_last == 0) write_header(p, planned);
   if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
-  const auto place_ctas = [&](const auto& tiles) {
-#pragma unroll 1
-    for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-      store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, planned.share, cta * planned.share, is_plain(p, planned)));
-    }
+  const auto tiles = [&](int32_t i) {
+    if (i < kCachedTiles) return shared.tiles[i];
+    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
-  if (line.num_tiles <= kCachedTiles) {
-    place_ctas([&](int32_t i) { return shared.tiles[i]; });
-  } else {
-    place_ctas([&](int32_t i) {
-      if (i < kCachedTiles) return shared.tiles[i];
-      return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
-    });
+#pragma unroll 1
+  for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, planned.share, cta * planned.share, is_plain(p, planned)));
   }
 }
 

@@ -105,31 +105,9 @@ struct SearchTeam {
   }
 };
 
-/// Pages of a request that a thread compares at a time.
-constexpr int32_t kComparedPages = 8;
-
-/// The first pages that a thread compares, of its team's request and of request 0, read before anything is known of them: nearly always request 0 is what the search
-/// compares first. Only of dense tables, whose rows are where they are.
-struct PagesAhead {
-  int32_t of_own[kComparedPages];
-  int32_t of_first[kComparedPages];
-  bool valid;
-
-  __device__ __forceinline__ PagesAhead(const PageTable& table, const SearchTeam& team, int32_t request) : valid(!table.indptr && !table.rows && request < table.num_rows) {
-#pragma unroll
-    for (int32_t i = 0; i < kComparedPages; ++i) {
-      const int64_t entry = static_cast<int64_t>(team.thread / 32 * 32 * kComparedPages + i * 32 + team.thread % 32) * table.entry_step;
-      const bool exists = valid && entry < table.row_entries;
-      of_own[i] = exists ? __ldg(table.indices + request * table.row_stride + entry) : 0;
-      of_first[i] = exists ? __ldg(table.indices + entry) : 0;
-    }
-  }
-};
-
-/// Leading pages that requests a and b share. `ahead`: of a and request 0.
-__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, const PagesAhead& ahead, int32_t a, int32_t b) {
-  constexpr int32_t kBatch = kComparedPages;
-  const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
+/// Leading pages that requests a and b share, of the first `limit`; a thread compares kBatch of them at a time.
+template <int32_t kBatch>
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b, int32_t limit) {
   const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
   const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
   const int32_t* x = table.indices + m.table_begin[a] + begin;
@@ -138,14 +116,13 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
 #pragma unroll 1
   for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
     int32_t of_x[kBatch], of_y[kBatch];
-    const bool is_ahead = ahead.valid && b == 0 && first == team.thread / 32 * 32 * kBatch;
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
       const int32_t page = first + i * 32 + team.thread % 32;
       of_x[i] = of_y[i] = 0;
       if (page < limit) {
-        of_x[i] = is_ahead ? ahead.of_own[i] : __ldg(x);
-        of_y[i] = is_ahead ? ahead.of_first[i] : __ldg(y);
+        of_x[i] = __ldg(x);
+        of_y[i] = __ldg(y);
       }
       x += stride;
       y += stride;
@@ -203,14 +180,15 @@ __device__ __forceinline__ int32_t next_candidate(const PageTable& table, const 
 }
 
 /// Where a request attaches.
-__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, const PagesAhead& ahead, int32_t request) {
+__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
   const int32_t own = m.forest[request].pages;
   Attachment best{-1, 0};
   if (own == 0) return best;
   int32_t other = first_candidate(m.forest, request);
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
-    const int32_t common = common_pages(table, m, team, ahead, request, other);
+    const int32_t limit = min_of(own, m.forest[other].pages);
+    const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
     if (common > best.pages) best = Attachment{other, common};
     if (best.pages == own || comparisons == kMaxComparisons) break;
     other = next_candidate(table, m, team, request, other, best.pages);
@@ -225,15 +203,13 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   const int32_t size = p.levels[0].num_groups;
   const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
   const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;
-  PagesAhead ahead(p.levels[0].table, team, begin + team.index);
   uint32_t errors = 0;     // the first CTA sees them too
   read_requests(p, PlanTeam{0, kPlanThreads}, m, begin + step < size ? size : min_of(begin + kSearchTeams, size), errors);
   __syncthreads();
 #pragma unroll 1
   for (int32_t request = begin + team.index; request < size; request += step) {
-    const Attachment attachment = attach(p.levels[0].table, m, team, ahead, request);
+    const Attachment attachment = attach(p.levels[0].table, m, team, request);
     if (team.thread == 0 && attachment.leader >= 0) AttachmentMail(p.schedule.attachments + request).send(attachment);
-    ahead.valid = false;   // of the requests behind
   }
 }
 

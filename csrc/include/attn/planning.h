@@ -246,11 +246,9 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t 
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
-    const int32_t quarter = (count + 3) / 4;   // the one sought is one of the `count` tiles from `low` on; three looks at once take a GPU as long as one
-    int32_t parts = 0;                         // that begin at or before `cost`, but for the first
-    for (int32_t part = 1; part < 4; ++part) parts += part * quarter < count && tiles(low + min_of(part * quarter, count - 1)).cost_begin <= cost;
-    low += parts * quarter;
-    count = min_of(quarter, count - parts * quarter);
+    const int32_t half = count / 2;      // of the `count` tiles from `low` on, the one sought is among the first count - half, or those behind `low + half`
+    if (tiles(low + half).cost_begin <= cost) low += half;
+    count -= half;
   }
   const PlacedTile tile = tiles(low);
   const int32_t own_cost = config.pair_cost[tile.cost_kind];
