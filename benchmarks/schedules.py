@@ -12,9 +12,8 @@ def total_cost(schedule: Schedule, num_kv_heads: int) -> int:
 
 
 def balance(schedule: Schedule, num_kv_heads: int) -> float:
-    """Cost of the longest interval of the line ÷ mean of all CTAs' intervals: 1 is perfect. CTAs without work count; Q that a CTA loads again does not."""
-    costs = ScheduleCosts.of(schedule, num_kv_heads).begins.diff().double()
-    return float(costs.max() / costs.mean()) if costs.sum() > 0 else 1.0
+    """Cost of the busiest CTA ÷ mean of all: 1 is perfect. CTAs without work count, and Q that a CTA loads again."""
+    return ScheduleCosts.of(schedule, num_kv_heads).balance
 
 
 def taken_prefixes(schedule: Schedule) -> int:

@@ -29,6 +29,7 @@ class Model:
     positions: list[list[int]]
     links: list[list[list[int]]]
     errors: int
+    in_turn: bool
 
 
 def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
@@ -59,8 +60,10 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
-    cost_begin, positions = _positions(config, num_kv_heads, groups, tiles)
-    return Model(groups, table_begin, tiles, cost_begin, positions, [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else [], errors)
+    longest = max(((_pair_cost(config, group[5] + 4 * (group[6] >= 0), group[2]), group[5]) for group in groups), default=(0, 0))
+    cost_begin, positions, in_turn = _positions(config, num_kv_heads, groups, tiles, longest if len(tiles) >= 2 * len(groups) else None)
+    used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
+    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, in_turn)
 
 
 def _clamp(value: int, low: int, high: int) -> int:
@@ -121,10 +124,21 @@ def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kin
     return tiles
 
 
-def _positions(config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share, and where an interval may start."""
+def _pair_cost(config: Schedule, kind: int, kv_len: int) -> int:
+    return config.pair_cost[kind] + -(-max(kv_len, 1) // config.kv_tile) * config.kv_tile_cost[kind]
+
+
+def _positions(
+    config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]], longest: tuple[int, int] | None
+) -> tuple[list[int], list[list[int]], bool]:
+    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share and that an interval may start with, or
+    the first pair. `longest`: cost and kind of the longest pair, where pairs may be taken in turn."""
+
+    def takes_turns(share: int) -> bool:
+        return config.turns > 0 and longest is not None and longest[1] == config.max_kind and longest[0] * config.turns <= share
+
     if not tiles:
-        return [], [[0, 0, 0]] * (config.num_ctas + 1)
+        return [], [[0, 0, 0]] * (config.num_ctas + 1), takes_turns(config.min_share)
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
     kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
     weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
@@ -135,6 +149,7 @@ def _positions(config: Schedule, num_kv_heads: int, groups: list[list[int]], til
     whole = -(-len(ends) // config.num_ctas) * int(ends[0])
     if total == len(ends) * int(ends[0]) and share <= whole <= share * 1.04:
         share = whole
+    in_turn = takes_turns(share)
     points = []
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
@@ -142,21 +157,21 @@ def _positions(config: Schedule, num_kv_heads: int, groups: list[list[int]], til
             own, weight = int(pair_costs[pair]), int(weights[pair])
             kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
             cut_saves = (int(counts[pair]) - 1) * weight     # to leave all KV tiles but the first to another CTA, which then loads Q, too
-            uncut = counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share
+            uncut = in_turn or (counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share)
             if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])
-    return starts[::num_kv_heads].tolist(), points
+    return starts[::num_kv_heads].tolist(), points, in_turn
 
 
 def differences(schedule: Schedule, model: Model) -> list[str]:
     """Names of the fields in which they differ."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "links"]
     different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
-    return different + (["errors"] if schedule.errors != model.errors else [])
+    return different + [name for name in ("errors", "in_turn") if getattr(schedule, name) != getattr(model, name)]
 
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
-    return a.errors == b.errors and a.forest == b.forest and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    return (a.errors, a.forest, a.in_turn) == (b.errors, b.forest, b.in_turn) and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -174,7 +174,7 @@ def _draw_ctas(picture: Picture, planned: Planned, top: float, height: float) ->
     longest, ideal = max(ctas), sum(ctas) / len(ctas)
     scale = width / max(longest * 1.02, 1)
     picture.text(left, top - 10, f"{len(ctas)} CTAs: busiest {longest} units, ideal {ideal:.1f}, balance {costs.balance:.3f}", bold=True)
-    for part in costs.parts():
+    for part in costs.parts:
         color = _own_color(planned, part.group) if part.group < requests else TAKEN[part.group % len(TAKEN)]
         title = f"CTA {part.cta}: row group {part.group}, {part.end - part.begin} units"
         picture.rect(left + part.begin * scale, top + part.cta * height, max((part.end - part.begin) * scale - 0.6, 0.4), height * 0.88, color, title=title)

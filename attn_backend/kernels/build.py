@@ -1,4 +1,5 @@
-"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel, and fails on spills or a source that does not compile."""
+"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel, and fails on spills, on wgmma that
+wait for each other, or a source that does not compile."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from .cubins import ARCHS, compile_kernel, kernel_sources
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _TOLERATED_BYTES = 24  # head_dim 256 of the Hopper kernel: a value once a work item, one once a KV tile of a narrow row tile, which waits for memory
+_SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -45,7 +47,7 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                 continue
             registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
             spills = spilled_bytes(report)
-            verdict = "  SPILLS" if spills > _TOLERATED_BYTES else ""
+            verdict = "  SPILLS" if spills > _TOLERATED_BYTES else "  SERIALIZES WGMMA" if _SERIALIZED in report else ""
             failures += bool(verdict)
             kib = path.stat().st_size >> 10
             print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s{verdict}", flush=True)

@@ -22,6 +22,7 @@ def describe_errors(errors: int) -> str:
     return "; ".join(text for bit, text in _ERRORS if errors & bit)
 
 
+_IN_TURN = 1 << 1     # of ScheduleFlag
 _REASONS = ("taken", "saves too little", "no room for its states", "too many levels", "the whole forest saves too little")
 
 
@@ -88,7 +89,8 @@ class Schedule:
         forest: the shared prefixes that were found.
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
-        num_ctas, kv_tile, max_kind, max_tiles, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
+        in_turn: whether a GPU's CTAs take pairs in turn; the intervals are then of whole pairs, and nobody need keep to them.
+        num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
     """
 
     groups: torch.Tensor
@@ -101,10 +103,12 @@ class Schedule:
     forest: tuple[PrefixNode, ...]
     errors: int
     levels: tuple[tuple[int, int, int, int], ...]
+    in_turn: bool
     num_ctas: int
     kv_tile: int
     max_kind: int
     max_tiles: int
+    turns: int
     min_share: int
     kv_tile_cost: tuple[int, ...]
     pair_cost: tuple[int, ...]
@@ -112,13 +116,13 @@ class Schedule:
     @classmethod
     def read(cls, workspace: torch.Tensor, config: list[int]) -> Schedule:
         """Reads the bytes of a workspace (uint8, CPU); `config` comes from the host library's schedule_config()."""
-        _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, min_share, *costs = config[:33]
-        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[33:]
+        _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, turns, min_share, *costs = config[:34]
+        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[34:]
 
         def int32(begin: int, count: int, size: int) -> torch.Tensor:
             return workspace[begin : begin + 4 * count * size].view(torch.int32).view(count, size)
 
-        num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, _, _, num_requests, _ = int32(0, 1, 10)[0].tolist()
+        num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, _, num_requests, _ = int32(0, 1, 10)[0].tolist()
         levels = int32(112, num_levels, 10)
         groups = int32(groups_at, num_groups, 10)
         tiles = int32(tiles_at, num_tiles, 8)
@@ -135,10 +139,12 @@ class Schedule:
             forest=_read_forest(int32(nodes_at, num_requests, 12)),
             errors=errors,
             levels=tuple((step, causal, window, begin) for step, causal, window, begin in levels[:, 6:].tolist()),
+            in_turn=bool(flags & _IN_TURN),
             num_ctas=num_ctas,
             kv_tile=kv_tile,
             max_kind=max_kind,
             max_tiles=max_tiles,
+            turns=turns,
             min_share=min_share,
             kv_tile_cost=tuple(costs[:8]),
             pair_cost=tuple(costs[8:16]),

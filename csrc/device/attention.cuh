@@ -156,7 +156,7 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  if (__builtin_expect(cursor.now.is_plain, 1)) {
+  if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Element, kHeadDim, Variant, false>(params, cursor);
   } else {
     run_interval<Element, kHeadDim, Variant, true>(params, cursor);

@@ -197,7 +197,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
   const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
   const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
-  const int32_t count = params.schedule.positions[blockIdx.x + 1].is_plain ? 0 : params.schedule.header->num_merge_rows * num_qo_heads;
+  const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain ? 0 : params.schedule.header->num_merge_rows * num_qo_heads;
   const SharedPair pair(params);
   int32_t i = blockIdx.x * gridDim.y * kWarpsPerBlock + warp_of_column;
   int32_t tile_row = warp_of_column;

@@ -21,6 +21,7 @@ struct PlanSharedMemory {
   int32_t takes_forest;
   uint32_t errors;
   int32_t num_merge_rows;
+  int32_t longest_pair;
 };
 
 static_assert(sizeof(PlanSharedMemory) <= kPlanSharedBytes, "what the host asks for");
@@ -144,6 +145,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
   const PlanTeam team{0, kPlanThreads};
   const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
   bool differ = false;
+  int32_t longest = 0;
   line = Line{0, 0};
 #pragma unroll 1
   for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
@@ -155,6 +157,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
     if (i < planned.num_groups) {
       group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
       count = count_row_tiles(config, group);
+      longest = max_of(longest, longest_pair(p, group));
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
         cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
@@ -183,6 +186,8 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
     line.num_tiles += total.b;
     line.cost += total.a;
   }
+  longest = __reduce_max_sync(0xffffffffu, longest);
+  if (threadIdx.x % 32 == 0 && longest > 0) atomicMax(&shared.longest_pair, longest);
   return !differ && line.num_tiles <= config.max_tiles;
 }
 
@@ -249,9 +254,10 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
     if (shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
   }
   planned.num_tiles = line.num_tiles;
-  planned.share = cta_share(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.num_tiles, line.cost);
   planned.errors = shared.errors;
+  planned.longest_pair = shared.longest_pair;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
+  finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
   const int32_t from_last = kPlanThreads - 1 - thread;
   if (from_last == 0) write_header(p, planned);
   if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
@@ -261,7 +267,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   };
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, line.num_tiles, line.cost, planned.share, cta * planned.share, is_plain(p, planned)));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta * planned.share));
   }
 }
 
@@ -276,7 +282,7 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
     return;
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
-  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = 0;
+  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = 0;
   Planned planned{};
   planned.num_groups = kSeeksForest ? size : p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p);
   planned.num_links = p.num_levels;

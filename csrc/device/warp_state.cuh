@@ -95,20 +95,22 @@ struct WarpState {
     }
   }
 
+  /// Of a row's scores in this lane's columns.
+  template <int kBlocks>
+  __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
+    float m[4];             // not one maximum after another, each waiting for the last
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) m[n % 4] = fmaxf(m[n % 4], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
+  }
+
   /// Brings the maximum of row block b, and its sum, up to the scores' if one exceeds it by kSlack: with probabilities up to 2^kSlack nothing overflows, and the output
   /// is seldom scaled. Returns whether it did (for the whole warp); then the output must be multiplied with `correction`.
   template <int kBlocks>
   __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
-    float highest[2];   // of this lane's columns
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float m[4];           // not one maximum after another, each waiting for the last
-#pragma unroll
-      for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) m[n % 4] = fmaxf(m[n % 4], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-      highest[half] = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
-    }
+    float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
     const float slack = __fdividef(kSlack, scale);
     if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack)) return false;
 #pragma unroll
@@ -122,6 +124,19 @@ struct WarpState {
       sum[b][half] *= correction[half];
     }
     return true;
+  }
+
+  /// Gives the rows of row block b that have seen nothing yet the maximum of these scores. Returns whether all of the warp's have one.
+  template <int kBlocks>
+  __device__ __forceinline__ bool find_maxima(int b, const float (&s)[kBlocks][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = highest_score(s, half);
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      if (maximum[b][half] == minus_infinity()) maximum[b][half] = highest;
+    }
+    return __all_sync(0xffffffffu, maximum[b][0] != minus_infinity() && maximum[b][1] != minus_infinity());
   }
 
   __device__ __forceinline__ void scale_output(int b, const float (&correction)[2]) {

@@ -14,6 +14,14 @@ struct WorkCursor {
 
   __device__ __forceinline__ WorkCursor(const Schedule& schedule, int32_t cta) : now(schedule.positions[cta]), end(schedule.positions[cta + 1]) {}
 
+  __device__ __forceinline__ bool is_in_turn() const { return (now.flags & kInTurn) != 0; }
+
+  /// Leaves what there was for a whole pair.
+  __device__ __forceinline__ void take(const Position& pair) {
+    now = pair;
+    end = Position{pair.tile, pair.head + 1, 0, 0};
+  }
+
   __device__ __forceinline__ bool done() const { return !(now < end); }
 
   __device__ __forceinline__ bool in_last_pair() const { return now.tile == end.tile && now.head == end.head; }

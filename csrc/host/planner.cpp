@@ -49,6 +49,7 @@ void plan_on_host(const PlanParams& p) {
   for (int32_t i = 0; i < planned.num_groups; ++i) {
     RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
+    planned.longest_pair = max_of(planned.longest_pair, longest_pair(p, group));
     counted += count_row_tiles(config, group);
   }
   if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
@@ -68,9 +69,9 @@ void plan_on_host(const PlanParams& p) {
   }
 
   const auto tiles = [&](int32_t i) { return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]); };
-  planned.share = cta_share(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, planned.num_tiles, total_cost);
+  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    p.schedule.positions[cta] = find_position(p, tiles, planned.num_tiles, total_cost, planned.share, cta * planned.share, is_plain(p, planned));
+    p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta * planned.share);
   }
   write_header(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);

@@ -113,7 +113,7 @@ def test_view_is_what_the_batch_says() -> None:
 # Costs
 
 
-@pytest.mark.parametrize("text", ["1x1", "1x5000", "40x300+1x700@900", "3x0@0+2x64+1x0@9", "2x0@0"])
+@pytest.mark.parametrize("text", ["1x1", "1x5000", "40x300+1x700@900", "30x300@300+1x700@900", "3x0@0+2x64+1x0@9", "2x0@0"])
 @pytest.mark.parametrize("num_ctas", [1, 7, 132])
 def test_costs_add_up(text: str, num_ctas: int) -> None:
     """The parts of a CTA follow one another and cover what it is charged; KV tiles and pairs counted one by one give the same sum."""
@@ -123,7 +123,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
     schedule = attention.schedule()
     costs = ScheduleCosts.of(schedule, 2)
     ends = [0] * num_ctas
-    for part in costs.parts():
+    for part in costs.parts:
         assert part.begin == ends[part.cta] < part.end
         ends[part.cta] = part.end
     assert ends == costs.ctas.tolist()
@@ -137,6 +137,10 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
                 expected[cta] += schedule.kv_tile_cost[kind]
             for cta in set(owners):
                 expected[cta] += schedule.pair_cost[kind]
+    if schedule.in_turn:
+        assert sum(expected) == costs.total == int(costs.ctas.sum())
+        assert int(costs.ctas.max() - costs.ctas.min()) <= max(part.end - part.begin for part in costs.parts)
+        return
     # Of CTAs that start at the same position the last one has the work; the others have none.
     assert costs.ctas.tolist() == expected
     assert costs.kv_tokens == sum(kv_len for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True) if qo_len)

@@ -58,6 +58,34 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
     assert schedule.positions[-1].tolist() == [batch, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "in_turn"),
+    [
+        ((512,) * 32, (512,) * 32, True),
+        ((700, 20, 1, 300, 2000) * 8, (700, 20, 900, 300, 2500) * 8, True),
+        ((4096,), (4096,), False),                # too few pairs
+        ((128,) * 16, (4096,) * 16, False),
+        ((1,) * 256, (1024,) * 256, False),       # decode
+        ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
+    ],
+)
+def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], in_turn: bool) -> None:
+    """By the Hopper kernel, where the batch is large and computes more than it reads; a CPU plans as for it."""
+    if device.type == "cuda" and not attention_kernels.is_available("hopper"):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=256, kernel="hopper")
+    lengths = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    pages = torch.arange(len(kv_lens) * 256, dtype=torch.int32, device=device).view(len(kv_lens), -1)
+    qo_indptr = torch.tensor([0, *torch.tensor(qo_lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    view = BSRView(qo_indptr, PageTable.block_table(pages, lengths, 16))
+    attention.plan(view)
+    schedule = attention.schedule()
+    assert schedule.in_turn == in_turn
+    if in_turn:
+        assert (schedule.positions[:, 2] == 0).all()
+    assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
+
+
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("options", [{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], ids=["plain", "cascade", "always", "invariant"])
@@ -162,8 +190,15 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
     assert partial_slots <= 2 * schedule.num_ctas
 
-    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end.
-    heaviest = max((schedule.kv_tile_cost[kind] + 2 * schedule.pair_cost[kind] for kind in cost_kinds), default=0)
+    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole pairs where they
+    # are taken in turn.
+    heaviest = max(
+        (
+            schedule.kv_tile_cost[kind] * (tile[5] if schedule.in_turn else 1) + 2 * schedule.pair_cost[kind]
+            for kind, tile in zip(cost_kinds, tiles, strict=True)
+        ),
+        default=0,
+    )
     share = max(-(-sum(costs) // schedule.num_ctas), schedule.min_share)
     assert max(costs) < share + heaviest
     working = [cta for cta, cost in enumerate(costs) if cost]

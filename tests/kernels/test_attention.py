@@ -125,6 +125,29 @@ def test_large_logits(device: torch.device) -> None:
         torch.testing.assert_close(case.lse.double(), lse, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("growth", [0.5, 3.0, 30.0, 400.0])
+def test_logits_that_grow(device: torch.device, growth: float, dtype: torch.dtype) -> None:
+    """Rows whose largest logits come last, by little or beyond what exponentials can hold relative to the first; rows beside them keep their bits."""
+    head_dim = 128
+    case = case_tensors.build(Spec((600,), (700,), head_dim=head_dim, group_size=2, dtype=dtype), device)
+    attention = case.attention()
+    attention.plan(case.view)
+
+    tokens = torch.arange(700, device=device)
+    grows = torch.arange(600, device=device) % 3 == 1     # every third row sees logits that grow with the tokens, in an element that others have not
+    case.q[:600, :, 0] = torch.where(grows, head_dim**0.5, 0.0)[:, None].to(dtype)
+    growing = (tokens / 700 * growth).to(dtype)[:, None]
+    case.k_slots[case.slots[0], :, 0] = growing
+    case.kv.k[case.slots[0] // 16, case.slots[0] % 16, :, 0] = growing
+    before = case.run(attention, lse=case.lse).clone()
+    case_tensors.check(case, before, case.lse)
+    case.q[:600, :, 0] = 0
+    after = case.run(attention, lse=case.lse)
+    assert torch.equal(before[:600][~grows], after[:600][~grows])
+    assert not torch.equal(before[:600][grows], after[:600][grows])
+
+
 def test_out_is_allocated(device: torch.device) -> None:
     case = case_tensors.build(Spec((1, 3), (5, 3)), device)
     attention = case.attention()

@@ -26,7 +26,8 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     shared.init_barriers(params.box_tokens > 0 ? 1 : 32);
   }
   __syncthreads();
-  if (cursor.done()) return;
+  const bool has_work = cursor.is_in_turn() ? static_cast<int32_t>(blockIdx.x) < params.attention.schedule.header->num_tiles * params.attention.num_kv_heads : !cursor.done();
+  if (!has_work) return;
 
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<producer_registers(kHeadDim)>();

@@ -20,9 +20,6 @@
 
 namespace attn::hopper {
 
-/// Named barriers.
-enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */ };
-
 __device__ __forceinline__ int consumer_thread() { return ptx::thread_id() - kProducerThreads; }
 __device__ __forceinline__ int consumer_warp() { return consumer_thread() / 32; }
 __device__ __forceinline__ int warpgroup() { return consumer_warp() / 4; }
@@ -80,6 +77,8 @@ struct Consumer {
   using Keys = KvTile<kHeadDim>;
   static constexpr int kTokens = kv_tile(kHeadDim);
   static constexpr bool kIsBFloat16 = Element::kIsBFloat16;
+  /// Whether the maxima of a wide row tile stay until probabilities outgrow them. Where the output takes half of the registers there are none to compute these again.
+  static constexpr bool kKeepsMaxima = kHeadDim <= 128;
 
   const AttentionParams& params;
   const Shared shared;
@@ -135,20 +134,78 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  /// Scores become probabilities. Returns whether the output must be multiplied with `correction`.
-  __device__ __forceinline__ bool soften(WarpState<Element, kHeadDim, 1>& state, float (&s)[1][kTokens / 8][4], float (&correction)[2]) const {
-    const bool raised = state.raise_maximum(0, s[0], correction);
+  /// Scores become probabilities relative to the rows' maxima; `added`: their sums over this lane's columns.
+  __device__ __forceinline__ static void soften(const WarpState<Element, kHeadDim, 1>& state, float (&s)[1][kTokens / 8][4], float (&added)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float base = state.base(0, half);
+      added[half] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
         s[0][n][2 * half] = ptx::ex2(s[0][n][2 * half] * state.scale - base);
         s[0][n][2 * half + 1] = ptx::ex2(s[0][n][2 * half + 1] * state.scale - base);
-        state.sum[0][half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
+        added[half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
       }
     }
-    return raised;
+  }
+
+  /// A row's probabilities of a KV tile that sum to more over a lane's columns, or to NaN, have outgrown the row's maximum. Far below what an element can hold; nothing is
+  /// less exact for being relative to a maximum that is too small.
+  static constexpr float kMostAdded = 4096.0f;
+
+  __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) { return !(added[half] <= kMostAdded); }
+
+  /// Probabilities of the rows that have outgrown their maxima, from scores multiplied again, and the output and the sums so far, relative to new maxima. Other rows stay as
+  /// they are: the bits of a row depend on no other.
+  __device__ __forceinline__ void soften_again(WarpState<Element, kHeadDim, 1>& state, const WorkItem& item, float (&s)[1][kTokens / 8][4], float (&added)[2], uint32_t q,
+                                               int slot, int32_t first_token, const TokenRange& unmasked) const {
+    constexpr int kStep = 16;   // tokens at a time
+    const int first_row = consumer_warp() * 16;
+    bool again[2];
+    float maximum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      again[half] = has_outgrown(added, half);
+      again[half] |= __shfl_xor_sync(0xffffffffu, again[half], 1);
+      again[half] |= __shfl_xor_sync(0xffffffffu, again[half], 2);
+      maximum[half] = state.maximum[0][half];
+    }
+    const auto multiply_again = [&](float (&step)[1][kStep / 8][4], int token) {
+      state.template scores<kStep, Query, Keys>(step, q, ptx::shared_address(shared.kv(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
+      finish_scores<Variant>(params, item, step, first_row, first_token + token, unmasked);
+    };
+#pragma unroll 1
+    for (int token = 0; token < kTokens; token += kStep) {
+      float step[1][kStep / 8][4];
+      multiply_again(step, token);
+#pragma unroll
+      for (int i = 0; i < kStep / 8 * 4; ++i) maximum[i % 4 / 2] = fmaxf(maximum[i % 4 / 2], step[0][i / 4][i % 4]);
+    }
+    float correction[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 1));
+      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 2));
+      correction[half] = again[half] ? ptx::ex2((state.maximum[0][half] - maximum[half]) * state.scale) : 1.0f;
+      if (again[half]) state.maximum[0][half] = maximum[half];
+      if (again[half]) added[half] = 0.0f;
+      state.sum[0][half] *= correction[half];
+    }
+    state.scale_output(0, correction);
+#pragma unroll 1
+    for (int token = 0; token < kTokens; token += kStep) {
+      float step[1][kStep / 8][4];
+      multiply_again(step, token);
+#pragma unroll
+      for (int i = 0; i < kStep / 8 * 4; ++i) {
+        const int half = i % 4 / 2;
+        float& score = step[0][i / 4][i % 4];
+        score = ptx::ex2(score * state.scale - state.base(0, half));
+        if (again[half]) added[half] += score;
+#pragma unroll
+        for (int n = i / 4; n < kTokens / 8; n += kStep / 8) s[0][n][i % 4] = again[half] && n / (kStep / 8) * kStep == token ? score : s[0][n][i % 4];
+      }
+    }
   }
 
   __device__ __forceinline__ static void pack(const float (&s)[1][kTokens / 8][4], uint32_t (&p)[kTokens / 16][4]) {
@@ -196,13 +253,17 @@ struct Consumer {
     return Query::columns_descriptor(ptx::shared_address(shared.q(slot)) + warpgroup() * 64 * Query::kRowBytes);
   }
 
+  /// For ldmatrix: the rows of this warp.
+  __device__ __forceinline__ uint32_t q_rows(int slot) const {
+    return ptx::shared_address(shared.q(slot)) + consumer_warp() * 16 * Query::kRowBytes + Query::rows_first(ptx::lane_id());
+  }
+
   /// Computes the wide items from `place` on, up to the first that is not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
   /// last values of the item before, and are ready when its output has been written.
   __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
-    float correction[2];
     wait_for_tile(kv);
     ptx::wgmma_fence();
     multiply_keys(s, query(place.slot), kv.slot);
@@ -215,23 +276,41 @@ struct Consumer {
       const TokenRange readable = item.readable;
       int32_t token = item.first_token;
       typename Shared::KvPlace values;
+      bool have_maxima = false;       // all rows of the warp
 
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(s[0]);
-      free_tile(kv);
-      next_tile();
-      // Scores of a KV tile become probabilities; then those of the next are multiplied together with this one's values.
+      // Scores of a KV tile become probabilities; then those of the next are multiplied together with this one's values. A row's maximum is that of the first tile in which
+      // it sees anything, and stays until probabilities outgrow it: looking for every tile's maxima takes a fifth of the softmax (docs/decisions.md).
       for (int left = item.num_kv_tiles;; token += kTokens) {
         const bool is_first = left == item.num_kv_tiles;
+        float added[2], correction[2];
+        bool raised = false;
         finish_scores<Variant>(params, item, s, first_row, token, unmasked);
-        const bool raised = soften(state, s, correction);
+        if constexpr (kKeepsMaxima) {
+          if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
+        } else {
+          raised = state.raise_maximum(0, s[0], correction);
+        }
+        soften(state, s, added);
+        ptx::wgmma_settle(s[0]);      // the exponentials before the wait
         if (!is_first) {
-          ptx::wgmma_settle(s[0]);    // the exponentials before the wait
           ptx::wgmma_wait<0>();
           ptx::wgmma_settle(state.o[0]);
           free_tile(values);
-          if (raised) state.scale_output(0, correction);
+          if constexpr (kKeepsMaxima) {
+            if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
+              soften_again(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked);
+            }
+          } else if (raised) {
+            state.scale_output(0, correction);
+          }
         }
+        state.sum[0][0] += added[0];
+        state.sum[0][1] += added[1];
+        free_tile(kv);
+        next_tile();
+        ptx::wgmma_settle(s[0]);      // p is still read before the wait
         pack(s, p);
         values = kv;
         next_tile();
@@ -243,8 +322,6 @@ struct Consumer {
         multiply_values(state, p, values.slot);
         ptx::wgmma_wait<1>();
         ptx::wgmma_settle(s[0]);
-        free_tile(kv);
-        next_tile();
       }
 
       typename Shared::QPlace next = place;

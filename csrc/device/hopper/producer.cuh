@@ -12,6 +12,7 @@
 #include "device/output.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/math.cuh"
+#include "device/ptx/named_barrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/work.cuh"
 
@@ -195,6 +196,42 @@ __device__ __forceinline__ void produce_item(const AttentionParams& params, cons
   place.next();
 }
 
+/// Where pairs are taken in turn: brings the producer's warps to the same pair. Each CTA begins with the pair of its own number; which one is next it asks while it
+/// brings the one before.
+template <int kHeadDim>
+class Turns {
+ public:
+  __device__ __forceinline__ Turns(const AttentionParams& params, const SharedMemory<kHeadDim>& shared) : params_(params), shared_(shared) {}
+
+  __device__ __forceinline__ void begin(WorkCursor& cursor) {
+    num_tiles_ = params_.schedule.header->num_tiles;
+    take(cursor, static_cast<int32_t>(blockIdx.x));
+  }
+
+  __device__ __forceinline__ void next(WorkCursor& cursor) {
+    if (ptx::thread_id() == 0) shared_.turn(number_) = asked_;
+    ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
+    const int32_t pair = shared_.turn(number_);
+    number_ ^= 1;
+    if (pair < num_pairs()) take(cursor, pair);
+  }
+
+ private:
+  __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
+
+  __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) {
+    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+    // All CTAs together ask as often as there are pairs: those that they did not begin with, and once each in vain. Then the count is 0 again.
+    if (ptx::thread_id() == 0) asked_ = params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken, num_pairs() - 1));
+  }
+
+  const AttentionParams& params_;
+  const SharedMemory<kHeadDim>& shared_;
+  int32_t num_tiles_;
+  int32_t number_ = 0;
+  int32_t asked_;       // of thread 0
+};
+
 /// Waits until part `part` of a KV tile may be filled. While row tiles are narrow that is when no more than narrow_parts would be in use.
 template <int kHeadDim>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared, const typename SharedMemory<kHeadDim>::KvPlace& place, bool narrow) {
@@ -210,6 +247,9 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
+  const bool in_turn = cursor.is_in_turn();
+  Turns<kHeadDim> turns(params, shared);
+  if (in_turn) turns.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
@@ -232,6 +272,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
       if (!Copier::kLooksUpFirst) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
+    if (in_turn) turns.next(cursor);
     if (cursor.done()) break;
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();

@@ -9,6 +9,9 @@
 
 namespace attn::hopper {
 
+/// Named barriers.
+enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
+
 /// A place in a ring of slots, and the parity of the phase that the ring is in.
 template <int kSlots>
 struct RingPlace {
@@ -47,6 +50,7 @@ struct SharedMemory {
   /// The tile that part number `part` of the ring belongs to.
   __device__ __forceinline__ char* kv(int part) const { return base + kLayout.kv + part / kParts * kLayout.kv_slot_bytes; }
   __device__ __forceinline__ WorkItem& item(int slot) const { return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes); }
+  __device__ __forceinline__ int32_t& turn(int number) const { return reinterpret_cast<int32_t*>(base + kLayout.turns)[number]; }
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
 
   __device__ __forceinline__ uint32_t q_full(int slot) const { return address + kLayout.barriers + slot * 8; }

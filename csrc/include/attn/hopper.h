@@ -54,6 +54,7 @@ struct SharedLayout {
   int32_t kv_slot_bytes;
   int32_t row_states;      // float [2 (maximum, sum)][kConsumerWarps][16]
   int32_t items;           // WorkItem [q_slots]
+  int32_t turns;           // int32 [2]: pairs that the producer takes in turn
   int32_t barriers;        // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts]
   int32_t bytes;
 
@@ -64,7 +65,8 @@ struct SharedLayout {
         kv_slot_bytes(kv_tile(head_dim) * head_dim * 2),
         row_states(kv + kv_slots(head_dim) * kv_slot_bytes),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        barriers(items + q_slots(head_dim) * kWorkItemBytes),
+        turns(items + q_slots(head_dim) * kWorkItemBytes),
+        barriers(turns + 2 * 4),
         bytes(barriers + 2 * (q_slots(head_dim) + kv_slots(head_dim) * slot_parts(head_dim)) * 8) {}
 };
 

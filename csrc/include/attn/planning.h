@@ -238,11 +238,49 @@ ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t 
   return num_pairs * of_pair == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share ? whole_pairs : share;
 }
 
+/// A plan as far as it is known; what write_header() is told.
+struct Planned {
+  int32_t num_groups;
+  int32_t num_tiles;
+  int32_t num_merge_rows;
+  int32_t num_links;
+  int32_t num_requests;    // that the forest was sought in
+  int64_t share;
+  int32_t longest_pair;    // the largest longest_pair() of all row groups
+  int32_t flags;           // ScheduleFlag bits
+  uint32_t errors;
+};
+
+/// A pair of a row group that sees all of its tokens: its cost, and in the lowest bits the kind of its row tile. The largest number is that of the longest pair.
+ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
+  const int64_t cost = pair_cost(p.config, cost_kind(group.kind, group.state_begin), p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1);
+  return static_cast<int32_t>(min_of<int64_t>(cost, kMaxInt32 / kNumTileKinds)) * kNumTileKinds + group.kind;
+}
+
+/// Whether whole pairs are taken in turn: where CTAs have many each, so that they end at about the same time, the longest are of the largest row tiles, so that a CTA can find
+/// out which is next beside its products, and row groups have several row tiles, which read the same K and V.
+ATTN_HD bool is_in_turn(const PlanParams& p, const Planned& planned) {
+  const int64_t cost = planned.longest_pair / kNumTileKinds;
+  const bool many = p.config.turns > 0 && cost * p.config.turns <= planned.share;
+  return many && planned.longest_pair % kNumTileKinds == p.config.max_kind && planned.num_tiles >= 2 * planned.num_groups;
+}
+
+/// Share and flags, when everything before them is known.
+ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
+  planned.share = cta_share(p, first, planned.num_tiles, total_cost);
+  const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
+  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0);
+}
+
+/// Whether no (row tile, head) is shared by CTAs.
+ATTN_HD bool has_whole_pairs(const PlanParams& p, const Planned& planned) { return p.config.batch_invariant || (planned.flags & kInTurn) != 0; }
+
 /// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
 /// PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t num_tiles, int64_t total_cost, int64_t share, int64_t cost, int32_t is_plain) {
-  if (cost >= total_cost) return Position{num_tiles, 0, 0, is_plain};
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int64_t cost) {
+  const int32_t num_tiles = planned.num_tiles;
+  if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
@@ -257,11 +295,11 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t 
   const int64_t inside = cost - tile.cost_begin;
   Position position;
   position.tile = low;
-  position.is_plain = is_plain;
+  position.flags = planned.flags;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
   const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
   position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
-  const bool uncut = config.batch_invariant || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, share);
+  const bool uncut = has_whole_pairs(p, planned) || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
   if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
@@ -272,19 +310,6 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, int32_t 
   return position;
 }
 
-/// What write_header() is told.
-struct Planned {
-  int32_t num_groups;
-  int32_t num_tiles;
-  int32_t num_merge_rows;
-  int32_t num_links;
-  int32_t num_requests;    // that the forest was sought in
-  int64_t share;
-  uint32_t errors;
-};
-
-ATTN_HD bool is_plain(const PlanParams& p, const Planned& planned) { return planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr; }
-
 /// Everything but the levels.
 ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   ScheduleHeader& header = *p.schedule.header;
@@ -294,9 +319,10 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.num_levels = count_levels(p);
   header.num_merge_rows = planned.num_merge_rows;
   header.num_links = planned.num_links;
-  header.is_plain = is_plain(p, planned);
-  header.whole_pairs = p.config.batch_invariant;
+  header.flags = planned.flags;
+  header.whole_pairs = has_whole_pairs(p, planned);
   header.num_requests = planned.num_requests;
+  header.pairs_taken = 0;
   header.share = planned.share;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];

@@ -4,6 +4,9 @@
 // that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An interval therefore starts and ends inside at most two (row tile, head) pairs, and a
 // pair that several CTAs share belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
 //
+// Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU need not keep to them: its CTAs take one pair after another, in turn, as they come for
+// it. Pairs of a row group and head are then computed at about the same time, by as many CTAs, and find their K and V in L2 (docs/decisions.md).
+//
 // A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds (forest.h), or of the KV chunks that a batch
 // invariant plan cuts a request into. Then it leaves a state in each of them, and `links` says which row groups those are.
 #pragma once
@@ -69,12 +72,18 @@ struct RowTile {
   int32_t num_kv_tiles;  // >= 1: a tile with nothing to attend to has one empty KV tile, so that its output is written
 };
 
+/// What a CTA must know of a schedule before anything else.
+enum ScheduleFlag : int32_t {
+  kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
+  kInTurn = 1 << 1,        // whole pairs may be taken in turn
+};
+
 /// A point on the line of work; ordered lexicographically.
 struct alignas(16) Position {
   int32_t tile;
   int32_t head;          // KV head
   int32_t kv_tile;       // counted from RowTile::kv_begin
-  int32_t is_plain;      // ScheduleHeader::is_plain: here it arrives with the first load of a CTA
+  int32_t flags;         // ScheduleFlag bits of the schedule: here they arrive with the first load of a CTA
 };
 
 ATTN_HD bool operator==(const Position& a, const Position& b) { return a.tile == b.tile && a.head == b.head && a.kv_tile == b.kv_tile; }
@@ -102,9 +111,10 @@ struct ScheduleHeader {
   int32_t num_levels;
   int32_t num_merge_rows;  // rows of `links` in use; 0: no row is in several groups
   int32_t num_links;       // links of each of them
-  int32_t is_plain;        // no row is in several groups, and there is no row list
+  int32_t flags;           // ScheduleFlag bits
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
+  uint32_t pairs_taken;    // in turn, beside the first of each CTA; 0 between launches
   int64_t share;           // cost that each CTA gets
   int32_t kv_tile_cost[kNumCostKinds];   // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
@@ -159,6 +169,7 @@ struct ScheduleConfig {
   int32_t max_nodes;                    // requests that a prefix forest is sought in; 0: never
   int32_t cascade;                      // CascadeMode
   int32_t batch_invariant;              // parts and their order depend on the request alone
+  int32_t turns;                        // pairs are taken in turn if so many as the longest make up a CTA's share; 0: never
   int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
@@ -231,6 +242,17 @@ struct Schedule {
     attachments = reinterpret_cast<Attachment*>(base + layout.attachments);
   }
 };
+
+/// Pair number `pair` in the order in which pairs are taken in turn: group by group, in a group head by head, and there the row tile first that sees most. The pairs of a
+/// group are those of its row tiles, times the number of heads.
+ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads, int32_t num_tiles, int32_t pair) {
+  const RowGroup& group = schedule.groups[schedule.tiles[pair / num_kv_heads].group];
+  const int32_t num_rows = group.qo_len * group_size.divisor;
+  const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
+  const int32_t inside = pair - group.tile_begin * num_kv_heads;
+  const int32_t head = inside / of_group;
+  return Position{group.tile_begin + of_group - 1 - (inside - head * of_group), head, 0, 0};
+}
 
 /// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the one in whose middle it ends. If both are
 /// the same pair it writes the first only.
