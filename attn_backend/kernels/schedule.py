@@ -123,7 +123,7 @@ class Schedule:
             return workspace[begin : begin + 4 * count * size].view(torch.int32).view(count, size)
 
         num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, _, num_requests, _ = int32(0, 1, 10)[0].tolist()
-        levels = int32(112, num_levels, 10)
+        levels = int32(128, num_levels, 10)
         groups = int32(groups_at, num_groups, 10)
         tiles = int32(tiles_at, num_tiles, 8)
         links = int32(links_at, num_links * max_merge_rows if num_merge_rows else 0, 2)

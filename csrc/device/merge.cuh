@@ -146,7 +146,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
       const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
       parts.tile_row = packed % tile_rows(group.kind);
       if (tile < header.num_tiles) {
-        const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], group.state_begin, params.group_size.divide(row.qo_head), params.num_ctas);
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads, params.group_size.divide(row.qo_head), params.num_ctas);
         parts.of_link = 1 + inside.end - inside.begin;
         parts.first_cta = inside.begin;
         parts.first_state = static_cast<int32_t>(row_state_index(params, group.state_begin + link.index, row.qo_head));

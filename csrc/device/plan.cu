@@ -234,7 +234,8 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   }
   Line line;
   const bool placed = place_groups<kSeeksForest>(p, m, shared, tile_begin, planned, line, errors);
-  if (line.num_tiles > config.max_tiles) {
+  const bool fits = line.num_tiles <= config.max_tiles;
+  if (!fits) {
     errors |= kQoIndptrInvalid;
     line.num_tiles = config.max_tiles;
   }
@@ -258,16 +259,23 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   planned.longest_pair = shared.longest_pair;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
-  const int32_t from_last = kPlanThreads - 1 - thread;
-  if (from_last == 0) write_header(p, planned);
-  if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
+  if constexpr (kSeeksForest) {
+    if (planned.num_groups == p.levels[0].num_groups + 1 && fits) {
+      const int32_t tile = tile_begin[planned.num_groups - 1];
+      const SharedPairs pairs{tile, tiles(tile), (line.num_tiles - tile) * config.num_kv_heads};
+      align_prefix(p, pairs, __reduce_min_sync(0xffffffffu, judge_alignment(p, pairs, thread % 32 + 1)), planned);
+    }
+  }
+  const int32_t from_last = kPlanThreads - 1 - thread;
+  if (from_last == 0) write_header(p, planned);
+  if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta * planned.share));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta));
   }
 }
 

@@ -248,6 +248,10 @@ struct Planned {
   int64_t share;
   int32_t longest_pair;    // the largest longest_pair() of all row groups
   int32_t flags;           // ScheduleFlag bits
+  int32_t aligned_tile;    // as in ScheduleHeader, from align_prefix()
+  int32_t aligned_cta;
+  int32_t aligned_parts;
+  int32_t aligned_kv_tiles;   // of each part but the first, which has what is left
   uint32_t errors;
 };
 
@@ -268,8 +272,46 @@ ATTN_HD bool is_in_turn(const PlanParams& p, const Planned& planned) {
 /// Share and flags, when everything before them is known.
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
   planned.share = cta_share(p, first, planned.num_tiles, total_cost);
+  planned.aligned_tile = planned.num_tiles;
+  planned.aligned_cta = p.config.num_ctas;
+  planned.aligned_parts = planned.aligned_kv_tiles = 0;
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
   planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0);
+}
+
+/// Most CTAs among which a pair is cut evenly: a warp looks at all numbers at once.
+constexpr int32_t kMaxAlignedParts = 32;
+
+/// One shared prefix, whose row tiles are the last of the line from `tile` on: its pairs may be cut evenly, each among the same number of CTAs. A CTA then has one part,
+/// and loads Q and leaves states once; the parts of row tiles that see the same tokens run side by side, and find them in L2.
+struct SharedPairs {
+  int32_t tile;
+  PlacedTile first;        // row tile `tile`
+  int32_t count;           // pairs
+};
+
+/// Cost of the busiest CTA if its pairs are cut among `parts` CTAs each, and in the lowest bits parts - 1: the smallest number is that of the best cut.
+ATTN_HD int32_t judge_alignment(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
+  constexpr int32_t kNever = 0x7fffffff;
+  constexpr int32_t kMostCost = kNever / kMaxAlignedParts;
+  const int32_t others = p.config.num_ctas - shared.count * parts;   // CTAs that are left for the rest of the line
+  const int32_t kv_tiles = ceil_div(shared.first.num_kv_tiles, parts);
+  if (shared.count > p.config.num_ctas || others < 1 || (parts - 1) * kv_tiles >= shared.first.num_kv_tiles) return kNever;
+  const int64_t of_part = pair_cost(p.config, shared.first.cost_kind, kv_tiles);
+  const int64_t cost = max_of(of_part, divide(shared.first.cost_begin + others - 1, others));
+  return cost < kMostCost ? static_cast<int32_t>(cost) * kMaxAlignedParts + parts - 1 : kNever;
+}
+
+/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a CTA that starts inside a pair pays its cost again.
+/// `best`: the smallest judge_alignment() of all numbers of parts.
+ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, int32_t best, Planned& planned) {
+  if (best / kMaxAlignedParts > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
+  planned.aligned_parts = best % kMaxAlignedParts + 1;
+  planned.aligned_tile = shared.tile;
+  planned.aligned_kv_tiles = ceil_div(shared.first.num_kv_tiles, planned.aligned_parts);
+  planned.aligned_cta = p.config.num_ctas - shared.count * planned.aligned_parts;
+  planned.share = max_of<int64_t>(divide(shared.first.cost_begin + planned.aligned_cta - 1, planned.aligned_cta), p.config.min_share);
+  planned.flags &= ~kInTurn;
 }
 
 /// Whether no (row tile, head) is shared by CTAs.
@@ -278,8 +320,18 @@ ATTN_HD bool has_whole_pairs(const PlanParams& p, const Planned& planned) { retu
 /// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
 /// PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int64_t cost) {
-  const int32_t num_tiles = planned.num_tiles;
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int32_t cta) {
+  const int32_t num_tiles = planned.aligned_tile;
+  if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
+    const int32_t number = cta - planned.aligned_cta;
+    const int32_t pair = number / planned.aligned_parts;
+    const int32_t behind = planned.aligned_parts - (number - pair * planned.aligned_parts);   // parts of this pair that have not begun
+    const int32_t tile = pair / p.config.num_kv_heads;
+    const int32_t kv_tile = behind == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - behind * planned.aligned_kv_tiles;
+    return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
+  }
+  if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
+  const int64_t cost = cta * planned.share;
   if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
@@ -323,6 +375,10 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.whole_pairs = has_whole_pairs(p, planned);
   header.num_requests = planned.num_requests;
   header.pairs_taken = 0;
+  header.aligned_tile = planned.aligned_tile;
+  header.aligned_cta = planned.aligned_cta;
+  header.aligned_parts = planned.aligned_parts;
+  header.unused = 0;
   header.share = planned.share;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];

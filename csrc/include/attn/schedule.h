@@ -115,7 +115,11 @@ struct ScheduleHeader {
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
   uint32_t pairs_taken;    // in turn, beside the first of each CTA; 0 between launches
-  int64_t share;           // cost that each CTA gets
+  int32_t aligned_tile;    // row tiles from here on are cut evenly (Alignment in planning.h); num_tiles if none are
+  int32_t aligned_cta;     // the first CTA that runs them
+  int32_t aligned_parts;   // CTAs of each of their pairs
+  int32_t unused;
+  int64_t share;           // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];   // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
   Level levels[kMaxLevels];
@@ -272,7 +276,13 @@ struct CtaRange {
   int32_t end;
 };
 
-ATTN_HD CtaRange ctas_inside(const ScheduleHeader& header, const RowTile& tile, int32_t state_begin, int32_t head, int32_t num_ctas) {
+ATTN_HD CtaRange ctas_inside(const Schedule& schedule, int32_t tile_number, int32_t state_begin, int32_t num_kv_heads, int32_t head, int32_t num_ctas) {
+  const ScheduleHeader& header = *schedule.header;
+  if (tile_number >= header.aligned_tile) {
+    const int32_t first = header.aligned_cta + ((tile_number - header.aligned_tile) * num_kv_heads + head) * header.aligned_parts;
+    return CtaRange{first + 1, first + header.aligned_parts};
+  }
+  const RowTile& tile = schedule.tiles[tile_number];
   const int32_t cost = cost_kind(tile.kind, state_begin);
   const int32_t kv_tile_cost = header.kv_tile_cost[cost];
   if (header.whole_pairs || is_uncut(header.pair_cost[cost], kv_tile_cost, tile.num_kv_tiles, header.share)) return CtaRange{0, 0};
