@@ -22,6 +22,7 @@ struct PlanSharedMemory {
   uint32_t errors;
   int32_t num_merge_rows;
   int32_t longest_pair;
+  int32_t has_largest_tiles;
 };
 
 static_assert(sizeof(PlanSharedMemory) <= kPlanSharedBytes, "what the host asks for");
@@ -158,6 +159,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
       group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
       count = count_row_tiles(config, group);
       longest = max_of(longest, longest_pair(p, group));
+      if (group.kind == config.max_kind && count > 0) shared.has_largest_tiles = 1;
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
         cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
@@ -257,6 +259,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   planned.num_tiles = line.num_tiles;
   planned.errors = shared.errors;
   planned.longest_pair = shared.longest_pair;
+  planned.has_largest_tiles = shared.has_largest_tiles;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
   const auto tiles = [&](int32_t i) {
@@ -290,7 +293,7 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
     return;
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
-  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = 0;
+  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
   Planned planned{};
   planned.num_groups = kSeeksForest ? size : p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p);
   planned.num_links = p.num_levels;

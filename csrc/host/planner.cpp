@@ -50,6 +50,7 @@ void plan_on_host(const PlanParams& p) {
     RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
     planned.longest_pair = max_of(planned.longest_pair, longest_pair(p, group));
+    planned.has_largest_tiles |= group.kind == config.max_kind && group.qo_len > 0;
     counted += count_row_tiles(config, group);
   }
   if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;

@@ -75,7 +75,7 @@ struct BoxCopier {
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
     const int lane = ptx::lane_id();
     const uint32_t full = shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
@@ -86,7 +86,7 @@ struct BoxCopier {
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page);
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page, policy);
     }
   }
 };
@@ -134,7 +134,7 @@ struct RowCopier {
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
     constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
@@ -154,7 +154,12 @@ struct RowCopier {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
-        if (from[i] != kNotWanted) ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+        if (from[i] == kNotWanted) continue;
+        if constexpr (kHeadDim > 128) {
+          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));   // there is no register for the policy
+        } else {
+          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes), policy);
+        }
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
@@ -248,6 +253,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
   const bool in_turn = cursor.is_in_turn();
+  const bool has_wide_tiles = (cursor.now.flags & kHasLargestTiles) != 0;
   Turns<kHeadDim> turns(params, shared);
   if (in_turn) turns.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
@@ -260,13 +266,15 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind < kMaxKind;
+    // What a narrow row tile reads nobody reads again; it must not take the place of what wide ones do. Through the shuffle the compiler knows that it is uniform.
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, narrow && has_wide_tiles, 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
       if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
       wait_for_part<kHeadDim>(shared, place, narrow);
-      copier.copy(shared, box, head, place.slot);
+      copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
       if (!Copier::kLooksUpFirst) look_up();

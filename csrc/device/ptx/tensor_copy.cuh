@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/params.h"
+#include "device/ptx/cache_policy.cuh"
 
 namespace attn::ptx {
 
@@ -9,9 +10,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared), "l"(&map),
-               "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, int32_t c0, int32_t c1, int32_t c2, int32_t c3, CachePolicy policy) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+               "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
                : "memory");
 }
 

@@ -247,6 +247,7 @@ struct Planned {
   int32_t num_requests;    // that the forest was sought in
   int64_t share;
   int32_t longest_pair;    // the largest longest_pair() of all row groups
+  int32_t has_largest_tiles;
   int32_t flags;           // ScheduleFlag bits
   int32_t aligned_tile;    // as in ScheduleHeader, from align_prefix()
   int32_t aligned_cta;
@@ -276,7 +277,7 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0);
+  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
 }
 
 /// Most CTAs among which a pair is cut evenly: a warp looks at all numbers at once.

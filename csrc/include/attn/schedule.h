@@ -76,6 +76,7 @@ struct RowTile {
 enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
   kInTurn = 1 << 1,        // whole pairs may be taken in turn
+  kHasLargestTiles = 1 << 2,
 };
 
 /// A point on the line of work; ordered lexicographically.
