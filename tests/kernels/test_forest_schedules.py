@@ -72,10 +72,11 @@ def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: i
     for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):     # those without work start where the next does
         if tile in tiles_of_prefix:
             begins.setdefault((tile, head), []).append(kv_tile)
+    all_pairs = [(tile, head) for tile in tiles_of_prefix for head in range(8)]
     if parts == 0:
-        assert len({len(of_pair) for of_pair in begins.values()}) > 1
+        assert sorted(begins) != all_pairs
         return
-    assert sorted(begins) == [(tile, head) for tile in tiles_of_prefix for head in range(8)]
+    assert sorted(begins) == all_pairs
     for of_pair in begins.values():
         assert len(of_pair) == parts
         sizes = [end - begin for begin, end in pairwise([*of_pair, kv_tiles])]
