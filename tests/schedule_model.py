@@ -131,8 +131,8 @@ def _pair_cost(config: Schedule, kind: int, kv_len: int) -> int:
 def _positions(
     config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]], longest: tuple[int, int] | None
 ) -> tuple[list[int], list[list[int]], bool]:
-    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share and that an interval may start with, or
-    the first pair. `longest`: cost and kind of the longest pair, where pairs may be taken in turn."""
+    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share and that an interval may
+    start with, or the first pair. `longest`: cost and kind of the longest pair, where pairs may be taken in turn."""
 
     def takes_turns(share: int) -> bool:
         return config.turns > 0 and longest is not None and longest[1] == config.max_kind and longest[0] * config.turns <= share

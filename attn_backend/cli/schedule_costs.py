@@ -27,8 +27,8 @@ class ScheduleCosts:
 
     Attributes:
         total: cost of all the work, without what is done again.
-        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to the CTA
-            that would come for the next one first, if all did what they cost.
+        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to
+            the CTA that would come for the next one first, if all did what they cost.
         ctas: int64 [num_ctas]: cost of what each CTA does.
         kv_tokens: tokens of KV that the row groups read, each group its tokens once.
     """

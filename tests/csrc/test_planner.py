@@ -190,8 +190,8 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
     assert partial_slots <= 2 * schedule.num_ctas
 
-    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole pairs where they
-    # are taken in turn.
+    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole
+    # pairs where they are taken in turn.
     heaviest = max(
         (
             schedule.kv_tile_cost[kind] * (tile[5] if schedule.in_turn else 1) + 2 * schedule.pair_cost[kind]
