@@ -18,23 +18,15 @@ Exit status: 0 when all that must hold does, 1 otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.compare_tokens import sharegpt_prompts
-from integration.device import find_device
+from integration.command_line import Comparison, comparison_parser, exit_with
 from integration.engines import ENGINES, Engine, Launch, Sampling
-from integration.engines.base import OURS
-from integration.model import REPOSITORY, resolve_model
-from integration.serve_benchmark import exit_with
-from integration.server import free_port, running_server
-from integration.sharegpt import sharegpt_file
+from integration.server import running_server
 
 DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
 Answers = list[list[int]]
@@ -112,56 +104,22 @@ def serve_and_sample(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
-    parser.add_argument("--backend", default=OURS)
-    parser.add_argument("--model", default="smollm2")
+    parser = comparison_parser(__doc__, "sampling", num_prompts=32, longest_prompt=512)
     parser.add_argument("--sampling", type=Sampling.parse, default=Sampling(), help="default: temperature=0.8,top_p=0.95,top_k=40")
-    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--longest-prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device())
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--no-cuda-graphs", action="store_true")
-    parser.add_argument("--start-timeout", type=float, default=900)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--server-args", type=shlex.split, default=[])
-    parser.add_argument("--results", type=Path, help="folder for the JSON file and the log; default: results/sampling-ENGINE-TIME")
     return parser.parse_args()
 
 
 def run(given: argparse.Namespace) -> bool:
-    results: Path = (given.results or REPOSITORY / "results" / f"sampling-{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
-    model = resolve_model(given.model, given.python)
-    path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
-    prompts = sharegpt_prompts(model, path, given.num_prompts, given.longest_prompt)
-    launch = Launch(
-        given.python,
-        model,
-        given.backend,
-        given.device,
-        free_port(),
-        dtype,
-        not given.no_cuda_graphs,
-        max_model_len=given.longest_prompt + given.max_tokens + 1,
-        max_num_seqs=given.concurrency,
-        extra_arguments=given.server_args,
-        prefix_caching=False,
-        batch_invariant=given.batch_invariant,
-    )
-    log = results / f"server-{given.engine}-{given.backend}.log"
-    answers = serve_and_sample(ENGINES[given.engine], launch, prompts, given.max_tokens, given.sampling, log, given.start_timeout)
+    setup = Comparison.make(given, "sampling")
+    launch = replace(setup.launch, prefix_caching=False, batch_invariant=given.batch_invariant)
+    log = setup.results / f"server-{given.engine}-{given.backend}.log"
+    answers = serve_and_sample(ENGINES[given.engine], launch, setup.prompts, given.max_tokens, given.sampling, log, given.start_timeout)
     outcome = compare_answers(*answers)
     print(f"\n{outcome}")
-    holds = outcome.holds(same_logits=dtype == "float32" or given.batch_invariant)
+    holds = outcome.holds(same_logits=launch.dtype == "float32" or given.batch_invariant)
     names = ("one_at_a_time", "again", "at_once", "other_seeds")
-    report = {"settings": {name: str(value) for name, value in vars(given).items()} | {"dtype": dtype}, "holds": holds, **vars(outcome)}
-    (results / "sampling.json").write_text(json.dumps(report | dict(zip(names, answers, strict=True))) + "\n", encoding="utf-8")
-    print(f"written: {results / 'sampling.json'}")
+    setup.write({"holds": holds, **vars(outcome), **dict(zip(names, answers, strict=True))})
     return holds
 
 

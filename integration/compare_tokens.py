@@ -12,23 +12,17 @@ Exit status: 0 when all answers are equal or every first difference is a near ti
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from integration.device import find_device
+from integration.command_line import Comparison, comparison_parser, exit_with
 from integration.engines import ENGINES, Engine, Launch, Token
-from integration.model import REPOSITORY, Model, resolve_model
-from integration.serve_benchmark import exit_with
+from integration.engines.base import STOCK
 from integration.server import free_port, running_server
-from integration.sharegpt import first_turns, sharegpt_file
 
 ALTERNATIVES = 10
-SHORTEST_PROMPT = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Outcome:
     """Counts over all prompts. `largest_logprob_difference` is over the tokens that were chosen by both in the same context."""
 
     prompts: int
@@ -60,23 +54,6 @@ class Comparison:
     tokens_compared: int
     largest_logprob_difference: float
     differences: list[Difference]
-
-
-def sharegpt_prompts(model: Model, path: Path, count: int, longest: int) -> list[list[int]]:
-    """Token ids of `count` first turns, of at most `longest` tokens. The same ids go to every backend and engine."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
-    prompts: list[list[int]] = []
-    for text in first_turns(path):
-        if len(text) > longest * 16:  # not worth tokenizing
-            continue
-        ids = tokenizer.encode(text).ids
-        if SHORTEST_PROMPT <= len(ids) <= longest:
-            prompts.append(ids)
-        if len(prompts) == count:
-            return prompts
-    raise ValueError(f"num-prompts: {count}, but {path} holds {len(prompts)} prompts of {SHORTEST_PROMPT} to {longest} tokens")
 
 
 def generate_all(engine: Engine, url: str, prompts: list[list[int]], max_tokens: int, concurrency: int) -> list[list[Token]]:
@@ -94,7 +71,7 @@ def serve_and_generate(engine: Engine, launch: Launch, prompts: list[list[int]],
     return answers
 
 
-def compare(reference: list[list[Token]], backend: list[list[Token]]) -> Comparison:
+def compare(reference: list[list[Token]], backend: list[list[Token]]) -> Outcome:
     """Compare two lists of answers to the same prompts."""
     equal, compared, largest = 0, 0, 0.0
     differences = []
@@ -111,17 +88,17 @@ def compare(reference: list[list[Token]], backend: list[list[Token]]) -> Compari
             break
         else:
             equal += 1
-    return Comparison(len(reference), equal, compared, largest, differences)
+    return Outcome(len(reference), equal, compared, largest, differences)
 
 
 def _gap(chosen: Token, other: int) -> float | None:
     return chosen.logprob - chosen.alternatives[other] if other in chosen.alternatives else None
 
 
-def print_comparison(comparison: Comparison, largest_gap: float) -> None:
-    print(f"\n{comparison.equal} of {comparison.prompts} answers are equal; {comparison.tokens_compared} tokens compared; ", end="")
-    print(f"largest difference of a chosen token's log probability {comparison.largest_logprob_difference:.2e}")
-    for difference in comparison.differences:
+def print_outcome(outcome: Outcome, largest_gap: float) -> None:
+    print(f"\n{outcome.equal} of {outcome.prompts} answers are equal; {outcome.tokens_compared} tokens compared; ", end="")
+    print(f"largest difference of a chosen token's log probability {outcome.largest_logprob_difference:.2e}")
+    for difference in outcome.differences:
         gaps = ["> alternatives" if gap is None else f"{gap:.4f}" for gap in (difference.reference_gap, difference.backend_gap)]
         kind = "near tie" if difference.is_near_tie(largest_gap) else "NOT A NEAR TIE"
         where = f"prompt {difference.prompt}, token {difference.position}: reference {difference.reference_token}, backend {difference.backend_token}"
@@ -129,58 +106,26 @@ def print_comparison(comparison: Comparison, largest_gap: float) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
-    parser.add_argument("--backend", default="attn_backend")
-    parser.add_argument("--reference", default="stock")
+    parser = comparison_parser(__doc__, "tokens", num_prompts=64, longest_prompt=1024)
+    parser.add_argument("--reference", default=STOCK)
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--longest-prompt", type=int, default=1024, help="tokens")
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device())
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
-    parser.add_argument("--no-cuda-graphs", action="store_true")
-    parser.add_argument("--start-timeout", type=float, default=900)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--server-args", type=shlex.split, default=[])
-    parser.add_argument("--results", type=Path, help="folder for the JSON file and logs; default: results/tokens-ENGINE-TIME")
     return parser.parse_args()
 
 
 def run(given: argparse.Namespace) -> bool:
-    results: Path = (given.results or REPOSITORY / "results" / f"tokens-{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
-    model = resolve_model(given.model, given.python)
-    path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
-    prompts = sharegpt_prompts(model, path, given.num_prompts, given.longest_prompt)
+    setup = Comparison.make(given, "tokens")
     answers = []
     for role, engine_name, backend in (("reference", given.reference_engine or given.engine, given.reference), ("backend", given.engine, given.backend)):
-        launch = Launch(
-            given.python,
-            model,
-            backend,
-            given.device,
-            free_port(),
-            dtype,
-            not given.no_cuda_graphs,
-            max_model_len=given.longest_prompt + given.max_tokens + 1,
-            max_num_seqs=given.concurrency,
-            extra_arguments=given.server_args,
-        )
-        log = results / f"server-{role}-{engine_name}-{backend}.log"
-        answers.append(serve_and_generate(ENGINES[engine_name], launch, prompts, given.max_tokens, log, given.start_timeout))
-    comparison = compare(answers[0], answers[1])
-    print_comparison(comparison, given.near_tie)
-    same = not comparison.differences or (dtype != "float32" and all(difference.is_near_tie(given.near_tie) for difference in comparison.differences))
-    settings = {name: str(value) for name, value in vars(given).items()} | {"dtype": dtype}
+        launch = replace(setup.launch, backend=backend, port=free_port())
+        log = setup.results / f"server-{role}-{engine_name}-{backend}.log"
+        answers.append(serve_and_generate(ENGINES[engine_name], launch, setup.prompts, given.max_tokens, log, given.start_timeout))
+    outcome = compare(answers[0], answers[1])
+    print_outcome(outcome, given.near_tie)
+    is_exact = setup.launch.dtype == "float32"
+    same = not outcome.differences or (not is_exact and all(difference.is_near_tie(given.near_tie) for difference in outcome.differences))
     tokens = [[[token.token_id for token in answer] for answer in role] for role in answers]
-    report = {"settings": settings, "same": same, **asdict(comparison), "reference_tokens": tokens[0], "backend_tokens": tokens[1]}
-    (results / "tokens.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    print(f"written: {results / 'tokens.json'}")
+    setup.write({"same": same, **asdict(outcome), "reference_tokens": tokens[0], "backend_tokens": tokens[1]})
     return same
 
 

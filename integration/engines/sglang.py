@@ -51,7 +51,8 @@ class SGLang:
         # --model is the local path: with another name the client asks a hub for it
         command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests)]
         command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples)]
-        command += ["--output-file", str(client.result), "--output-details"]
+        # The server is up. With its own check the client would connect before it loads its tokenizer and the requests, and a prepared client would wait there
+        command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
         return command + self._dataset_arguments(client) + client.extra_arguments

@@ -17,12 +17,12 @@ CONCURRENCY = 4
 def test_a_seed_gives_the_same_tokens_in_every_batch(engine_name, need_engine, smollm2, sharegpt, tmp_path):
     need_engine(engine_name)
     from integration.compare_sampling import compare_answers, serve_and_sample
-    from integration.compare_tokens import sharegpt_prompts
     from integration.engines import ENGINES, Launch, Sampling
     from integration.engines.base import OURS
     from integration.server import free_port
+    from integration.sharegpt import prompt_token_ids
 
-    prompts = sharegpt_prompts(smollm2, sharegpt, NUM_PROMPTS, LONGEST_PROMPT)
+    prompts = prompt_token_ids(smollm2.folder, sharegpt, NUM_PROMPTS, LONGEST_PROMPT)
     launch = Launch(sys.executable, smollm2, OURS, "cpu", free_port(), "float32", max_num_seqs=CONCURRENCY, prefix_caching=False)
     log = tmp_path / "server.log"
     answers = serve_and_sample(ENGINES[engine_name], launch, prompts, MAX_TOKENS, Sampling(), log)

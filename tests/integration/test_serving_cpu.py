@@ -17,14 +17,15 @@ CONCURRENCY = 4
 def test_serves_the_same_tokens_as_the_stock_backend(engine_name, need_engine, smollm2, sharegpt, tmp_path):
     need_engine(engine_name)
     from integration.client import run_client
-    from integration.compare_tokens import compare, generate_all, print_comparison, serve_and_generate, sharegpt_prompts
+    from integration.compare_tokens import compare, generate_all, print_outcome, serve_and_generate
     from integration.engines import ENGINES, Client, Launch
     from integration.engines.base import OURS, STOCK
     from integration.server import free_port, running_server
+    from integration.sharegpt import prompt_token_ids
     from integration.workload import ShareGPT
 
     engine = ENGINES[engine_name]
-    prompts = sharegpt_prompts(smollm2, sharegpt, NUM_PROMPTS, LONGEST_PROMPT)
+    prompts = prompt_token_ids(smollm2.folder, sharegpt, NUM_PROMPTS, LONGEST_PROMPT)
 
     def launch(backend):
         return Launch(sys.executable, smollm2, backend, "cpu", free_port(), "float32", max_model_len=2048, max_num_seqs=CONCURRENCY)
@@ -38,12 +39,12 @@ def test_serves_the_same_tokens_as_the_stock_backend(engine_name, need_engine, s
         client = Client(sys.executable, smollm2, ours.port, workload, float("inf"), CONCURRENCY, 0, tmp_path / "client.json")
         metrics = run_client(engine, client, "cpu", tmp_path / "client.log", timeout_s=600)
 
-    comparison = compare(expected, actual)
-    print_comparison(comparison, largest_gap=0)
+    outcome = compare(expected, actual)
+    print_outcome(outcome, largest_gap=0)
     assert all(len(answer) == MAX_TOKENS for answer in actual)
-    assert comparison.equal == NUM_PROMPTS
+    assert outcome.equal == NUM_PROMPTS
     assert compare(expected, again).equal == NUM_PROMPTS
-    assert comparison.largest_logprob_difference < 1e-3
+    assert outcome.largest_logprob_difference < 1e-3
     assert metrics.requests == NUM_PROMPTS
     assert metrics.failed == 0
     assert metrics.output_tokens > 0

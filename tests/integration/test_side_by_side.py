@@ -1,4 +1,4 @@
-"""All servers at once, load after load: the order, what a failure costs, and clients that have been prepared. No engine is started."""
+"""All servers at once, load after load: the order, what is sent before it, what a failure costs, clients that have been prepared. No engine is started."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
-from integration import serve_benchmark
+from integration import serve_benchmark, warm_up
 from integration.client import RunningClient
-from integration.engines import Client, Metrics
+from integration.engines import Client, Metrics, Sampling
 from integration.model import REPOSITORY, Model
-from integration.serve_benchmark import Load, Settings, benchmark_side_by_side, parse_left_out
+from integration.serve_benchmark import Load, Settings, benchmark_side_by_side, parse_left_out, side_by_side_turns
 from integration.server import ServerError
-from integration.workload import Workload
+from integration.tokenizer import write_word_tokenizer
+from integration.workload import Prompt, Workload
 
 SERVER = """
 import http.server, sys, time
@@ -43,18 +45,19 @@ time.sleep(0.2)
 
 
 class FakeEngine:
-    """Servers and clients of a few lines. A server of the backend "fails" ends at once; clients of "breaks" fail."""
+    """Servers and clients of a few lines. A server of the backend "fails" ends at once, one of "mute" does not answer; clients of "breaks" fail."""
 
     name = "fake"
 
     def __init__(self, folder):
         (folder / "fake_client.py").write_text(CLIENT)
-        self.folder, self.times = folder, {}
+        self.folder, self.times, self.warmed, self.ports = folder, {}, defaultdict(list), {}
 
     def stock_backend(self, device):
         return "stock"
 
     def server_command(self, launch):
+        self.ports[launch.port] = launch.backend
         return [sys.executable, "-c", SERVER, str(launch.port), launch.backend, "4.0" if launch.backend == "slow" else "0"]
 
     def server_environment(self, launch):
@@ -69,9 +72,22 @@ class FakeEngine:
     def client_environment(self, device):
         return {"PYTHONPATH": str(self.folder)}
 
+    def sample(self, url, prompt, max_tokens, sampling, seed, logprobs):
+        backend = self.ports[int(url.rpartition(":")[2])]
+        if backend == "mute":
+            raise RuntimeError("no answer to a first request")
+        self.warmed[backend].append((time.time(), prompt, max_tokens, sampling, logprobs))
+
     def read_result(self, client):
         self.times[client.result.stem] = json.loads(client.result.read_text())
         return Metrics(1, 0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1)
+
+
+class Numbered(Workload):
+    """Prompt number i of seed s is the tokens s % 100, i."""
+
+    def prompts(self, seed):
+        return [Prompt(f"t{seed % 100:03} t{number:03}", 6 * number + 1, "") for number in range(self.num_prompts)]
 
 
 @pytest.fixture
@@ -79,13 +95,14 @@ def run(tmp_path, monkeypatch):
     """A function that measures some backends side by side with two loads; gives the engine, and what was raised."""
     engine = FakeEngine(tmp_path)
     model = Model("none", tmp_path, True)
+    write_word_tokenizer(tmp_path, 1000)
     monkeypatch.setattr(serve_benchmark, "CLIENTS_AHEAD", 2)
     monkeypatch.setattr(serve_benchmark, "ENGINES", {"fake": engine})
     monkeypatch.setattr(serve_benchmark, "resolve_model", lambda name, python: model)
-    monkeypatch.setattr(serve_benchmark, "make_workload", lambda dataset, number, *_: Workload(number, 1, dataset, tmp_path))
+    monkeypatch.setattr(serve_benchmark, "make_workload", lambda dataset, number, *_: Numbered(number, 2, dataset, tmp_path))
 
     def benchmark(backends, **changes):
-        loads = [Load("first", 1), Load("second", 1)]
+        loads = [Load("first", 2), Load("second", 20)]
         settings = Settings("fake", backends, "none", tmp_path / "results", loads, start_timeout_s=30, **changes)
         try:
             benchmark_side_by_side(settings)
@@ -107,19 +124,49 @@ def test_each_load_goes_to_all_before_the_next(run, tmp_path):
     assert rows(tmp_path) == [(backend, load, 2) for load in ("first", "second") for backend in ("quick", "slow", "third")]
     times = outcome.engine.times
     sent = sorted(times, key=lambda name: times[name]["sent"])
-    assert sent == [f"client-{backend}-{load}-{repeat}" for load in (0, 1) for backend in ("quick", "slow", "third") for repeat in (0, 1)]
+    orders = [("quick", "slow", "third"), ("slow", "third", "quick"), ("third", "quick", "slow"), ("quick", "slow", "third")]
+    runs = [(load, repeat) for load in (0, 1) for repeat in (0, 1)]
+    assert sent == [f"client-{backend}-{load}-{repeat}" for (load, repeat), order in zip(runs, orders, strict=True) for backend in order]
     first = times["client-quick-0-0"]
     assert first["sent"] - first["prepared"] > 0.2      # it waited for the slow server, too
     for before, after in itertools.pairwise(sent):
         assert times[after]["sent"] - times[before]["sent"] > 0.2      # one at a time
 
 
+def test_every_server_has_met_every_load_before_one_is_measured(run):
+    engine = run(["quick", "third"], seed=7).engine
+    earliest = min(times["sent"] for times in engine.times.values())
+    for backend in ("quick", "third"):
+        times, prompts, num_tokens, samplings, logprobs = zip(*engine.warmed[backend], strict=True)
+        assert max(times) < earliest
+        of_loads = [[[6, 0], [6, 0], [6, 1], [6, 1]], [[5, number // 2] for number in range(warm_up.REQUESTS)]]      # copies, other seeds than 7, 8, 1007, ...
+        assert prompts[0] == of_loads[0][0]
+        assert [sorted(prompts[:4]), sorted(prompts[4:])] == of_loads
+        assert all(tokens == min(6 * prompt[1] + 1, warm_up.MOST_TOKENS) for tokens, prompt in zip(num_tokens, prompts, strict=True))
+        assert set(samplings) == {warm_up.GREEDY}
+        assert not any(logprobs)
+
+
+def test_servers_are_warmed_up_as_they_are_measured(run):
+    assert {request[3] for request in run(["quick"], sampling=Sampling(0.5)).engine.warmed["quick"]} == {Sampling(0.5)}
+
+
+def test_each_load_begins_with_another_backend(tmp_path):
+    loads = [Load(str(number), 1) for number in range(7)]
+    settings = Settings("fake", ["a", "b", "c"], "none", tmp_path, loads, left_out=(("b", 1), ("c", 2)))
+    turns = side_by_side_turns(settings)
+    orders = ["".join(backend for index, backend, _ in turns if index == load) for load in range(7)]
+    assert orders == ["abc", "ca", "ab", "abc", "bca", "cab", "abc"]
+    assert [index for index, _, _ in turns] == sorted(index for index, _, _ in turns)
+
+
 def test_a_backend_that_fails_is_left_out(run, tmp_path, capsys):
-    assert run(["quick", "fails", "breaks", "third"]).error == "not measured, or not to the end: breaks, fails"
+    assert run(["quick", "fails", "mute", "breaks", "third"]).error == "not measured, or not to the end: breaks, fails, mute"
     assert rows(tmp_path) == [("quick", "first", 1), ("third", "first", 1), ("quick", "second", 1), ("third", "second", 1)]
     printed = capsys.readouterr()
     assert "cannot load the model" in printed.err
     assert "no answer" in printed.err
+    assert "left out: no answer to a first request" in printed.out
 
 
 def test_no_load_begins_after_the_time_limit(run, capsys):

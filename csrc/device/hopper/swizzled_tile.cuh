@@ -5,11 +5,12 @@
 #include "attn/hopper.h"
 #include "device/element.cuh"
 #include "device/ptx/wgmma.cuh"
+#include "device/shared_tile.cuh"
 
 namespace attn::hopper {
 
 template <int kHeadDim, int kRows>
-struct SwizzledTile {
+struct SwizzledTile : PermutedRows<SwizzledTile<kHeadDim, kRows>> {
   static constexpr int kRowChunks = kHeadDim * kElementBytes / 16;
   static constexpr uint32_t kRowBytes = kBlockColumns * kElementBytes;   // of a block
   static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
@@ -17,13 +18,10 @@ struct SwizzledTile {
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) { return chunk / 8 * kBlockBytes + row * kRowBytes + (((chunk & 7) ^ (row & 7)) << 4); }
 
-  // As in SharedTile.
-  __device__ __forceinline__ static uint32_t below(uint32_t offset, int rows) { return (offset ^ ((rows & 7) << 4)) + rows * kRowBytes; }
+  /// As in SharedTile.
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
     return (first ^ columns % 4 * 32) + columns / 4 * kBlockBytes + rows * 16 * kRowBytes;
   }
-  __device__ __forceinline__ static uint32_t rows_first(int lane) { return offset(lane & 15, lane >> 4); }
-  __device__ __forceinline__ static uint32_t columns_first(int lane) { return offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1); }
 
   /// For wgmma, columns are the k dimension; `shared`: of a row that is a multiple of 8. Column block k of 16 columns is at columns(descriptor, k).
   using Descriptor = ptx::MatrixDescriptor;

@@ -1,0 +1,96 @@
+"""What the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from integration.client import ClientError
+from integration.device import find_device
+from integration.engines import ENGINES, Launch
+from integration.engines.base import OURS
+from integration.model import REPOSITORY, resolve_model
+from integration.packages import DownloadError
+from integration.server import ServerError, free_port, stop_on_signals
+from integration.sharegpt import prompt_token_ids, sharegpt_file
+
+KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
+
+
+def new_parser(description: str | None, results: str) -> argparse.ArgumentParser:
+    """A parser with the options of every tool that starts servers. `results`: the default of --results, for its help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
+    parser.add_argument("--no-cuda-graphs", action="store_true")
+    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
+    parser.add_argument("--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME")
+    return parser
+
+
+def results_folder(given: argparse.Namespace, name: str) -> Path:
+    folder: Path = given.results or REPOSITORY / "results" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return folder.resolve()
+
+
+def comparison_parser(description: str | None, name: str, num_prompts: int, longest_prompt: int) -> argparse.ArgumentParser:
+    """A parser with the options of every tool that compares answers; the rest are defaults."""
+    parser = new_parser(description, f"{name}-ENGINE")
+    parser.add_argument("--backend", default=OURS)
+    parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
+    parser.add_argument("--num-prompts", type=int, default=num_prompts)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--longest-prompt", type=int, default=longest_prompt, help="tokens")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    return parser
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison starts with: where its report goes, what is sent (token ids), and the server of --backend."""
+
+    given: argparse.Namespace
+    name: str
+    results: Path
+    prompts: list[list[int]]
+    launch: Launch
+
+    @classmethod
+    def make(cls, given: argparse.Namespace, name: str) -> Comparison:
+        dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+        model = resolve_model(given.model, given.python)
+        path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
+        prompts = prompt_token_ids(model.folder, path, given.num_prompts, given.longest_prompt)
+        longest = given.longest_prompt + given.max_tokens + 1
+        graphs = not given.no_cuda_graphs
+        launch = Launch(given.python, model, given.backend, given.device, free_port(), dtype, graphs, longest, given.concurrency, given.server_args)
+        return cls(given, name, results_folder(given, f"{name}-{given.engine}"), prompts, launch)
+
+    def write(self, report: dict[str, Any]) -> None:
+        settings = {name: str(value) for name, value in vars(self.given).items()} | {"dtype": self.launch.dtype}
+        path = self.results / f"{self.name}.json"
+        path.write_text(json.dumps({"settings": settings} | report) + "\n", encoding="utf-8")
+        print(f"written: {path}")
+
+
+def exit_with(command: Callable[[], bool]) -> NoReturn:
+    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
+    stop_on_signals()
+    try:
+        holds = command()
+    except KNOWN_ERRORS as error:
+        sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if holds else 1)

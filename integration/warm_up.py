@@ -1,0 +1,39 @@
+"""Requests that nobody measures: what an engine compiles, tunes or allocates when it meets its first prompts of a kind is no part of any figure."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from integration.engines import Engine, Sampling
+from integration.workload import Workload
+
+REQUESTS = 8
+MOST_TOKENS = 8
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0)
+
+Prompts = list[tuple[list[int], int]]  # token ids, and how many tokens to generate
+
+
+def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
+    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix cache would answer those."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(workload.model_folder / "tokenizer.json"))
+    return [(tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS)) for request in workload.requests(seed)[:REQUESTS]]
+
+
+def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None) -> None:
+    """Of each load one request alone, then the others at once: what they share is computed first and read from the cache afterwards.
+
+    Raises RuntimeError or OSError when the server does not answer.
+    """
+
+    def ask(request: tuple[int, tuple[list[int], int]]) -> None:
+        seed, (prompt, num_tokens) = request
+        engine.sample(url, prompt, num_tokens, sampling or GREEDY, seed, logprobs=False)
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        for prompts in loads:
+            first, *others = enumerate(prompts)
+            ask(first)
+            list(pool.map(ask, others))
