@@ -60,8 +60,8 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
-    longest = max(((_pair_cost(config, group[5], group[2]), group[5]) for group in groups), default=(0, 0))
-    cost_begin, positions, in_turn = _positions(config, num_kv_heads, tiles, longest if len(tiles) >= 2 * len(groups) else None)
+    longest = max(((_pair_cost(config, group[5] + 4 * (group[6] >= 0), group[2]), group[5]) for group in groups), default=(0, 0))
+    cost_begin, positions, in_turn = _positions(config, num_kv_heads, groups, tiles, longest if len(tiles) >= 2 * len(groups) else None)
     used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
     return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, in_turn)
 
@@ -128,17 +128,19 @@ def _pair_cost(config: Schedule, kind: int, kv_len: int) -> int:
     return config.pair_cost[kind] + -(-max(kv_len, 1) // config.kv_tile) * config.kv_tile_cost[kind]
 
 
-def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]], longest: tuple[int, int] | None) -> tuple[list[int], list[list[int]], bool]:
-    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share, or the first pair.
+def _positions(
+    config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]], longest: tuple[int, int] | None
+) -> tuple[list[int], list[list[int]], bool]:
+    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share and that an interval may
+    start with, or the first pair. `longest`: cost and kind of the longest pair, where pairs may be taken in turn."""
 
-    longest: cost and kind of the longest pair, where pairs may be taken in turn."""
     def takes_turns(share: int) -> bool:
         return config.turns > 0 and longest is not None and longest[1] == config.max_kind and longest[0] * config.turns <= share
 
     if not tiles:
         return [], [[0, 0, 0]] * (config.num_ctas + 1), takes_turns(config.min_share)
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
-    kinds = numpy.array(tiles)[:, 1]
+    kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
     weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
     ends = numpy.cumsum(pair_costs + counts * weights)
     starts, total = ends - pair_costs - counts * weights, int(ends[-1])
@@ -152,8 +154,11 @@ def _positions(config: Schedule, num_kv_heads: int, tiles: list[list[int]], long
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
         if pair < len(ends):
-            kv_tile = -(-max(cost - int(starts[pair] + pair_costs[pair]), 0) // int(weights[pair]))
-            if kv_tile == counts[pair] or (in_turn and kv_tile > 0):
+            own, weight = int(pair_costs[pair]), int(weights[pair])
+            kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
+            cut_saves = (int(counts[pair]) - 1) * weight     # to leave all KV tiles but the first to another CTA, which then loads Q, too
+            uncut = in_turn or (counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share)
+            if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])
     return starts[::num_kv_heads].tolist(), points, in_turn

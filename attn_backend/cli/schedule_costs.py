@@ -27,8 +27,8 @@ class ScheduleCosts:
 
     Attributes:
         total: cost of all the work, without what is done again.
-        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to the
-            CTA that would come for the next one first, if all did what they cost.
+        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to
+            the CTA that would come for the next one first, if all did what they cost.
         ctas: int64 [num_ctas]: cost of what each CTA does.
         kv_tokens: tokens of KV that the row groups read, each group its tokens once.
     """
@@ -40,8 +40,9 @@ class ScheduleCosts:
 
     @classmethod
     def of(cls, schedule: Schedule, num_kv_heads: int) -> ScheduleCosts:
-        group, kind, _, kv_begin, kv_end, num_kv_tiles = schedule.tiles.long().unbind(1)
-        kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[kind], torch.tensor(schedule.pair_cost)[kind]
+        group, _, _, kv_begin, kv_end, num_kv_tiles = schedule.tiles.long().unbind(1)
+        cost_kind = schedule.cost_kinds()
+        kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[cost_kind], torch.tensor(schedule.pair_cost)[cost_kind]
         head_cost = pair_cost + num_kv_tiles * kv_tile_cost
         parts = _in_turn(schedule, num_kv_heads, head_cost) if schedule.in_turn else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
         ctas = torch.zeros(schedule.num_ctas, dtype=torch.int64)

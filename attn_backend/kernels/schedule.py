@@ -90,7 +90,7 @@ class Schedule:
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
         in_turn: whether a GPU's CTAs take pairs in turn; the intervals are then of whole pairs, and nobody need keep to them.
-        num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration.
+        num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
     """
 
     groups: torch.Tensor
@@ -116,14 +116,14 @@ class Schedule:
     @classmethod
     def read(cls, workspace: torch.Tensor, config: list[int]) -> Schedule:
         """Reads the bytes of a workspace (uint8, CPU); `config` comes from the host library's schedule_config()."""
-        _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, turns, min_share, *costs = config[:26]
-        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[26:]
+        _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, turns, min_share, *costs = config[:34]
+        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[34:]
 
         def int32(begin: int, count: int, size: int) -> torch.Tensor:
             return workspace[begin : begin + 4 * count * size].view(torch.int32).view(count, size)
 
         num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, _, num_requests, _ = int32(0, 1, 10)[0].tolist()
-        levels = int32(80, num_levels, 10)
+        levels = int32(128, num_levels, 10)
         groups = int32(groups_at, num_groups, 10)
         tiles = int32(tiles_at, num_tiles, 8)
         links = int32(links_at, num_links * max_merge_rows if num_merge_rows else 0, 2)
@@ -146,6 +146,11 @@ class Schedule:
             max_tiles=max_tiles,
             turns=turns,
             min_share=min_share,
-            kv_tile_cost=tuple(costs[:4]),
-            pair_cost=tuple(costs[4:8]),
+            kv_tile_cost=tuple(costs[:8]),
+            pair_cost=tuple(costs[8:16]),
         )
+
+    def cost_kinds(self) -> torch.Tensor:
+        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and 4 more where its rows leave states."""
+        group, kind = self.tiles[:, 0].long(), self.tiles[:, 1].long()
+        return kind + 4 * (self.groups[group, 6] >= 0)

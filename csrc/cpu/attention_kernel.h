@@ -61,7 +61,7 @@ class AttentionKernel {
         if (tile >= header.num_tiles) continue;
         if (row < 0) row = query_row(params, group, link.index);
         scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
-        const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], head / group_size, params.num_ctas);
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads, head / group_size, params.num_ctas);
         for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
           scratch.states[parts++] = int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
         }

@@ -22,7 +22,6 @@ struct ForestShared {
   int32_t first_attached;    // smallest request that attaches
   int32_t first_leader;      // smallest and largest first request of the same first page, over all requests that attach
   int32_t last_leader;
-  int32_t keys[kPlanThreads / 32];   // of each warp's requests that attach; 0: there are none, -1: they differ
   int32_t max_depth;
   int32_t max_taken_depth;   // 0: no node was taken
 };
@@ -77,7 +76,7 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
 /// that, a thread a request.
 struct OnlyNode {
   int32_t leader = -1;       // -1: there may be other nodes
-  int32_t number;            // of the node
+  int32_t number = -1;       // of the node
   int32_t pages;
   int32_t rows;
   int32_t requests;
@@ -113,30 +112,13 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   only.rows = total.a + f[only.leader].qo_len;
   only.requests = total.b + 1;
   only.weight = shared.weight + f[only.leader].tile_cost;
-  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows);
+  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows, true);
   only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
   only.rows_before = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
   return only;
 }
 
-/// Checks that there is no other node, and fills in where it is. `key`: of this thread's request; 0: it does not attach.
-__device__ __forceinline__ void confirm_only_node(ForestShared& shared, const PlanTeam& team, int32_t key, OnlyNode& only) {
-  const int32_t warp = team.thread() / 32;
-  const uint32_t attached = __ballot_sync(0xffffffffu, key != 0);
-  const int32_t lane = attached == 0 ? 0 : __ffs(static_cast<int>(attached)) - 1;
-  const int32_t of_lane = __shfl_sync(0xffffffffu, key, lane);
-  const bool same = __all_sync(0xffffffffu, key == 0 || key == of_lane);
-  if (team.thread() % 32 == 0) shared.keys[warp] = same ? of_lane : -1;
-  team.sync();
-  int32_t found = 0;
-#pragma unroll 4
-  for (int32_t w = 0; w < team.count / 32; ++w) {
-    const int32_t of_warp = shared.keys[w];
-    if (of_warp != 0) found = found == 0 || found == of_warp ? of_warp : -1;
-  }
-  if (found < 0) only.leader = -1;
-  only.pages = found >> Forest::kNodeBits;
-}
+
 /// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this
 /// thread; `only`: receives the only node, if there is but one.
 __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors,
@@ -148,34 +130,57 @@ __device__ __forceinline__ bool receive_attachments(const PlanParams& p, const F
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = -1;
   }
+  uint32_t of_first = 0;
+  const int32_t first_entry = read_first_entry(p.levels[0].table, read_table_range(p.levels[0].table, 0, of_first).begin);   // of request 0
   read_requests(p, team, m, f.size, errors);
+  bool alone = f.size > team.count;    // or not known to have the first page of request 0
   team.for_each(f.size, [&](int32_t i) {
     f[i].node = f[i].pages > 0 ? kGrouped : -1;
     f[i].smallest = i;
+    alone |= f[i].pages == 0 || f[i].key != first_entry;
   });
-  const bool shares = group_by_key(m, team);
-  const bool wrong = team.sync_or(errors != 0);
-  if (!team.sync_or(shares)) return false;
+  bool wrong = false;
+  if (team.sync_or(alone || errors != 0)) {
+    const bool shares = group_by_key(m, team);
+    wrong = team.sync_or(errors != 0);
+    if (!team.sync_or(shares)) return false;
+  } else if (team.thread() < f.size) {
+    f[team.thread()].node = 0;
+  }
   team.for_each(f.size, [&](int32_t i) {
     f[i].leader = -1;
     f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
-    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len);
+    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
     f[i].deepest = f[i].newest = -1;
     f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
   });
   if (f.size <= team.count) only = expect_only_node(p, m, shared, team); else team.sync();
-  int32_t key = 0;
+  Attachment expected{-1, 0};
+  bool differs = false;
+  const auto mail = [&](int32_t i) { return AttachmentMail(p.schedule.attachments + i); };
   team.for_each(f.size, [&](int32_t i) {
     f[i].node = -1;
     f[i].smallest = i;
     if (f[i].key == 0) return;
-    const Attachment attachment = AttachmentMail(p.schedule.attachments + i).receive();
+    Attachment attachment;
+    if (only.leader >= 0) {
+      AttachmentMail::wait(mail(i), mail(only.number), attachment, expected);
+      differs = attachment.leader != expected.leader || attachment.pages != expected.pages;
+    } else {
+      attachment = mail(i).wait();
+    }
+    if (i != only.number) mail(i).clear();
     f[i].leader = attachment.leader;
     f[i].pages = attachment.pages;
     f[i].node = kGrouped;
-    f[i].key = key = attachment.pages << Forest::kNodeBits | attachment.leader;
+    f[i].key = attachment.pages << Forest::kNodeBits | attachment.leader;
   });
-  if (only.leader >= 0) confirm_only_node(shared, team, key, only);
+  if (only.leader >= 0) {
+    if (team.thread() < f.size && expected.leader < 0) expected = mail(only.number).wait();   // it does not attach itself
+    if (team.sync_or(differs)) only.leader = -1;
+    if (team.thread() == only.number) mail(only.number).clear();
+    only.pages = expected.pages;
+  }
   return !wrong;   // what is wrong is not shared; the mail had to be received all the same
 }
 
@@ -259,7 +264,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
-    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows));
+    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows, true));
   });
   team.sync();
 }

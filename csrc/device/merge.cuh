@@ -24,6 +24,7 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
 /// CTAs behind `cta` whose intervals start inside `pair`. All lanes of the warp take part.
 __device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& params, int32_t cta, const Position& pair) {
   const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int32_t first = cta + 1;; first += 32) {
     const bool inside = first + lane < params.num_ctas && is_inside(params.schedule.positions[first + lane], pair);
     const uint32_t outside = ~__ballot_sync(0xffffffffu, inside);
@@ -54,19 +55,19 @@ struct Parts {
   int32_t of_link;         // of this lane's link; 0: there is none
   int32_t first_cta;
   int32_t tile_row;
-  int64_t first_state;     // row of partial_o and partial_lse
+  int32_t first_state;     // row of partial_o and partial_lse
 
   /// Row of partial_o and partial_lse that holds part number `part`, which may differ from lane to lane; all lanes take part.
-  __device__ __forceinline__ int64_t state(int32_t part, int32_t max_tile_rows) const {
+  __device__ __forceinline__ int32_t state(int32_t part, int32_t max_tile_rows) const {
     int32_t link = 0;      // the first whose parts end behind `part`
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       if (__shfl_sync(0xffffffffu, end, link + step - 1) <= part) link += step;
     }
     const int32_t number = part - __shfl_sync(0xffffffffu, end - of_link, link);
-    const int64_t first = __shfl_sync(0xffffffffu, first_state, link);
+    const int32_t first = __shfl_sync(0xffffffffu, first_state, link);
     const int32_t cta = __shfl_sync(0xffffffffu, first_cta, link) + number - 1;
-    const int64_t slot_row = static_cast<int64_t>(partial_slot(cta, kStartsInside)) * max_tile_rows + __shfl_sync(0xffffffffu, tile_row, link);
+    const int32_t slot_row = partial_slot(cta, kStartsInside) * max_tile_rows + __shfl_sync(0xffffffffu, tile_row, link);
     return number == 0 ? first : slot_row;
   }
 };
@@ -81,19 +82,20 @@ struct MergeTarget {
   int32_t max_tile_rows;
 };
 
-/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. Not inlined: what a launch of the merge kernel costs grows with its
-/// code (docs/decisions.md).
+/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
 template <class Element>
-__device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
-  constexpr int kBatch = 4;   // parts whose loads are under way together
+__device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
+  constexpr int kBatch = 3;   // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int32_t column = lane * 4; column - lane * 4 < target.head_dim; column += kMergeColumns) {
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float maximum = minus_infinity();   // of the parts' lse, to base 2
     float sum = 0.0f;                   // of exp2(lse - maximum)
+#pragma unroll 1
     for (int32_t first = 0; first < parts.count; first += 32) {
       // Lane i finds and weighs part first + i.
-      const int64_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
+      const int32_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
       const float lse = first + lane < parts.count ? target.partial_lse[state] * kLog2E : minus_infinity();
       const float new_maximum = fmaxf(maximum, warp_max(lse));
       const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
@@ -104,11 +106,12 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
       o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
 
       const int32_t count = min_of(parts.count - first, 32);
+#pragma unroll 1
       for (int32_t i = 0; i < count; i += kBatch) {
         float4 x[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-          const float* part = target.partial_o + __shfl_sync(0xffffffffu, state, i + j) * target.head_dim;
+          const float* part = target.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * target.head_dim;
           x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
           if (i + j < count && column < target.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
         }
@@ -129,38 +132,6 @@ __device__ __noinline__ void merge_row(MergeTarget target, Parts parts) {
   }
 }
 
-template <class Element>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, const Parts& parts) {
-  merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params), params.head_dim, params.max_tile_rows}, parts);
-}
-
-/// Merges the rows of the pair that block column x serves.
-template <class Element, bool kManyLevels>
-__device__ __forceinline__ void merge_pair(const AttentionParams& params) {
-  // The schedule was complete before the attention kernel started: it is read while that one still runs.
-  const Schedule& schedule = params.schedule;
-  const int32_t cta = blockIdx.x;
-  const Position pair = schedule.positions[cta + 1];
-  const bool has_pair = pair.kv_tile > 0 && !is_inside(schedule.positions[cta], pair);
-  if (!has_pair) {
-    ptx::wait_for_previous_grid();   // every block waits: what follows this grid may rely on the attention kernel's output
-    return;
-  }
-  const int32_t count = 1 + count_parts_behind(params, cta, pair);
-  const RowTileRows<kManyLevels> rows(schedule, pair.tile, params.group_size.divisor);
-  ptx::wait_for_previous_grid();
-  if constexpr (kManyLevels) {
-    if (rows.state_begin >= 0) return;
-  }
-
-  constexpr int kWarpsPerBlock = kMergeThreads / 32;
-  for (int32_t tile_row = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32; tile_row < rows.count; tile_row += gridDim.y * kWarpsPerBlock) {
-    const OutputRow row(params, rows, pair.head, tile_row);
-    const int64_t first_state = static_cast<int64_t>(partial_slot(cta, kEndsInside)) * params.max_tile_rows + tile_row;
-    if (row.exists) merge_row<Element>(params, row, Parts{count, count, threadIdx.x % 32 == 0 ? count : 0, cta + 1, tile_row, first_state});
-  }
-}
-
 /// The parts of a row of several row groups. Takes part as a whole warp; fills `row` too.
 __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
   const ScheduleHeader& header = *params.schedule.header;
@@ -175,10 +146,10 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
       const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
       parts.tile_row = packed % tile_rows(group.kind);
       if (tile < header.num_tiles) {
-        const CtaRange inside = ctas_inside(header, params.schedule.tiles[tile], params.group_size.divide(row.qo_head), params.num_ctas);
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads, params.group_size.divide(row.qo_head), params.num_ctas);
         parts.of_link = 1 + inside.end - inside.begin;
         parts.first_cta = inside.begin;
-        parts.first_state = row_state_index(params, group.state_begin + link.index, row.qo_head);
+        parts.first_state = static_cast<int32_t>(row_state_index(params, group.state_begin + link.index, row.qo_head));
         const int32_t* list = header.levels[group.level].rows;
         row.row = group.qo_begin + link.index;
         if (list != nullptr) row.row = __ldg(list + row.row);
@@ -198,31 +169,60 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
   return parts;
 }
 
-/// Merges the rows of several row groups.
+/// The pair that block column x serves.
+struct SharedPair {
+  int32_t tile;
+  int32_t head;
+  int32_t parts;           // CTAs that share it
+  int32_t rows;            // to be merged; 0: there is no pair, or its rows are in several row groups
+
+  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params) : tile(0), head(0), parts(0), rows(0) {
+    const int32_t cta = blockIdx.x;
+    const Position pair = params.schedule.positions[cta + 1];
+    if (pair.kv_tile == 0 || is_inside(params.schedule.positions[cta], pair)) return;
+    tile = pair.tile;
+    head = pair.head;
+    parts = 1 + count_parts_behind(params, cta, pair);
+    const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
+    rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
+  }
+};
+
+/// Merges what this warp is to merge: first rows of several row groups, then rows of the pair. One loop for both, so that the code is there once: what a launch of this
+/// kernel costs grows with it (docs/decisions.md).
 template <class Element>
-__device__ __forceinline__ void merge_rows(const AttentionParams& params) {
+__device__ __forceinline__ void merge(const AttentionParams& params) {
+  // The schedule was complete before the attention kernel started: it is read while that one still runs.
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
   const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
-  const int32_t warp = (blockIdx.y * gridDim.x + blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
-  const int32_t count = params.schedule.header->num_merge_rows * num_qo_heads;
-  for (int32_t i = warp; i < count; i += warps) {
+  const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
+  const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain ? 0 : params.schedule.header->num_merge_rows * num_qo_heads;
+  const SharedPair pair(params);
+  int32_t i = blockIdx.x * gridDim.y * kWarpsPerBlock + warp_of_column;
+  int32_t tile_row = warp_of_column;
+  bool waits = true;
+#pragma unroll 1
+  while (i < count || tile_row < pair.rows) {
     OutputRow row;
-    row.qo_head = i % num_qo_heads;
-    const Parts parts = find_parts(params, i / num_qo_heads, row);
-    if (i == warp) ptx::wait_for_previous_grid();   // what is read until here is the schedule's
-    if (row.exists) merge_row<Element>(params, row, parts);
+    Parts parts;
+    if (i < count) {
+      row.qo_head = i % num_qo_heads;
+      parts = find_parts(params, i / num_qo_heads, row);
+      i += warps;
+    } else {
+      row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head, tile_row);   // read again: fewer registers
+      const int32_t first_state = partial_slot(blockIdx.x, kEndsInside) * params.max_tile_rows + tile_row;
+      parts = Parts{pair.parts, pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0, static_cast<int32_t>(blockIdx.x) + 1, tile_row, first_state};
+      tile_row += gridDim.y * kWarpsPerBlock;
+    }
+    if (waits) ptx::wait_for_previous_grid();
+    waits = false;
+    if (row.exists) {
+      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params), params.head_dim, params.max_tile_rows}, parts);
+    }
   }
-}
-
-template <class Element>
-__device__ __forceinline__ void merge(const AttentionParams& params) {
-  if (params.schedule.positions[blockIdx.x + 1].flags & kIsPlain) {
-    merge_pair<Element, false>(params);
-  } else {
-    merge_rows<Element>(params);
-    merge_pair<Element, true>(params);
-  }
+  if (waits) ptx::wait_for_previous_grid();   // every block waits: what follows this grid may rely on the attention kernel's output
 }
 
 }  // namespace attn

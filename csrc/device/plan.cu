@@ -162,7 +162,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
       if (group.kind == config.max_kind && count > 0) shared.has_largest_tiles = 1;
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
-        cost = pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+        cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
         const PlanLevel& level = p.levels[group.level];
         differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
       }
@@ -178,7 +178,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
 #pragma unroll 1
       for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
         store<int4>(p.schedule.tiles + index, tile);
-        if (index < kCachedTiles) store<int4>(shared.tiles + index, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+        if (index < kCachedTiles) store<int4>(shared.tiles + index, placed_tile(tile, group));
         tile.cost_begin += cost;
         tile.packed_begin += tile_rows(tile.kind);
       }
@@ -201,18 +201,21 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
   for (int32_t first = 0; first < line.num_tiles; first += kPlanThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowTile tile{};
+    int32_t kind = 0;
     int64_t cost = 0;
     __syncthreads();   // groups and their first tiles are there, and the sums before have been read
     if (i < line.num_tiles) {
       const int32_t g = find_group(tile_begin, num_groups, i);
-      tile = make_row_tile(p, p.schedule.groups[g], g, i - tile_begin[g]);
-      cost = pair_cost(p.config, tile.kind, tile.num_kv_tiles) * p.config.num_kv_heads;
+      const RowGroup& group = p.schedule.groups[g];
+      tile = make_row_tile(p, group, g, i - tile_begin[g]);
+      kind = cost_kind(tile.kind, group.state_begin);
+      cost = pair_cost(p.config, kind, tile.num_kv_tiles) * p.config.num_kv_heads;
     }
     PlanSums<int64_t> total;
     bool any = false;
     tile.cost_begin = line.cost + sum_before(team, shared.sums, line.num_tiles - first, PlanSums<int64_t>{cost, 0}, total, any).a;
     if (i < line.num_tiles) {
-      if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, tile.kind, tile.num_kv_tiles});
+      if (i < kCachedTiles) store<int4>(shared.tiles + i, PlacedTile{tile.cost_begin, kind, tile.num_kv_tiles});
       store<int4>(p.schedule.tiles + i, tile);
     }
     line.cost += total.a;
@@ -233,7 +236,8 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   }
   Line line;
   const bool placed = place_groups<kSeeksForest>(p, m, shared, tile_begin, planned, line, errors);
-  if (line.num_tiles > config.max_tiles) {
+  const bool fits = line.num_tiles <= config.max_tiles;
+  if (!fits) {
     errors |= kQoIndptrInvalid;
     line.num_tiles = config.max_tiles;
   }
@@ -258,16 +262,23 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   planned.has_largest_tiles = shared.has_largest_tiles;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
+  const auto tiles = [&](int32_t i) {
+    if (i < kCachedTiles) return shared.tiles[i];
+    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
+  };
+  if constexpr (kSeeksForest) {
+    if (planned.num_groups == p.levels[0].num_groups + 1 && fits) {
+      const int32_t tile = tile_begin[planned.num_groups - 1];
+      const SharedPairs pairs{tile, tiles(tile), (line.num_tiles - tile) * config.num_kv_heads};
+      align_prefix(p, pairs, __reduce_min_sync(0xffffffffu, judge_alignment(p, pairs, thread % 32 + 1)), planned);
+    }
+  }
   const int32_t from_last = kPlanThreads - 1 - thread;
   if (from_last == 0) write_header(p, planned);
   if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
-  const auto tiles = [&](int32_t i) {
-    if (i < kCachedTiles) return shared.tiles[i];
-    return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles};
-  };
 #pragma unroll 1
   for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta * planned.share));
+    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta));
   }
 }
 

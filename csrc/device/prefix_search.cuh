@@ -52,17 +52,31 @@ class AttachmentMail {
     word().store(static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
   }
 
-  /// Waits for it, and empties the slot for the next plan.
-  __device__ Attachment receive() const {
+  /// Waits for it.
+  __device__ Attachment wait() const {
     uint64_t value;
     do {
       value = word().load(cuda::memory_order_relaxed);
     } while (value == 0);
-    word().store(0, cuda::memory_order_relaxed);
-    return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)};
+    return attachment(value);
   }
 
+  /// Waits for two at once.
+  __device__ static void wait(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
+    uint64_t first, second;
+    do {
+      first = a.word().load(cuda::memory_order_relaxed);
+      second = b.word().load(cuda::memory_order_relaxed);
+    } while (first == 0 || second == 0);
+    of_a = attachment(first);
+    of_b = attachment(second);
+  }
+
+  /// Empties the slot for the next plan.
+  __device__ void clear() const { word().store(0, cuda::memory_order_relaxed); }
+
  private:
+  __device__ static Attachment attachment(uint64_t value) { return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)}; }
   __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
 
   uint64_t& word_;
@@ -91,10 +105,9 @@ struct SearchTeam {
   }
 };
 
-/// Leading pages that requests a and b share.
-__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
-  constexpr int32_t kBatch = 8;
-  const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
+/// Leading pages that requests a and b share, of the first `limit`; a thread compares kBatch of them at a time.
+template <int32_t kBatch>
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b, int32_t limit) {
   const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
   const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
   const int32_t* x = table.indices + m.table_begin[a] + begin;
@@ -174,7 +187,8 @@ __device__ __forceinline__ Attachment attach(const PageTable& table, const Fores
   int32_t other = first_candidate(m.forest, request);
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
-    const int32_t common = common_pages(table, m, team, request, other);
+    const int32_t limit = min_of(own, m.forest[other].pages);
+    const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
     if (common > best.pages) best = Attachment{other, common};
     if (best.pages == own || comparisons == kMaxComparisons) break;
     other = next_candidate(table, m, team, request, other, best.pages);

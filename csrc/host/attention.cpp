@@ -14,16 +14,16 @@ namespace {
 /// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost the same; a pair of a large one costs as much as two or three of its KV tiles more
 /// (docs/decisions.md). On a CPU cost follows the rows.
 struct Costs {
-  int32_t kv_tile[kNumTileKinds];
-  int32_t pair[kNumTileKinds];
+  int32_t kv_tile[kNumCostKinds];
+  int32_t pair[kNumCostKinds];
   int32_t turns;       // longest pairs in a CTA's share with which pairs are taken in turn; 0: the kernel cannot
   int32_t min_share;   // shares smaller than this are not worth a CTA; on a CPU, where a CTA is a task of a thread, 32 KV tiles of the smallest kind
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{6, 6, 9, 9}, {8, 8, 20, 20}, 8, 9, 464, 2500};
-constexpr Costs kGenericCosts{{4, 4, 5, 7}, {2, 2, 8, 18}, 0, 8, 470, 5250};
-constexpr Costs kCpuCosts{{2, 4, 8, 16}, {0, 1, 2, 4}, 0, 64, 16, 0};
+constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {8, 8, 20, 20, 8, 8, 35, 50}, 8, 9, 464, 2500};
+constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
+constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
 const Costs& costs_of(KernelKind kernel) {
   switch (kernel) {
@@ -84,7 +84,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
   schedule.min_share = costs.min_share;
   schedule.state_cost = costs.state;
   schedule.cascade_cost = costs.forest;
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     schedule.kv_tile_cost[kind] = costs.kv_tile[kind];
     schedule.pair_cost[kind] = costs.pair[kind];
   }

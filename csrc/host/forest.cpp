@@ -90,10 +90,10 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
       f[at].rows += f[i].qo_len;
       ++f[at].requests;
     }
-    if (innermost >= 0) f[innermost].weight += kv_tile_cost_of_rows(p.config, f[i].qo_len);
+    if (innermost >= 0) f[innermost].weight += kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
   }
   for (const int32_t n : nodes) {
-    if (f[n].parent >= 0) f[f[n].parent].weight += kv_tile_cost_of_rows(p.config, f[n].rows);
+    if (f[n].parent >= 0) f[f[n].parent].weight += kv_tile_cost_of_rows(p.config, f[n].rows, true);
   }
   return nodes;
 }

@@ -64,15 +64,22 @@ void plan_on_host(const PlanParams& p) {
     for (; i < end; ++i) {
       RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
       tile.cost_begin = total_cost;
-      total_cost += pair_cost(config, tile.kind, tile.num_kv_tiles) * config.num_kv_heads;
+      total_cost += pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
       p.schedule.tiles[i] = tile;
     }
   }
 
-  const auto tiles = [&](int32_t i) { return PlacedTile{p.schedule.tiles[i].cost_begin, p.schedule.tiles[i].kind, p.schedule.tiles[i].num_kv_tiles}; };
+  const auto tiles = [&](int32_t i) { return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]); };
   finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
+  if (p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_tiles == counted) {
+    const RowGroup& group = p.schedule.groups[planned.num_groups - 1];
+    const SharedPairs shared{group.tile_begin, tiles(group.tile_begin), (planned.num_tiles - group.tile_begin) * config.num_kv_heads};
+    int32_t best = judge_alignment(p, shared, 1);
+    for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) best = min_of(best, judge_alignment(p, shared, parts));
+    align_prefix(p, shared, best, planned);
+  }
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
-    p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta * planned.share);
+    p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
   }
   write_header(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);

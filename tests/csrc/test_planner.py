@@ -167,12 +167,13 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
 
     # Walk every interval as an executor does: each KV tile of each (row tile, head) once, in order.
     done = [[0] * num_kv_heads for _ in tiles]
+    cost_kinds = schedule.cost_kinds().tolist()
     costs, partial_slots = [], 0
     for cta in range(schedule.num_ctas):
         (tile, head, kv_tile), end = positions[cta], positions[cta + 1]
         cost, slots = 0, set()
         while (tile, head, kv_tile) < end:
-            kind, num_kv_tiles = tiles[tile][1], tiles[tile][5]
+            kind, num_kv_tiles = cost_kinds[tile], tiles[tile][5]
             stop = end[2] if (tile, head) == end[:2] else num_kv_tiles
             assert done[tile][head] == kv_tile
             assert stop > kv_tile
@@ -189,8 +190,15 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
     assert partial_slots <= 2 * schedule.num_ctas
 
-    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, at either end; whole pairs in turn.
-    heaviest = max((schedule.kv_tile_cost[tile[1]] * (tile[5] if schedule.in_turn else 1) + schedule.pair_cost[tile[1]] for tile in tiles), default=0)
+    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole
+    # pairs where they are taken in turn.
+    heaviest = max(
+        (
+            schedule.kv_tile_cost[kind] * (tile[5] if schedule.in_turn else 1) + 2 * schedule.pair_cost[kind]
+            for kind, tile in zip(cost_kinds, tiles, strict=True)
+        ),
+        default=0,
+    )
     share = max(-(-sum(costs) // schedule.num_ctas), schedule.min_share)
     assert max(costs) < share + heaviest
     working = [cta for cta, cost in enumerate(costs) if cost]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ import torch
 from compositions import Shape
 from forests import Batch, make_problem, naming, radix_tree, random_batch
 
-from attn_backend import Attention, BSRView
+from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import PrefixNode, Schedule
 from attn_backend.metadata.composition import MAX_LEVELS
 
@@ -48,6 +49,39 @@ def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
             # By cost, requests that fill the largest row tile do not share: that would save nothing.
             full_tile = (16 << schedule.max_kind) * attention.num_kv_heads / attention.num_qo_heads
             check_forest(batch, schedule.forest, math.inf if MODES[seed % 2] == "always" else full_tile)
+
+
+@pytest.mark.parametrize(
+    ("requests", "prefix", "suffix", "parts"), [(64, 2048, 256, 2), (128, 8192, 256, 2), (16, 8192, 128, 13), (16, 1024, 128, 8), (256, 2048, 128, 0)]
+)
+def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: int, suffix: int, parts: int) -> None:
+    """`parts`: CTAs of each pair of the prefix; 0: too many pairs for that."""
+    attention = Attention(32, 8, 128, device=device, max_rows=requests, max_batch=requests, num_ctas=132, kernel="hopper" if device.type == "cpu" else None)
+    if device.type == "cuda" and attention.schedule().kv_tile != 128:
+        pytest.skip("a schedule of the Hopper kernel")
+    own = prefix // 16 + torch.arange(requests * suffix // 16, dtype=torch.int32).view(requests, -1)
+    pages = torch.cat([torch.arange(prefix // 16, dtype=torch.int32).expand(requests, -1), own], 1)
+    lengths = torch.full((requests,), prefix + suffix, dtype=torch.int32, device=device)
+    view = BSRView(torch.arange(requests + 1, dtype=torch.int32, device=device), PageTable.block_table(pages.to(device), lengths, 16))
+    attention.plan(view)
+    schedule = attention.schedule()
+    assert len(schedule.groups) == requests + 1
+    tiles_of_prefix = [tile for tile, group in enumerate(schedule.tiles[:, 0].tolist()) if group == requests]
+    kv_tiles = prefix // schedule.kv_tile
+    begins: dict[tuple[int, int], list[int]] = {}
+    for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):     # those without work start where the next does
+        if tile in tiles_of_prefix:
+            begins.setdefault((tile, head), []).append(kv_tile)
+    all_pairs = [(tile, head) for tile in tiles_of_prefix for head in range(8)]
+    if parts == 0:
+        assert sorted(begins) != all_pairs
+        return
+    assert sorted(begins) == all_pairs
+    for of_pair in begins.values():
+        assert len(of_pair) == parts
+        sizes = [end - begin for begin, end in pairwise([*of_pair, kv_tiles])]
+        assert sizes[1:] == [-(-kv_tiles // parts)] * (parts - 1)
+        assert 0 < sizes[0] <= -(-kv_tiles // parts)
 
 
 def check_forest(batch: Batch, forest: tuple[PrefixNode, ...], row_limit: float = math.inf) -> None:

@@ -31,6 +31,18 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
             problem.check()
 
 
+@pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
+@pytest.mark.parametrize("block", range(8))
+def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
+    """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut evenly) is merged as well as what a CPU's do."""
+    for seed in range(25 * block, 25 * block + 25):
+        rng = numpy.random.default_rng([seed, 7])
+        problem = random_problem(rng, CPU)
+        problem.run(problem.attention(cascade=MODES[seed % 2], kernel=kernel_of_costs), problem.batch.view(rng, CPU))
+        with naming(seed):
+            problem.check()
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_agrees_with_no_cascade(device: torch.device, block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):

@@ -129,11 +129,11 @@ ATTN_HD int32_t closer_parent(const Forest& f, int32_t n, int32_t other, int32_t
   return best < 0 || f[other].pages > f[best].pages ? other : best;
 }
 
-/// Cost of a KV tile for a row group of `rows` rows.
-ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows) {
+/// Cost of a KV tile for a row group of `rows` rows; `of_node`: which leave states.
+ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows, bool of_node) {
   const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[kind];
+  return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[cost_kind(kind, of_node ? 0 : -1)];
 }
 
 /// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states
@@ -150,7 +150,7 @@ struct NodeCost {
 ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t rows, int32_t states) {
   const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  return static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * config.pair_cost[kind] + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
+  return static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * config.pair_cost[cost_kind(kind, 0)] + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
 }
 
 /// `pages`: that the node would read; `weight`: see ForestEntry; `tile_cost`: kv_tile_cost_of_rows() of its rows; `fixed`: fixed_node_cost().
@@ -174,7 +174,7 @@ ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;
   const int32_t begin = f.covered_pages(above);
   const int32_t states = node_states(f, n, above);
-  const NodeCost cost = node_cost(p, f[n].pages - begin, f[n].weight, kv_tile_cost_of_rows(p.config, f[n].rows), fixed_node_cost(p.config, f[n].rows, states));
+  const NodeCost cost = node_cost(p, f[n].pages - begin, f[n].weight, kv_tile_cost_of_rows(p.config, f[n].rows, true), fixed_node_cost(p.config, f[n].rows, states));
   const int32_t reason = judge_node(p.config, cost, depth_above, states, free_states);
   p.schedule.nodes[n] = PrefixNode{f[n].leader, f[n].parent, begin, f[n].pages, f[n].requests, f[n].rows, -1, reason, cost.saved, cost.added};
   f[n].taken = reason == kNodeTaken ? n : above;

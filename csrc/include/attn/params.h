@@ -91,7 +91,7 @@ struct PlanParams {
   FastDivisor group_size;         // config.group_size
   FastDivisor page_size;          // of the first level
   FastDivisor num_ctas;           // config.num_ctas
-  FastDivisor kv_tile_cost[kNumTileKinds];
+  FastDivisor kv_tile_cost[kNumCostKinds];
 };
 
 /// The runtime values of the built-in variants (variants.h).

@@ -49,7 +49,7 @@ inline void prepare_plan(PlanParams& p) {
   p.group_size = FastDivisor(p.config.group_size);
   p.page_size = FastDivisor(p.levels[0].table.page_size);
   p.num_ctas = FastDivisor(p.config.num_ctas);
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) p.kv_tile_cost[kind] = FastDivisor(p.config.kv_tile_cost[kind]);
   for (int32_t i = 0; i < p.num_levels; ++i) {
     const PageTable& table = p.levels[i].table;
     p.levels[i].kv_length = table.kv_lens ? table.kv_lens : table.last_page_len ? table.last_page_len : p.levels[i].qo_indptr;
@@ -148,8 +148,9 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
 
 /// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy, longer ones leave CTAs idle where requests are few
 /// and short. Where a KV tile has few tokens because they are wide, a CTA starts an item more slowly (docs/decisions.md).
-constexpr int32_t kChunkTokens = 640;
+constexpr int32_t kChunkTokens = 768;
 constexpr int32_t kLongChunkTokens = 1024;
+constexpr int32_t kUncutRequest = 1024;    // is one chunk
 constexpr int32_t kLongRequest = 8192;     // has long chunks
 
 /// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens: equal ones, whole KV tiles and pages. It depends on nothing but
@@ -157,7 +158,7 @@ constexpr int32_t kLongRequest = 8192;     // has long chunks
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.window_left >= 0) return max_of(group.kv_len, 1);
-  const bool is_long = group.kv_len >= kLongRequest || p.config.kv_tile < 128;
+  const bool is_long = group.kv_len <= kUncutRequest || group.kv_len >= kLongRequest || p.config.kv_tile < 128;
   const int64_t chunks = clamp<int64_t>(ceil_div<int64_t>(group.kv_len, is_long ? kLongChunkTokens : kChunkTokens), 1, kMaxLinks);
   const int64_t least = ceil_div<int64_t>(max_of(group.kv_len, 1), chunks);
   const int64_t page_size = level.table.page_size;
@@ -212,23 +213,26 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   return tile;
 }
 
-/// Cost of a (row tile, KV head) pair.
-ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t kind, int32_t num_kv_tiles) {
-  return config.pair_cost[kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[kind];
-}
-
 /// What the place of a CTA's interval on the line depends on.
 struct PlacedTile {
   int64_t cost_begin;
-  int32_t kind;
+  int32_t cost_kind;
   int32_t num_kv_tiles;
 };
+
+/// Cost of a (row tile, KV head) pair.
+ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32_t num_kv_tiles) {
+  return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
+}
+
+/// Of a row tile that is on the line, of row group `group`.
+ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) { return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles}; }
 
 /// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same, as in a batch of equal lengths, it is that of
 /// whole pairs if they fit by 4 % (a line whose pairs only cost as much as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (docs/decisions.md).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost) {
   const int64_t share = max_of<int64_t>(divide(total_cost + p.config.num_ctas - 1, p.num_ctas), p.config.min_share);
-  const int64_t of_pair = pair_cost(p.config, first.kind, first.num_kv_tiles);
+  const int64_t of_pair = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
   const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
   const int64_t whole_pairs = divide(num_pairs + p.config.num_ctas - 1, p.num_ctas) * of_pair;
   return num_pairs * of_pair == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share ? whole_pairs : share;
@@ -245,12 +249,16 @@ struct Planned {
   int32_t longest_pair;    // the largest longest_pair() of all row groups
   int32_t has_largest_tiles;
   int32_t flags;           // ScheduleFlag bits
+  int32_t aligned_tile;    // as in ScheduleHeader, from align_prefix()
+  int32_t aligned_cta;
+  int32_t aligned_parts;
+  int32_t aligned_kv_tiles;   // of each part but the first, which has what is left
   uint32_t errors;
 };
 
 /// A pair of a row group that sees all of its tokens: its cost, and in the lowest bits the kind of its row tile. The largest number is that of the longest pair.
 ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
-  const int64_t cost = pair_cost(p.config, group.kind, p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1);
+  const int64_t cost = pair_cost(p.config, cost_kind(group.kind, group.state_begin), p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1);
   return static_cast<int32_t>(min_of<int64_t>(cost, kMaxInt32 / kNumTileKinds)) * kNumTileKinds + group.kind;
 }
 
@@ -265,17 +273,66 @@ ATTN_HD bool is_in_turn(const PlanParams& p, const Planned& planned) {
 /// Share and flags, when everything before them is known.
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
   planned.share = cta_share(p, first, planned.num_tiles, total_cost);
+  planned.aligned_tile = planned.num_tiles;
+  planned.aligned_cta = p.config.num_ctas;
+  planned.aligned_parts = planned.aligned_kv_tiles = 0;
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
   planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
+}
+
+/// Most CTAs among which a pair is cut evenly: a warp looks at all numbers at once.
+constexpr int32_t kMaxAlignedParts = 32;
+
+/// One shared prefix, whose row tiles are the last of the line from `tile` on: its pairs may be cut evenly, each among the same number of CTAs. A CTA then has one part,
+/// and loads Q and leaves states once; the parts of row tiles that see the same tokens run side by side, and find them in L2.
+struct SharedPairs {
+  int32_t tile;
+  PlacedTile first;        // row tile `tile`
+  int32_t count;           // pairs
+};
+
+/// Cost of the busiest CTA if its pairs are cut among `parts` CTAs each, and in the lowest bits parts - 1: the smallest number is that of the best cut.
+ATTN_HD int32_t judge_alignment(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
+  constexpr int32_t kNever = 0x7fffffff;
+  constexpr int32_t kMostCost = kNever / kMaxAlignedParts;
+  const int32_t others = p.config.num_ctas - shared.count * parts;   // CTAs that are left for the rest of the line
+  const int32_t kv_tiles = ceil_div(shared.first.num_kv_tiles, parts);
+  if (shared.count > p.config.num_ctas || others < 1 || (parts - 1) * kv_tiles >= shared.first.num_kv_tiles) return kNever;
+  const int64_t of_part = pair_cost(p.config, shared.first.cost_kind, kv_tiles);
+  const int64_t cost = max_of(of_part, divide(shared.first.cost_begin + others - 1, others));
+  return cost < kMostCost ? static_cast<int32_t>(cost) * kMaxAlignedParts + parts - 1 : kNever;
+}
+
+/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a CTA that starts inside a pair pays its cost again.
+/// `best`: the smallest judge_alignment() of all numbers of parts.
+ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, int32_t best, Planned& planned) {
+  if (best / kMaxAlignedParts > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
+  planned.aligned_parts = best % kMaxAlignedParts + 1;
+  planned.aligned_tile = shared.tile;
+  planned.aligned_kv_tiles = ceil_div(shared.first.num_kv_tiles, planned.aligned_parts);
+  planned.aligned_cta = p.config.num_ctas - shared.count * planned.aligned_parts;
+  planned.share = max_of<int64_t>(divide(shared.first.cost_begin + planned.aligned_cta - 1, planned.aligned_cta), p.config.min_share);
+  planned.flags &= ~kInTurn;
 }
 
 /// Whether no (row tile, head) is shared by CTAs.
 ATTN_HD bool has_whole_pairs(const PlanParams& p, const Planned& planned) { return p.config.batch_invariant || (planned.flags & kInTurn) != 0; }
 
-/// The first KV tile that starts at or after `cost` on the line; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+/// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
+/// PlacedTile of row tile i.
 template <class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int64_t cost) {
-  const int32_t num_tiles = planned.num_tiles;
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int32_t cta) {
+  const int32_t num_tiles = planned.aligned_tile;
+  if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
+    const int32_t number = cta - planned.aligned_cta;
+    const int32_t pair = number / planned.aligned_parts;
+    const int32_t behind = planned.aligned_parts - (number - pair * planned.aligned_parts);   // parts of this pair that have not begun
+    const int32_t tile = pair / p.config.num_kv_heads;
+    const int32_t kv_tile = behind == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - behind * planned.aligned_kv_tiles;
+    return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
+  }
+  if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
+  const int64_t cost = cta * planned.share;
   if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
@@ -285,15 +342,18 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
     count -= half;
   }
   const PlacedTile tile = tiles(low);
-  const int64_t head_cost = pair_cost(config, tile.kind, tile.num_kv_tiles);
+  const int32_t own_cost = config.pair_cost[tile.cost_kind];
+  const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];
+  const int64_t head_cost = pair_cost(config, tile.cost_kind, tile.num_kv_tiles);
   const int64_t inside = cost - tile.cost_begin;
   Position position;
   position.tile = low;
   position.flags = planned.flags;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
-  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - config.pair_cost[tile.kind], 0);
-  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + config.kv_tile_cost[tile.kind] - 1, p.kv_tile_cost[tile.kind]));
-  if (position.kv_tile == tile.num_kv_tiles || (has_whole_pairs(p, planned) && position.kv_tile > 0)) {
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
+  const bool uncut = has_whole_pairs(p, planned) || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
+  if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
       position.head = 0;
@@ -316,8 +376,12 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.whole_pairs = has_whole_pairs(p, planned);
   header.num_requests = planned.num_requests;
   header.pairs_taken = 0;
+  header.aligned_tile = planned.aligned_tile;
+  header.aligned_cta = planned.aligned_cta;
+  header.aligned_parts = planned.aligned_parts;
+  header.unused = 0;
   header.share = planned.share;
-  for (int32_t kind = 0; kind < kNumTileKinds; ++kind) {
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
     header.pair_cost[kind] = p.config.pair_cost[kind];
   }

@@ -21,11 +21,20 @@ constexpr int32_t kNumTileKinds = 4;
 /// Most levels of a composition.
 constexpr int32_t kMaxLevels = 8;
 
+/// Most KV tiles of a pair that may be uncut (is_uncut()): keeps its arithmetic in 32 bits.
+constexpr int32_t kMaxUncutKvTiles = 64;
+
 /// Most row groups that a row is in: a warp looks after them, a lane each.
 constexpr int32_t kMaxLinks = 32;
 
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
 ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
+
+/// What a row tile costs depends on its kind and on whether its rows leave states: those of each kind that write their rows, then those that leave states.
+constexpr int32_t kNumCostKinds = 2 * kNumTileKinds;
+
+/// `state_begin`: of the row group.
+ATTN_HD constexpr int32_t cost_kind(int32_t kind, int32_t state_begin) { return state_begin < 0 ? kind : kNumTileKinds + kind; }
 
 /// Bits of ScheduleHeader::errors: metadata that only the device can see and that was clamped.
 enum ScheduleError : uint32_t {
@@ -107,9 +116,13 @@ struct ScheduleHeader {
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
   uint32_t pairs_taken;    // in turn, beside the first of each CTA; 0 between launches
-  int64_t share;           // cost that each CTA gets
-  int32_t kv_tile_cost[kNumTileKinds];   // as in ScheduleConfig
-  int32_t pair_cost[kNumTileKinds];
+  int32_t aligned_tile;    // row tiles from here on are cut evenly (Alignment in planning.h); num_tiles if none are
+  int32_t aligned_cta;     // the first CTA that runs them
+  int32_t aligned_parts;   // CTAs of each of their pairs
+  int32_t unused;
+  int64_t share;           // cost that each CTA gets, of what lies before them
+  int32_t kv_tile_cost[kNumCostKinds];   // as in ScheduleConfig
+  int32_t pair_cost[kNumCostKinds];
   Level levels[kMaxLevels];
 };
 
@@ -163,8 +176,8 @@ struct ScheduleConfig {
   int32_t batch_invariant;              // parts and their order depend on the request alone
   int32_t turns;                        // pairs are taken in turn if so many as the longest make up a CTA's share; 0: never
   int32_t min_share;                    // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
-  int32_t kv_tile_cost[kNumTileKinds];  // cost of one KV tile for each kind of row tile
-  int32_t pair_cost[kNumTileKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
+  int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
+  int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
   int32_t state_cost;                   // cost of a row state of one KV head, in 64ths
   int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };
@@ -252,18 +265,33 @@ enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 
 
 ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
 
+/// Whether no interval starts inside a (row tile, KV head), `share` being what each CTA gets: a CTA that did would pay the pair's own cost again, and that is no less than
+/// the KV tiles that it could leave to another.
+ATTN_HD bool is_uncut(int32_t pair_cost, int32_t kv_tile_cost, int32_t num_kv_tiles, int64_t share) {
+  return num_kv_tiles <= kMaxUncutKvTiles && (num_kv_tiles - 1) * kv_tile_cost <= pair_cost && pair_cost + num_kv_tiles * kv_tile_cost <= share;
+}
+
 /// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position (planning.h) does, turned round.
 struct CtaRange {
   int32_t begin;
   int32_t end;
 };
 
-ATTN_HD CtaRange ctas_inside(const ScheduleHeader& header, const RowTile& tile, int32_t head, int32_t num_ctas) {
-  if (header.whole_pairs) return CtaRange{0, 0};
-  const int64_t kv_tile_cost = header.kv_tile_cost[tile.kind];
-  const int64_t first = tile.cost_begin + head * (header.pair_cost[tile.kind] + tile.num_kv_tiles * kv_tile_cost) + header.pair_cost[tile.kind];
+ATTN_HD CtaRange ctas_inside(const Schedule& schedule, int32_t tile_number, int32_t state_begin, int32_t num_kv_heads, int32_t head, int32_t num_ctas) {
+  const ScheduleHeader& header = *schedule.header;
+  if (tile_number >= header.aligned_tile) {
+    const int32_t first = header.aligned_cta + ((tile_number - header.aligned_tile) * num_kv_heads + head) * header.aligned_parts;
+    return CtaRange{first + 1, first + header.aligned_parts};
+  }
+  const RowTile& tile = schedule.tiles[tile_number];
+  const int32_t cost = cost_kind(tile.kind, state_begin);
+  const int32_t kv_tile_cost = header.kv_tile_cost[cost];
+  if (header.whole_pairs || is_uncut(header.pair_cost[cost], kv_tile_cost, tile.num_kv_tiles, header.share)) return CtaRange{0, 0};
+  const int64_t head_cost = header.pair_cost[cost] + static_cast<int64_t>(tile.num_kv_tiles) * kv_tile_cost;
+  const int64_t first = tile.cost_begin + head * head_cost + header.pair_cost[cost];
   const int64_t last = first + (tile.num_kv_tiles - 1) * kv_tile_cost;   // an interval starts inside if it starts behind `first` and not behind `last`
-  return CtaRange{static_cast<int32_t>(min_of<int64_t>(divide(first, header.share) + 1, num_ctas)), static_cast<int32_t>(min_of<int64_t>(divide(last, header.share) + 1, num_ctas))};
+  return CtaRange{static_cast<int32_t>(min_of<int64_t>(divide(first, header.share) + 1, num_ctas)),
+                  static_cast<int32_t>(min_of<int64_t>(divide(last, header.share) + 1, num_ctas))};
 }
 
 }  // namespace attn
