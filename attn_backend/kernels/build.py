@@ -25,6 +25,13 @@ def spilled_bytes(report: str) -> int:
     return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(report))
 
 
+def fault(report: str) -> str:
+    """What the compiler's report says that a kernel must not do; empty if nothing."""
+    if spilled_bytes(report) > _TOLERATED_BYTES:
+        return "SPILLS"
+    return "SERIALIZES WGMMA" if _SERIALIZED in report else ""
+
+
 def build(archs: list[str], jobs: int, out: Path | None) -> int:
     """Compiles every kernel for every arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
     tasks = [(name, arch) for arch in archs for name in kernel_sources(arch)]
@@ -47,10 +54,10 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                 continue
             registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
             spills = spilled_bytes(report)
-            verdict = "  SPILLS" if spills > _TOLERATED_BYTES else "  SERIALIZES WGMMA" if _SERIALIZED in report else ""
+            verdict = fault(report)
             failures += bool(verdict)
             kib = path.stat().st_size >> 10
-            print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s{verdict}", flush=True)
+            print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s  {verdict}".rstrip(), flush=True)
             if out is not None:
                 target = out / arch / f"{name}.cubin"
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn_backend.kernels import cubins
-from attn_backend.kernels.build import spilled_bytes
+from attn_backend.kernels.build import fault, spilled_bytes
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
@@ -80,6 +80,12 @@ def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.Monk
 def test_spills_are_counted() -> None:
     assert spilled_bytes("0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads") == 24
     assert spilled_bytes("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 0
+
+
+def test_faults_are_found() -> None:
+    assert fault("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 168 registers") == ""
+    assert fault("40 bytes stack frame, 160 bytes spill stores, 80 bytes spill loads") == "SPILLS"
+    assert fault("ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
 
 
 def test_importing_needs_no_gpu() -> None:
