@@ -147,6 +147,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
   const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
   bool differ = false;
   int32_t longest = 0;
+  bool has_largest_tiles = false;
   line = Line{0, 0};
 #pragma unroll 1
   for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
       group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
       count = count_row_tiles(config, group);
       longest = max_of(longest, longest_pair(p, group));
-      if (group.kind == config.max_kind && count > 0) shared.has_largest_tiles = 1;
+      has_largest_tiles |= group.kind == config.max_kind && count > 0;
       if (count > 0) {
         tile = make_row_tile(p, group, i, 0);
         cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
@@ -188,6 +189,8 @@ __device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMe
     line.num_tiles += total.b;
     line.cost += total.a;
   }
+  // Behind the barriers of the sums: the first thread has set these to 0.
+  if (has_largest_tiles) shared.has_largest_tiles = 1;
   longest = __reduce_max_sync(0xffffffffu, longest);
   if (threadIdx.x % 32 == 0 && longest > 0) atomicMax(&shared.longest_pair, longest);
   return !differ && line.num_tiles <= config.max_tiles;

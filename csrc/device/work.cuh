@@ -1,4 +1,4 @@
-// A walk over a CTA's interval of the schedule, one (row tile, head) pair after another.
+// A walk over a CTA's interval of the schedule, or over the pairs that it takes in turn, one (row tile, head) pair after another.
 //
 // kManyLevels, here and in what includes this: whether the schedule may have row lists and rows in several row groups. The others, plain schedules, cost less
 // without (docs/decisions.md).

@@ -11,8 +11,8 @@
 namespace attn {
 namespace {
 
-/// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost the same; a pair of a large one costs as much as two or three of its KV tiles more
-/// (docs/decisions.md). On a CPU cost follows the rows.
+/// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost the same; a pair of a large one costs as much as two of its KV tiles more, one whose
+/// rows leave states as four to six (docs/decisions.md). On a CPU cost follows the rows.
 struct Costs {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];

@@ -1,4 +1,4 @@
-// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule. A warpgroup brings Q, K and V (producer.cuh), two compute
+// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule or takes pairs in turn. A warpgroup brings Q, K and V (producer.cuh), two compute
 // (consumer.cuh); docs/kernels.md draws how.
 #pragma once
 

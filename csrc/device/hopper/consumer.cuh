@@ -1,7 +1,7 @@
 // The consumers: two warpgroups that compute work items from what the producer has brought.
 //
-// Row tiles of 128 rows (wide): each warpgroup has 64 of the rows and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup looks for the
-// maxima of the next and takes most exponentials; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax.
+// Row tiles of 128 rows (wide): each warpgroup has 64 of the rows and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup takes
+// most exponentials of the next; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax.
 //
 // Smaller row tiles (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share its rows and tokens, with mma.sync: 1 x 4 for row tiles of
 // 16 rows, 2 x 2 for 32, 4 x 1 for 64. The states of all warps that share rows merge in shared memory at the end.
