@@ -76,7 +76,7 @@ struct RowTile {
 enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
   kInTurn = 1 << 1,        // whole pairs may be taken in turn
-  kHasLargestTiles = 1 << 2,
+  kHasLargestTiles = 1 << 2,   // some row tile is of the largest kind
 };
 
 /// A point on the line of work; ordered lexicographically.
@@ -116,7 +116,7 @@ struct ScheduleHeader {
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
   uint32_t pairs_taken;    // in turn, beside the first of each CTA; 0 between launches
-  int32_t aligned_tile;    // row tiles from here on are cut evenly (Alignment in planning.h); num_tiles if none are
+  int32_t aligned_tile;    // row tiles from here on are cut evenly (align_prefix() in planning.h); num_tiles if none are
   int32_t aligned_cta;     // the first CTA that runs them
   int32_t aligned_parts;   // CTAs of each of their pairs
   int32_t unused;
