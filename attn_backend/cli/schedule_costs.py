@@ -61,7 +61,7 @@ class ScheduleCosts:
 
 
 def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
-    """Group by group, there head by head, there the last row tile first."""
+    """Group by group; there head by head and then the last row tile first, or the other way round."""
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
         tiles[group].append(tile)
@@ -69,7 +69,8 @@ def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> 
     ends = [(0, cta) for cta in range(schedule.num_ctas)]
     parts = []
     for group, of_group in tiles.items():
-        for tile in num_kv_heads * of_group[::-1]:
+        last_first = of_group[::-1]
+        for tile in [tile for tile in last_first for _ in range(num_kv_heads)] if schedule.longest_first else num_kv_heads * last_first:
             begin, cta = heapq.heappop(ends)
             parts.append(Part(cta, group, begin, begin + costs[tile]))
             heapq.heappush(ends, (begin + costs[tile], cta))

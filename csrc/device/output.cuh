@@ -98,6 +98,19 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
   return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
 }
 
+/// Puts 16 rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks>
+__device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kRowBlocks>& state, int b, const float (&inverse)[2], int32_t block_row, char* staged) {
+  const uint32_t fragments = ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; n += 2) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = Element::pack(state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2], state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]);
+    ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
+  }
+}
+
 /// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of `staged`, a tile of layout Tile, to be stored
 /// in chunks of 16 bytes.
 template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
@@ -118,14 +131,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
 
     if (target.complete) {
-      const uint32_t fragments = ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(lane);
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n += 2) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = Element::pack(state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2], state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]);
-        ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
-      }
+      stage_rows<Tile>(state, b, inverse, block_row, staged);
       __syncwarp();
       constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
       const int chunk = lane % Tile::kRowChunks;

@@ -163,11 +163,34 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   return errors;
 }
 
+/// Lets the copy engine know O. Returns whether it can store a warp's rows: the heads of a group then fill a warp's rows evenly.
+bool Attention::describe_output(const AttentionParams& params, TensorMap& map) const {
+  constexpr int32_t kWarpRows = 16;
+  const int32_t group_size = schedule_config_.group_size;
+  if (kWarpRows % group_size != 0 || params.num_rows == 0) return false;
+  driver::Tensor4d t{};
+  t.data = params.o;
+  t.is_bf16 = config_.dtype == DataType::kBFloat16;
+  t.sizes[0] = config_.head_dim;
+  t.sizes[1] = config_.num_qo_heads;
+  t.sizes[2] = params.num_rows;
+  t.sizes[3] = 1;
+  t.strides[0] = params.o_head_stride;
+  t.strides[1] = params.o_row_stride;
+  t.strides[2] = params.o_row_stride * params.num_rows;
+  t.box[0] = hopper::kBlockColumns;
+  t.box[1] = group_size;
+  t.box[2] = kWarpRows / group_size;
+  t.box[3] = 1;
+  return driver::encode(t, map);
+}
+
 /// Lets the copy engine know K and V, if it can bring them: half a KV tile then consists of whole boxes, each inside one page.
 HopperParams Attention::describe_tensors(const AttentionParams& params) const {
   HopperParams described{};
   described.attention = params;
   described.unit_shift = unit_shift(params);
+  described.stores_boxes = describe_output(params, described.o);
   const bool ragged = plan_params_.levels[0].table.indices == nullptr;
   for (int32_t level = 1; level < plan_params_.num_levels; ++level) {
     if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;
@@ -189,6 +212,7 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
     t.strides[2] = tensor.page_stride;
     t.box[0] = hopper::kBlockColumns;
     t.box[1] = box_tokens;
+    t.box[2] = t.box[3] = 1;
     return driver::encode(t, map);
   };
   if (encode(params.k, described.k) && encode(params.v, described.v)) described.box_tokens = box_tokens;

@@ -66,6 +66,7 @@ class Attention {
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
+  bool describe_output(const AttentionParams& params, TensorMap& map) const;
   HopperParams describe_tensors(const AttentionParams& params) const;
 
   AttentionConfig config_;

@@ -173,9 +173,8 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
     strides[i] = tensor.sizes[i + 1] == 1 ? kUnit : static_cast<uint64_t>(tensor.strides[i]) * kBytes;
     if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
   }
-  const uint32_t box[4] = {tensor.box[0], tensor.box[1], 1, 1};
   const uint32_t steps[4] = {1, 1, 1, 1};
-  return driver().encode_tiled(&map, tensor.is_bf16 ? kBFloat16 : kFloat16, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, box, steps, kNoInterleave,
+  return driver().encode_tiled(&map, tensor.is_bf16 ? kBFloat16 : kFloat16, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, tensor.box, steps, kNoInterleave,
                                kSwizzle128, kPromoteToL2_128, kNoFill) == 0;
 }
 

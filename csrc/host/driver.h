@@ -37,7 +37,7 @@ struct Tensor4d {
   bool is_bf16;
   uint64_t sizes[4];
   int64_t strides[3];
-  uint32_t box[2];
+  uint32_t box[4];
 };
 
 /// Returns whether the copy engine can: addresses and strides must be multiples of 16 bytes.

@@ -34,7 +34,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     produce<kHeadDim>(params, shared, cursor);
   } else {
     ptx::take_registers<consumer_registers(kHeadDim)>();
-    Consumer<Element, Variant, kHeadDim>(params.attention, shared).run();
+    Consumer<Element, Variant, kHeadDim>(params, shared).run();
   }
 }
 

@@ -15,6 +15,7 @@
 #include "device/hopper/work_item.cuh"
 #include "device/output.cuh"
 #include "device/ptx/named_barrier.cuh"
+#include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/warp_state.cuh"
 
@@ -80,11 +81,13 @@ struct Consumer {
   /// Whether the maxima of a wide row tile stay until probabilities outgrow them. Where the output takes half of the registers there are none to compute these again.
   static constexpr bool kKeepsMaxima = kHeadDim <= 128;
 
+  const HopperParams& hopper_params;
   const AttentionParams& params;
   const Shared shared;
   typename Shared::KvPlace kv;      // next part of the ring
 
-  __device__ __forceinline__ Consumer(const AttentionParams& params_, const Shared& shared_) : params(params_), shared(shared_) {}
+  __device__ __forceinline__ Consumer(const HopperParams& hopper_params_, const Shared& shared_)
+      : hopper_params(hopper_params_), params(hopper_params_.attention), shared(shared_) {}
 
   __device__ __forceinline__ float scale() const {
     return Variant::transforms_logits(logits_variant(params)) ? kLog2E : params.sm_scale * kLog2E;
@@ -258,6 +261,34 @@ struct Consumer {
     return ptx::shared_address(shared.q(slot)) + consumer_warp() * 16 * Query::kRowBytes + Query::rows_first(ptx::lane_id());
   }
 
+  /// Whether the copy engine may store the warp's rows: all of them exist, are complete, and follow one another, and nobody wants their lse.
+  __device__ __forceinline__ bool is_box(const OutputTarget<true>& target, int first_row) const {
+    return hopper_params.stores_boxes && params.lse == nullptr && target.complete && target.rows.list == nullptr && first_row + 16 <= target.rows.count;
+  }
+
+  /// Has the copy engine store the warp's rows, by way of its rows of the Q tile.
+  __device__ __forceinline__ void store_rows(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<true>& target, int first_row, int slot) const {
+    const int lane = ptx::lane_id();
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = state.row_sum(0, half);
+      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    }
+    stage_rows<Query>(state, 0, inverse, first_row, shared.q(slot));
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane != 0) return;
+    const int32_t row = target.rows.qo_begin + params.group_size.divide(target.rows.packed_begin + first_row);
+    const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Query::kRowBytes;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::store_box(hopper_params.o, staged + block * Query::kBlockBytes, block * kBlockColumns, target.kv_head * params.group_size.divisor, row, 0);
+    }
+    ptx::bulk_commit();
+    ptx::bulk_wait_read();   // then the tile may be filled again
+  }
+
   /// Computes the wide items from `place` on, up to the first that is not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
   /// last values of the item before, and are ready when its output has been written.
   __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
@@ -343,7 +374,11 @@ struct Consumer {
 
       sync_warpgroup();               // all of its products with Q are done: the rows of O go through the Q tile
       const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
-      write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
+      if (is_box(target, first_row)) {
+        store_rows(state, target, first_row, place.slot);
+      } else {
+        write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
+      }
       shared.free_q(place);
       place = next;
     }

@@ -134,7 +134,7 @@ struct RowCopier {
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy /*there is no register for it*/) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
     constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
@@ -155,11 +155,7 @@ struct RowCopier {
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
         if (from[i] == kNotWanted) continue;
-        if constexpr (kHeadDim > 128) {
-          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));   // there is no register for the policy
-        } else {
-          ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes), policy);
-        }
+        ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
@@ -210,6 +206,7 @@ class Turns {
 
   __device__ __forceinline__ void begin(WorkCursor& cursor) {
     num_tiles_ = params_.schedule.header->num_tiles;
+    longest_first_ = (cursor.now.flags & kLongestFirst) != 0;
     take(cursor, static_cast<int32_t>(blockIdx.x));
   }
 
@@ -225,7 +222,7 @@ class Turns {
   __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
 
   __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) {
-    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, longest_first_, pair));
     // All CTAs together ask as often as there are pairs: those that they did not begin with, and once each in vain. Then the count is 0 again.
     if (ptx::thread_id() == 0) asked_ = params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken, num_pairs() - 1));
   }
@@ -233,6 +230,7 @@ class Turns {
   const AttentionParams& params_;
   const SharedMemory<kHeadDim>& shared_;
   int32_t num_tiles_;
+  bool longest_first_;
   int32_t number_ = 0;
   int32_t asked_;       // of thread 0
 };

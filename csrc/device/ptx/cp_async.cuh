@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attn/platform.h"
-#include "device/ptx/cache_policy.cuh"
 
 namespace attn::ptx {
 
@@ -11,10 +10,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return
 /// Copies 16 bytes past L1.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, CachePolicy policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
 }
 
 /// The same; if not `exists`, writes zeros and reads nothing.

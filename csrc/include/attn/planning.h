@@ -248,6 +248,7 @@ struct Planned {
   int64_t share;
   int32_t longest_pair;    // the largest longest_pair() of all row groups
   int32_t has_largest_tiles;
+  int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t flags;           // ScheduleFlag bits
   int32_t aligned_tile;    // as in ScheduleHeader, from align_prefix()
   int32_t aligned_cta;
@@ -262,12 +263,36 @@ ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
   return static_cast<int32_t>(min_of<int64_t>(cost, kMaxInt32 / kNumTileKinds)) * kNumTileKinds + group.kind;
 }
 
-/// Whether whole pairs are taken in turn: where CTAs have many each, so that they end at about the same time, the longest are of the largest row tiles, so that a CTA can find
-/// out which is next beside its products, and row groups have several row tiles, which read the same K and V.
-ATTN_HD bool is_in_turn(const PlanParams& p, const Planned& planned) {
-  const int64_t cost = planned.longest_pair / kNumTileKinds;
-  const bool many = p.config.turns > 0 && cost * p.config.turns <= planned.share;
-  return many && planned.longest_pair % kNumTileKinds == p.config.max_kind && planned.num_tiles >= 2 * planned.num_groups;
+/// KV tiles of a wide row tile that a CTA computes in the time of a merge, about.
+constexpr int32_t kMergeKvTiles = 5;
+
+/// How pairs are handed out.
+struct Handing {
+  bool whole;            // no (row tile, head) is cut
+  bool in_turn;
+  bool longest_first;
+};
+
+/// Cut pairs cost a merge, and what comes before a pair's KV tiles once more. Where the longest is of the largest row tiles, and CTAs would end no further apart than that
+/// takes, pairs stay whole; if there are more of them than CTAs these take them in turn, the longest first. Where CTAs have many each they end at about the same time in any
+/// order: then head by head, so that K and V are found in L2. Row groups must have several row tiles, or a CTA would wait for what is next longer than it computes.
+ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned) {
+  const ScheduleConfig& config = p.config;
+  const int32_t kind = planned.longest_pair % kNumTileKinds;
+  const int64_t longest = planned.longest_pair / kNumTileKinds;
+  Handing handing{config.batch_invariant != 0, false, false};
+  if (config.turns == 0 || kind != config.max_kind) return handing;
+  const bool several = planned.num_tiles >= 2 * planned.num_groups;
+  const bool many = longest * config.turns <= planned.share;
+  const int64_t cut_cost = config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
+  const bool is_cut = longest > planned.share || longest > 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];   // otherwise it is_uncut() anyway
+  const bool even = longest <= planned.share + cut_cost && (longest <= 2 * cut_cost || 2 * longest <= planned.share);
+  const bool dear = planned.num_merge_rows == 0 && is_cut && even;
+  const bool one_each = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads <= config.num_ctas;
+  handing.in_turn = several && (many || (dear && !one_each));
+  handing.longest_first = handing.in_turn && !many;
+  handing.whole = handing.whole || handing.in_turn || (dear && one_each);
+  return handing;
 }
 
 /// Share and flags, when everything before them is known.
@@ -276,8 +301,11 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
+  const Handing handing = hand_out(p, planned);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (is_in_turn(p, planned) ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  planned.flags = (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (handing.longest_first ? kLongestFirst : 0) |
+                  (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  planned.whole_pairs = handing.whole;
 }
 
 /// Most CTAs among which a pair is cut evenly: a warp looks at all numbers at once.
@@ -312,11 +340,9 @@ ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, int32_
   planned.aligned_kv_tiles = ceil_div(shared.first.num_kv_tiles, planned.aligned_parts);
   planned.aligned_cta = p.config.num_ctas - shared.count * planned.aligned_parts;
   planned.share = max_of<int64_t>(divide(shared.first.cost_begin + planned.aligned_cta - 1, planned.aligned_cta), p.config.min_share);
-  planned.flags &= ~kInTurn;
+  planned.flags &= ~(kInTurn | kLongestFirst);
+  planned.whole_pairs = p.config.batch_invariant;
 }
-
-/// Whether no (row tile, head) is shared by CTAs.
-ATTN_HD bool has_whole_pairs(const PlanParams& p, const Planned& planned) { return p.config.batch_invariant || (planned.flags & kInTurn) != 0; }
 
 /// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
 /// PlacedTile of row tile i.
@@ -352,7 +378,7 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
   position.head = static_cast<int32_t>(divide(inside, head_cost));
   const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
   position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
-  const bool uncut = has_whole_pairs(p, planned) || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
+  const bool uncut = planned.whole_pairs || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
   if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
     position.kv_tile = 0;
     if (++position.head == config.num_kv_heads) {
@@ -373,7 +399,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.num_merge_rows = planned.num_merge_rows;
   header.num_links = planned.num_links;
   header.flags = planned.flags;
-  header.whole_pairs = has_whole_pairs(p, planned);
+  header.whole_pairs = planned.whole_pairs;
   header.num_requests = planned.num_requests;
   header.pairs_taken = 0;
   header.aligned_tile = planned.aligned_tile;

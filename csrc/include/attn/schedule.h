@@ -77,6 +77,7 @@ enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
   kInTurn = 1 << 1,        // whole pairs may be taken in turn
   kHasLargestTiles = 1 << 2,   // some row tile is of the largest kind
+  kLongestFirst = 1 << 3,  // of pairs that are taken in turn: those of a row group's last row tile first, then those of the one before
 };
 
 /// A point on the line of work; ordered lexicographically.
@@ -248,15 +249,18 @@ struct Schedule {
   }
 };
 
-/// Pair number `pair` in the order in which pairs are taken in turn: group by group, in a group head by head, and there the row tile first that sees most. The pairs of a
-/// group are those of its row tiles, times the number of heads.
-ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads, int32_t num_tiles, int32_t pair) {
+/// Pair number `pair` in the order in which pairs are taken in turn: group by group; in a group head by head, and there the row tile first that sees most, or the other way
+/// round (`longest_first`). The pairs of a group are those of its row tiles, times the number of heads.
+ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads, int32_t num_tiles, bool longest_first, int32_t pair) {
   const RowGroup& group = schedule.groups[schedule.tiles[pair / num_kv_heads].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
   const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
   const int32_t inside = pair - group.tile_begin * num_kv_heads;
-  const int32_t head = inside / of_group;
-  return Position{group.tile_begin + of_group - 1 - (inside - head * of_group), head, 0, 0};
+  const int32_t inner = longest_first ? num_kv_heads : of_group;
+  const int32_t outer_index = inside / inner;
+  const int32_t inner_index = inside - outer_index * inner;
+  const int32_t last = group.tile_begin + of_group - 1;
+  return longest_first ? Position{last - outer_index, inner_index, 0, 0} : Position{last - inner_index, outer_index, 0, 0};
 }
 
 /// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the one in whose middle it ends. If both are
