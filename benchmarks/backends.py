@@ -14,7 +14,7 @@ from benchmarks.cases import Case, SharedCase
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Random tensors of a case, pages shuffled.
+    """Random tensors of a case.
 
     q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim], ragged [2, tokens, num_kv_heads, head_dim];
     qo_indptr: int32 [batch + 1]; kv_lens: int32 [batch], tokens; block_table: int32 [batch, pages of the longest request], ragged [batch, 0].
@@ -35,7 +35,7 @@ class Batch:
             tokens = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
             return cls._of_table(case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device="cuda"), generator)
         pages = [-(-length // case.page_size) for length in case.kv_lens]
-        order = torch.randperm(sum(pages), device="cuda", generator=generator).int()
+        order = torch.arange(sum(pages), device="cuda") if case.in_order else torch.randperm(sum(pages), device="cuda", generator=generator)
         table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
         start = 0
         for row, count in enumerate(pages):

@@ -11,7 +11,8 @@ DISTRIBUTIONS = ("const", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class Case:
-    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another, without pages."""
+    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another, without pages. in_order: a request's pages follow one
+    another, as an engine gives them to a prompt; otherwise they are shuffled."""
 
     name: str
     qo_lens: tuple[int, ...]
@@ -21,6 +22,7 @@ class Case:
     head_dim: int = 128
     page_size: int = 16
     ragged: bool = False
+    in_order: bool = False
 
     @property
     def shape(self) -> str:
@@ -99,10 +101,15 @@ def _prefill(batch: int, distribution: str, mean: int, qo: int, kv: int, page_si
     return replace(case, name=_name("prefill", f"{distribution}{mean}", case))
 
 
+def _in_order(case: Case) -> Case:
+    return replace(case, name=f"{case.name}-in-order", in_order=True)
+
+
 def decode_cases() -> list[Case]:
     cases = [_decode(16, distribution, 1024, qo, kv) for qo, kv in ((32, 32), (32, 8), (64, 8)) for distribution in DISTRIBUTIONS]
     cases += [_decode(1, "const", 8192, 32, 8), _decode(1, "const", 131072, 32, 8), _decode(8, "const", 32768, 32, 8)]
     cases += [_decode(64, "const", 4096, 32, 8, page_size) for page_size in (16, 64, 1)]
+    cases += [_in_order(_decode(64, "const", 4096, 32, 8, 1)), *(_decode(8, "const", 1200, 32, 8, page_size) for page_size in (16, 1))]
     cases += [_decode(128, "const", 2048, 32, 8), _decode(256, "const", 1024, 32, 8, 1), _decode(64, "zipf", 4096, 32, 8)]
     return [*cases, _decode(64, "const", 4096, 32, 8, head_dim=64), _decode(64, "const", 4096, 16, 4, head_dim=256)]
 
@@ -117,6 +124,7 @@ def prefill_cases() -> list[Case]:
         cases += [_prefill(16, distribution, 1024, qo, kv, page_size) for distribution in DISTRIBUTIONS[1:] for page_size in (RAGGED, 16)]
     cases += [_prefill(8, "const", 2048, 32, 8, page_size) for page_size in (RAGGED, 16)]
     cases += [_prefill(4, "const", 4096, 32, 8, page_size) for page_size in (RAGGED, 16, 64, 1)]
+    cases += [_in_order(cases[-1]), *(_prefill(1, "const", tokens, 32, 8) for tokens in (220, 700, 2048))]
     cases += [_prefill(batch, "const", mean, 32, 8, page_size) for batch, mean in ((2, 8192), (1, 16384)) for page_size in (RAGGED, 16)]
     return [*cases, _prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
 

@@ -108,12 +108,13 @@ def build(spec: cases.Spec, device: torch.device | str) -> Case:
 
 
 def _allocate(spec: cases.Spec, rng: numpy.random.Generator) -> list[list[int]]:
-    """The pages of each request: shuffled, some shared; for a ragged tensor in order."""
+    """The pages of each request: in shuffled runs, some shared; for a ragged tensor in order."""
     counts = [-(-kv_len // spec.page_size) for kv_len in spec.kv_lens]
     if spec.table_form == "ragged":
         starts = numpy.cumsum([0, *counts])
         return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=False)]
-    free = list(rng.permutation(sum(counts) + 3))
+    runs = numpy.split(numpy.arange(sum(counts) + 3), range(spec.run_pages, sum(counts) + 3, spec.run_pages))
+    free = list(numpy.concatenate([runs[i] for i in rng.permutation(len(runs))])[::-1])
     pages: list[list[int]] = []
     for i, (count, kv_len) in enumerate(zip(counts, spec.kv_lens, strict=True)):
         own: list[int] = []

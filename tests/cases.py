@@ -37,6 +37,7 @@ class Spec:
     sm_scale: float | None = None
     num_ctas: int | None = None
     sharing: float = 0.0          # probability that a request begins with the pages of an earlier one
+    run_pages: int = 1            # so many pages follow one another, then others
     padding_rows: int = 0         # rows of q and out beyond those of the batch
     strided: bool = False         # q, out, K and V are slices of larger tensors, in any order of dimensions
     int64: tuple[bool, ...] = (False,) * 5     # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
@@ -83,6 +84,7 @@ def random_spec(seed: int, device_type: str) -> Spec:
         padding_rows=int(rng.choice([0, 0, 1, 7, 40])),
         strided=bool(rng.random() < 0.4),
         int64=tuple(bool(flag) for flag in rng.random(5) < 0.4),
+        run_pages=int(rng.choice([1, 1, 30, 70, 1000])),
         seed=seed,
     )
 

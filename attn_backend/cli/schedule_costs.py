@@ -28,7 +28,7 @@ class ScheduleCosts:
     Attributes:
         total: cost of all the work, without what is done again.
         parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to
-            the CTA that would come for the next one first, if all did what they cost.
+            CTAs as they would come for them, if all did what they cost.
         ctas: int64 [num_ctas]: cost of what each CTA does.
         kv_tokens: tokens of KV that the row groups read, each group its tokens once.
     """
@@ -61,19 +61,28 @@ class ScheduleCosts:
 
 
 def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
-    """Group by group; there head by head and then the last row tile first, or the other way round."""
+    """Group by group, there the last row tile first, there head by head. CTAs begin with the first pairs, go on with as many in the opposite order, and ask
+    which is next when they take one (Turns in csrc/device/hopper/producer.cuh)."""
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
         tiles[group].append(tile)
+    pairs = [(group, tile) for group, of_group in tiles.items() for tile in reversed(of_group) for _ in range(num_kv_heads)]
     costs = head_cost.tolist()
-    ends = [(0, cta) for cta in range(schedule.num_ctas)]
+    ctas = schedule.num_ctas
+    asked = 2 * ctas
+    takes = [(0, cta, cta) for cta in range(min(ctas, len(pairs)))]     # when, by whom, which
+    heapq.heapify(takes)
     parts = []
-    for group, of_group in tiles.items():
-        last_first = of_group[::-1]
-        for tile in [tile for tile in last_first for _ in range(num_kv_heads)] if schedule.longest_first else num_kv_heads * last_first:
-            begin, cta = heapq.heappop(ends)
-            parts.append(Part(cta, group, begin, begin + costs[tile]))
-            heapq.heappush(ends, (begin + costs[tile], cta))
+    while takes:
+        begin, cta, pair = heapq.heappop(takes)
+        group, tile = pairs[pair]
+        end = begin + costs[tile]
+        parts.append(Part(cta, group, begin, end))
+        after = 2 * ctas - 1 - cta
+        if pair >= ctas:
+            after, asked = asked, asked + 1
+        if after < len(pairs):
+            heapq.heappush(takes, (end, cta, after))
     return parts
 
 

@@ -23,7 +23,6 @@ def describe_errors(errors: int) -> str:
 
 
 _IN_TURN = 1 << 1     # of ScheduleFlag
-_LONGEST_FIRST = 1 << 3
 _REASONS = ("taken", "saves too little", "no room for its states", "too many levels", "the whole forest saves too little")
 
 
@@ -91,7 +90,6 @@ class Schedule:
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
         in_turn: whether a GPU's CTAs take pairs in turn; the intervals are then of whole pairs, and nobody need keep to them.
-        longest_first: whether they take the longest of a row group first; otherwise head by head.
         num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
     """
 
@@ -106,7 +104,6 @@ class Schedule:
     errors: int
     levels: tuple[tuple[int, int, int, int], ...]
     in_turn: bool
-    longest_first: bool
     num_ctas: int
     kv_tile: int
     max_kind: int
@@ -143,7 +140,6 @@ class Schedule:
             errors=errors,
             levels=tuple((step, causal, window, begin) for step, causal, window, begin in levels[:, 6:].tolist()),
             in_turn=bool(flags & _IN_TURN),
-            longest_first=bool(flags & _LONGEST_FIRST),
             num_ctas=num_ctas,
             kv_tile=kv_tile,
             max_kind=max_kind,

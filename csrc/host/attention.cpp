@@ -196,18 +196,19 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
     if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;
   }
   const int32_t half_tile = schedule_config_.kv_tile / 2;   // what a warp brings
-  const int32_t box_tokens = ragged ? half_tile : min_of(planned_page_size_, half_tile);
+  const bool is_flat = ragged || planned_page_size_ == 1;   // rows are all that there is between heads and columns
+  const int32_t box_tokens = is_flat ? half_tile : min_of(planned_page_size_, half_tile);
   constexpr int32_t kLeastBoxTokens = 8;   // rows that a permutation of chunks goes through
-  if (box_tokens < kLeastBoxTokens || half_tile % box_tokens != 0 || (!ragged && planned_page_size_ % box_tokens != 0)) return described;
+  if (box_tokens < kLeastBoxTokens || half_tile % box_tokens != 0 || (!is_flat && planned_page_size_ % box_tokens != 0)) return described;
   const auto encode = [&](const KvTensor& tensor, TensorMap& map) {
     driver::Tensor4d t{};
     t.data = tensor.data;
     t.is_bf16 = config_.dtype == DataType::kBFloat16;
     t.sizes[0] = config_.head_dim;
-    t.sizes[1] = ragged ? params.num_pages : planned_page_size_;
+    t.sizes[1] = is_flat ? params.num_pages : planned_page_size_;
     t.sizes[2] = config_.num_kv_heads;
-    t.sizes[3] = ragged ? 1 : params.num_pages;
-    t.strides[0] = ragged ? tensor.page_stride : tensor.token_stride;
+    t.sizes[3] = is_flat ? 1 : params.num_pages;
+    t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
     t.strides[1] = tensor.head_stride;
     t.strides[2] = tensor.page_stride;
     t.box[0] = hopper::kBlockColumns;
@@ -215,7 +216,7 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
     t.box[2] = t.box[3] = 1;
     return driver::encode(t, map);
   };
-  if (encode(params.k, described.k) && encode(params.v, described.v)) described.box_tokens = box_tokens;
+  if (encode(params.k, described.k) && encode(params.v, described.v)) (is_flat && !ragged ? described.run_tokens : described.box_tokens) = box_tokens;
   return described;
 }
 

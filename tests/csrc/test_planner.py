@@ -59,21 +59,23 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
 
 
 @pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "order"),
+    ("qo_lens", "kv_lens", "in_turn"),
     [
-        ((512,) * 32, (512,) * 32, "head by head"),
-        ((700, 20, 1, 300, 2000) * 8, (700, 20, 900, 300, 2500) * 8, "head by head"),
-        ((4096,), (4096,), "longest first"),
-        ((128,) * 16, (4096,) * 16, "longest first"),
-        ((700,), (700,), "longest first"),
-        ((300,) * 4, (300,) * 4, None),           # nothing would be cut
-        ((300,), (300,), None),                   # fewer pairs than CTAs
-        ((256,), (4096,), None),                  # too few, too long
-        ((1,) * 256, (1024,) * 256, None),        # decode
-        ((2048, *(1,) * 255), (4000, *(2000,) * 255), None),
+        ((512,) * 32, (512,) * 32, True),
+        ((700, 20, 1, 300, 2000) * 8, (700, 20, 900, 300, 2500) * 8, True),
+        ((4096,), (4096,), True),
+        ((128,) * 16, (4096,) * 16, True),
+        ((700,), (700,), True),
+        ((300,) * 4, (300,) * 4, False),          # nothing would be cut
+        ((300,), (300,), False),                  # fewer pairs than CTAs
+        ((256,), (4096,), False),                 # too few, too long
+        ((600,), (1700,), False),                 # 152 pairs of about the same cost
+        ((220,) * 16, (220,) * 16, True),         # nothing would be cut, but there are many
+        ((1,) * 256, (1024,) * 256, False),       # decode
+        ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
     ],
 )
-def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], order: str | None) -> None:
+def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], in_turn: bool) -> None:
     """By the Hopper kernel, where the batch computes more than it reads; a CPU plans as for it."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -84,20 +86,20 @@ def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...],
     view = BSRView(qo_indptr, PageTable.block_table(pages, lengths, 16))
     attention.plan(view)
     schedule = attention.schedule()
-    assert (schedule.in_turn, schedule.longest_first) == (order is not None, order == "longest first")
-    if order:
+    assert schedule.in_turn == in_turn
+    if in_turn:
         assert (schedule.positions[:, 2] == 0).all()
     assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
 
 
-@pytest.mark.parametrize(("kv_len", "whole"), [(220, True), (500, True), (512, True), (128 * 66, False)])
-def test_pairs_stay_whole_where_a_merge_takes_longer(device: torch.device, kv_len: int, whole: bool) -> None:
-    """One prompt of fewer pairs than CTAs, and the last chunk of a long one."""
+@pytest.mark.parametrize(("qo_len", "kv_len", "whole"), [(220, 220, True), (500, 500, True), (512, 8448, True), (256, 8448, False)])
+def test_pairs_stay_whole_where_a_merge_takes_longer(device: torch.device, qo_len: int, kv_len: int, whole: bool) -> None:
+    """One prompt, or the last chunk of one, of fewer pairs than CTAs."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU of compute capability 9.0")
     attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=256, kernel="hopper")
     pages = torch.arange(1024, dtype=torch.int32, device=device).view(1, -1)
-    qo_indptr = torch.tensor([0, min(kv_len, 512)], dtype=torch.int32, device=device)
+    qo_indptr = torch.tensor([0, qo_len], dtype=torch.int32, device=device)
     view = BSRView(qo_indptr, PageTable.block_table(pages, torch.tensor([kv_len], dtype=torch.int32, device=device), 16))
     attention.plan(view)
     schedule = attention.schedule()

@@ -15,11 +15,13 @@ pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def run(spec: Spec, device: torch.device, num_ctas: int | None = None) -> case_tensors.Case:
-    """Plans and runs a case; the result is in its `out` and `lse`."""
+    """Plans and runs a case, with and without lse; the result is in its `out` and `lse`."""
     case = case_tensors.build(spec, device)
     attention = case.attention(num_ctas)
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse)
+    without_lse = case.run(attention)
+    assert without_lse[: case.rows].equal(case.out[: case.rows])
     return case
 
 
@@ -47,6 +49,17 @@ def test_every_head_dim_of_a_cpu(head_dim: int) -> None:
 @pytest.mark.parametrize("table_form", ["csr", "block_table", "token_slots"])
 def test_page_sizes(device: torch.device, table_form: str, page_size: int) -> None:
     check(run(Spec((1, 5, 1), (page_size, 3 * page_size + 1, 700), table_form=table_form, page_size=page_size, sharing=0.5), device))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window_left", [-1, 100])
+@pytest.mark.parametrize("table_form", ["csr", "block_table", "token_slots"])
+def test_pages_of_one_token_that_follow_one_another(device: torch.device, table_form: str, window_left: int, head_dim: int) -> None:
+    """In runs that end anywhere in a KV tile, and are too short for one; the last of them ends with the cache."""
+    for run_pages in (33, 64, 150, 5000):
+        for seed in range(3):
+            spec = Spec((1, 200, 5, 1), (300, 700, 90, 129), table_form=table_form, page_size=1, run_pages=run_pages, seed=seed)
+            check(run(spec.with_(window_left=window_left, head_dim=head_dim), device))
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)

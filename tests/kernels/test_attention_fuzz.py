@@ -17,7 +17,7 @@ def test_random_case(device: torch.device, seed: int) -> None:
     case = case_tensors.build(cases.random_spec(seed, device.type), device)
     attention = case.attention()
     attention.plan(case.view if seed % 2 else Composition((case.view,)))
-    lse = case.lse if seed % 5 else None
+    lse = case.lse if seed % 3 else None
     out = case.run(attention, out=case.out, lse=lse)
     assert out is case.out
     case_tensors.check(case, out, lse)

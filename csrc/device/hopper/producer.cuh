@@ -98,6 +98,7 @@ struct RowCopier {
   using Shared = SharedMemory<kHeadDim>;
   using Tile = KvTile<kHeadDim>;
   static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
+  static constexpr bool kFindsRuns = kHeadDim <= 128;   // there are no registers for it otherwise
   const HopperParams& params;
   const Share<kHeadDim>& share;
   int32_t token = 0;         // of the lane, first
@@ -115,26 +116,59 @@ struct RowCopier {
     }
   }
 
-  // The rows that were looked up: where they begin in K or V, without their head, in units.
+  // The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token often follow one another, as those of a prompt do: then it is
+  // a run, and the copy engine can bring it.
   struct Box {
     uint32_t row[kLaneTokens];
+    int32_t first;           // of the run
+    bool is_run;
   };
   static constexpr uint32_t kNotWanted = 0xffffffff;
 
   __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const int lane = ptx::lane_id();
     Box box;
+    const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
+    box.first = 0;
+    bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       box.row[i] = kNotWanted;
+      const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
+      if (i == 0) box.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
+      is_apart |= wanted[i] && page - lane - 32 * i != box.first;
       if (!wanted[i]) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
-      box.row[i] = static_cast<uint32_t>((tile.page(params.attention, entry[i]) * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
+      box.row[i] = static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
     }
+    box.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
     return box;
   }
 
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy /*there is no register for it*/) const {
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
+    if (box.is_run) {
+      copy_run(shared, box, head, part, policy);
+    } else {
+      gather(shared, box, head, part);
+    }
+    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
+    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
+  }
+
+ private:
+  __device__ __forceinline__ void copy_run(const Shared& shared, const Box& box, int32_t head, int part, ptx::CachePolicy policy) const {
+    if (ptx::lane_id() != 0) return;
+    const uint32_t full = shared.kv_full(part);
+    ptx::mbarrier_expect(full, Share<kHeadDim>::kTokens * kHeadDim * kElementBytes);
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns, box.first, head, 0, policy);
+    }
+  }
+
+  __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
     constexpr int kBatch = 8;   // passes whose rows the lanes exchange together, so that they wait once for all of them
     const int lane = ptx::lane_id();
@@ -158,8 +192,6 @@ struct RowCopier {
         ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
       }
     }
-    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
-    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
   }
 };
 
@@ -197,8 +229,8 @@ __device__ __forceinline__ void produce_item(const AttentionParams& params, cons
   place.next();
 }
 
-/// Where pairs are taken in turn: brings the producer's warps to the same pair. Each CTA begins with the pair of its own number; which one is next it asks while it
-/// brings the one before.
+/// Where pairs are taken in turn: brings the producer's warps to the same pair. Which one is next a CTA asks while it brings the one before, so it must know the second when it
+/// has hardly begun: CTAs begin with the pairs of their own numbers, and go on with as many more in the opposite order, since the first of these take longest.
 template <int kHeadDim>
 class Turns {
  public:
@@ -206,33 +238,35 @@ class Turns {
 
   __device__ __forceinline__ void begin(WorkCursor& cursor) {
     num_tiles_ = params_.schedule.header->num_tiles;
-    longest_first_ = (cursor.now.flags & kLongestFirst) != 0;
     take(cursor, static_cast<int32_t>(blockIdx.x));
+    next_ = 2 * params_.num_ctas - 1 - static_cast<int32_t>(blockIdx.x);
   }
 
   __device__ __forceinline__ void next(WorkCursor& cursor) {
-    if (ptx::thread_id() == 0) shared_.turn(number_) = asked_;
+    if (ptx::thread_id() == 0) shared_.turn(number_) = next_;
     ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
     const int32_t pair = shared_.turn(number_);
     number_ ^= 1;
-    if (pair < num_pairs()) take(cursor, pair);
+    if (pair >= num_pairs()) return;
+    take(cursor, pair);
+    // All CTAs together ask once for each pair that they did not begin with. Then the count is 0 again.
+    if (ptx::thread_id() == 0) {
+      next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken, num_pairs() - params_.num_ctas - 1));
+    }
   }
 
  private:
   __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
 
-  __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) {
-    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, longest_first_, pair));
-    // All CTAs together ask as often as there are pairs: those that they did not begin with, and once each in vain. Then the count is 0 again.
-    if (ptx::thread_id() == 0) asked_ = params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken, num_pairs() - 1));
+  __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) const {
+    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
   }
 
   const AttentionParams& params_;
   const SharedMemory<kHeadDim>& shared_;
   int32_t num_tiles_;
-  bool longest_first_;
   int32_t number_ = 0;
-  int32_t asked_;       // of thread 0
+  int32_t next_;        // of thread 0
 };
 
 /// Waits until part `part` of a KV tile may be filled. While row tiles are narrow that is when no more than narrow_parts would be in use.

@@ -270,28 +270,25 @@ constexpr int32_t kMergeKvTiles = 5;
 struct Handing {
   bool whole;            // no (row tile, head) is cut
   bool in_turn;
-  bool longest_first;
 };
 
-/// Cut pairs cost a merge, and what comes before a pair's KV tiles once more. Where the longest is of the largest row tiles, and CTAs would end no further apart than that
-/// takes, pairs stay whole; if there are more of them than CTAs these take them in turn, the longest first. Where CTAs have many each they end at about the same time in any
-/// order: then head by head, so that K and V are found in L2. Row groups must have several row tiles, or a CTA would wait for what is next longer than it computes.
-ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned) {
+/// Pairs of the largest row tiles stay whole where CTAs then end no further apart than what cutting costs: a merge, and what comes before a pair's KV tiles once more. If there
+/// are more of them than CTAs these take them in turn; row groups must have several row tiles, or a CTA would wait for what is next longer than it computes.
+ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t total_cost) {
   const ScheduleConfig& config = p.config;
   const int32_t kind = planned.longest_pair % kNumTileKinds;
   const int64_t longest = planned.longest_pair / kNumTileKinds;
-  Handing handing{config.batch_invariant != 0, false, false};
+  Handing handing{config.batch_invariant != 0, false};
   if (config.turns == 0 || kind != config.max_kind) return handing;
-  const bool several = planned.num_tiles >= 2 * planned.num_groups;
-  const bool many = longest * config.turns <= planned.share;
-  const int64_t cut_cost = config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
-  const bool is_cut = longest > planned.share || longest > 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];   // otherwise it is_uncut() anyway
-  const bool even = longest <= planned.share + cut_cost && (longest <= 2 * cut_cost || 2 * longest <= planned.share);
-  const bool dear = planned.num_merge_rows == 0 && is_cut && even;
-  const bool one_each = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads <= config.num_ctas;
-  handing.in_turn = several && (many || (dear && !one_each));
-  handing.longest_first = handing.in_turn && !many;
-  handing.whole = handing.whole || handing.in_turn || (dear && one_each);
+  const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
+  const int64_t most_pairs = divide(num_pairs + config.num_ctas - 1, p.num_ctas);   // of a CTA, if they take about the same time
+  const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
+  const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
+  const bool is_uncut = longest <= planned.share && longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];   // is_uncut(), of the longest
+  const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
+  const bool has_many = longest * config.turns <= planned.share;
+  handing.in_turn = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
+  handing.whole |= handing.in_turn || (stays_whole && most_pairs == 1);
   return handing;
 }
 
@@ -301,10 +298,9 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
-  const Handing handing = hand_out(p, planned);
+  const Handing handing = hand_out(p, planned, total_cost);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (handing.longest_first ? kLongestFirst : 0) |
-                  (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  planned.flags = (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) |  (planned.has_largest_tiles ? kHasLargestTiles : 0);
   planned.whole_pairs = handing.whole;
 }
 
@@ -340,7 +336,7 @@ ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, int32_
   planned.aligned_kv_tiles = ceil_div(shared.first.num_kv_tiles, planned.aligned_parts);
   planned.aligned_cta = p.config.num_ctas - shared.count * planned.aligned_parts;
   planned.share = max_of<int64_t>(divide(shared.first.cost_begin + planned.aligned_cta - 1, planned.aligned_cta), p.config.min_share);
-  planned.flags &= ~(kInTurn | kLongestFirst);
+  planned.flags &= ~kInTurn;
   planned.whole_pairs = p.config.batch_invariant;
 }
 

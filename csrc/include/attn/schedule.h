@@ -77,7 +77,6 @@ enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
   kInTurn = 1 << 1,        // whole pairs may be taken in turn
   kHasLargestTiles = 1 << 2,   // some row tile is of the largest kind
-  kLongestFirst = 1 << 3,  // of pairs that are taken in turn: those of a row group's last row tile first, then those of the one before
 };
 
 /// A point on the line of work; ordered lexicographically.
@@ -116,7 +115,7 @@ struct ScheduleHeader {
   int32_t flags;           // ScheduleFlag bits
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
-  uint32_t pairs_taken;    // in turn, beside the first of each CTA; 0 between launches
+  uint32_t pairs_taken;    // in turn, beside the first two of each CTA; 0 between launches
   int32_t aligned_tile;    // row tiles from here on are cut evenly (align_prefix() in planning.h); num_tiles if none are
   int32_t aligned_cta;     // the first CTA that runs them
   int32_t aligned_parts;   // CTAs of each of their pairs
@@ -249,18 +248,14 @@ struct Schedule {
   }
 };
 
-/// Pair number `pair` in the order in which pairs are taken in turn: group by group; in a group head by head, and there the row tile first that sees most, or the other way
-/// round (`longest_first`). The pairs of a group are those of its row tiles, times the number of heads.
-ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads, int32_t num_tiles, bool longest_first, int32_t pair) {
-  const RowGroup& group = schedule.groups[schedule.tiles[pair / num_kv_heads].group];
+/// Pair number `pair` in the order in which pairs are taken in turn: group by group, in a group the row tile first that sees most, and there head by head. The pairs of a group
+/// are those of its row tiles, times the number of heads.
+ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads, int32_t num_tiles, int32_t pair) {
+  const int32_t tile = pair / num_kv_heads;
+  const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
   const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
-  const int32_t inside = pair - group.tile_begin * num_kv_heads;
-  const int32_t inner = longest_first ? num_kv_heads : of_group;
-  const int32_t outer_index = inside / inner;
-  const int32_t inner_index = inside - outer_index * inner;
-  const int32_t last = group.tile_begin + of_group - 1;
-  return longest_first ? Position{last - outer_index, inner_index, 0, 0} : Position{last - inner_index, outer_index, 0, 0};
+  return Position{2 * group.tile_begin + of_group - 1 - tile, pair - tile * num_kv_heads, 0, 0};
 }
 
 /// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the one in whose middle it ends. If both are
