@@ -15,7 +15,7 @@ from pathlib import Path
 from .cubins import ARCHS, compile_kernel, kernel_sources
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_TOLERATED_BYTES = 24  # head_dim 256 of the Hopper kernel: a value once a work item, one once a KV tile of a narrow row tile, which waits for memory
+_TOLERATED_BYTES = 36  # head_dim 256 of the Hopper kernel: two values once a work item, one once a KV tile of a narrow row tile, which waits for memory
 _SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -163,24 +163,23 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   return errors;
 }
 
-/// Lets the copy engine know O. Returns whether it can store a warp's rows: the heads of a group then fill a warp's rows evenly.
-bool Attention::describe_output(const AttentionParams& params, TensorMap& map) const {
-  constexpr int32_t kWarpRows = 16;
+/// Lets the copy engine know Q or O. A box is `packed_rows` rows of a row tile. Returns whether it can bring and store them.
+bool Attention::describe_rows(const void* data, int64_t row_stride, int64_t head_stride, int32_t num_rows, int32_t packed_rows, TensorMap& map) const {
   const int32_t group_size = schedule_config_.group_size;
-  if (kWarpRows % group_size != 0 || params.num_rows == 0) return false;
+  if (packed_rows % group_size != 0 || num_rows == 0) return false;
   driver::Tensor4d t{};
-  t.data = params.o;
+  t.data = data;
   t.is_bf16 = config_.dtype == DataType::kBFloat16;
   t.sizes[0] = config_.head_dim;
   t.sizes[1] = config_.num_qo_heads;
-  t.sizes[2] = params.num_rows;
+  t.sizes[2] = num_rows;
   t.sizes[3] = 1;
-  t.strides[0] = params.o_head_stride;
-  t.strides[1] = params.o_row_stride;
-  t.strides[2] = params.o_row_stride * params.num_rows;
+  t.strides[0] = head_stride;
+  t.strides[1] = row_stride;
+  t.strides[2] = row_stride * num_rows;
   t.box[0] = hopper::kBlockColumns;
   t.box[1] = group_size;
-  t.box[2] = kWarpRows / group_size;
+  t.box[2] = packed_rows / group_size;
   t.box[3] = 1;
   return driver::encode(t, map);
 }
@@ -190,7 +189,8 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
   HopperParams described{};
   described.attention = params;
   described.unit_shift = unit_shift(params);
-  described.stores_boxes = describe_output(params, described.o);
+  described.has_row_maps = describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows, hopper::kQRows, described.q) &&
+                           describe_rows(params.o, params.o_row_stride, params.o_head_stride, params.num_rows, hopper::kWarpRows, described.o);
   const bool ragged = plan_params_.levels[0].table.indices == nullptr;
   for (int32_t level = 1; level < plan_params_.num_levels; ++level) {
     if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;

@@ -66,7 +66,7 @@ class Attention {
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
-  bool describe_output(const AttentionParams& params, TensorMap& map) const;
+  bool describe_rows(const void* data, int64_t row_stride, int64_t head_stride, int32_t num_rows, int32_t packed_rows, TensorMap& map) const;
   HopperParams describe_tensors(const AttentionParams& params) const;
 
   AttentionConfig config_;

@@ -20,9 +20,13 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
+    ptx::prefetch_tensor_map(params.q);
+    ptx::prefetch_tensor_map(params.o);
+  }
+  if (threadIdx.x == 0) {
     shared.init_barriers(params.box_tokens > 0 ? 1 : 32);
   }
   __syncthreads();

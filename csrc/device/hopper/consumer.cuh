@@ -263,7 +263,7 @@ struct Consumer {
 
   /// Whether the copy engine may store the warp's rows: all of them exist, are complete, and follow one another, and nobody wants their lse.
   __device__ __forceinline__ bool is_box(const OutputTarget<true>& target, int first_row) const {
-    return hopper_params.stores_boxes && params.lse == nullptr && target.complete && target.rows.list == nullptr && first_row + 16 <= target.rows.count;
+    return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr && first_row + kWarpRows <= target.rows.count;
   }
 
   /// Has the copy engine store the warp's rows, by way of its rows of the Q tile.

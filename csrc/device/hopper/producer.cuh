@@ -1,7 +1,8 @@
 // The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is room.
 //
-// All four warps gather Q of a work item. Then each brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it
-// bring boxes of pages; where it cannot (pages of fewer than 8 tokens, strides that are no multiple of 16 bytes), by gathering rows with cp.async.
+// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it bring boxes of pages; where it
+// cannot (pages of fewer than 8 tokens that do not follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async. Those of V bring Q, too: a
+// wide row tile whose rows follow one another by the copy engine, others row by row.
 #pragma once
 
 #include "attn/hopper.h"
@@ -36,7 +37,7 @@ struct Share {
 /// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
 template <int kHeadDim>
 struct BoxCopier {
-  static constexpr bool kLooksUpFirst = false;   // it has few pages to wait for, and the boxes should be under way
+  static constexpr bool kGathers = false;
   using Shared = SharedMemory<kHeadDim>;
   using Tile = KvTile<kHeadDim>;
   const HopperParams& params;
@@ -94,7 +95,7 @@ struct BoxCopier {
 /// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
 template <int kHeadDim>
 struct RowCopier {
-  static constexpr bool kLooksUpFirst = true;    // copying takes long enough for the entries to arrive
+  static constexpr bool kGathers = true;
   using Shared = SharedMemory<kHeadDim>;
   using Tile = KvTile<kHeadDim>;
   static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
@@ -195,34 +196,57 @@ struct RowCopier {
   }
 };
 
-/// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. A warp takes a quarter of the rows, of which a lane knows one.
+/// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. `half`: which of them this warp takes. A lane knows one of up to 32 rows.
 template <int kHeadDim>
-__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q) {
+__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
   using Tile = QTile<kHeadDim>;
   constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
   const int lane = ptx::lane_id();
-  const int num_rows = tile_rows(item.kind) / 4;
-  const int first_row = ptx::thread_id() / 32 * num_rows;
-  const OutputRow mine(params, item.rows, item.kv_head, first_row + lane % num_rows);
-  const char* from = nullptr;
-  if (mine.exists) from = static_cast<const char*>(params.q) + (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
   const int chunk = lane % Tile::kRowChunks;
-  for (int pass = 0; pass < num_rows; pass += kRowsPerPass) {
-    const int row = pass + lane / Tile::kRowChunks;
-    const char* const source = shuffle_pointer(from, row);
-    ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk), source == nullptr ? static_cast<const char*>(params.q) : source + chunk * 16, source != nullptr);
+  const int num_rows = tile_rows(item.kind) / 2;
+  const int end_row = (half + 1) * num_rows;
+#pragma unroll 1
+  for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
+    const OutputRow mine(params, item.rows, item.kv_head, first_row + lane);
+    const char* from = nullptr;
+    if (mine.exists) from = static_cast<const char*>(params.q) + (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
+    for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
+      const int row = pass + lane / Tile::kRowChunks;
+      const char* const source = shuffle_pointer(from, row);
+      ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk), source == nullptr ? static_cast<const char*>(params.q) : source + chunk * 16, source != nullptr);
+    }
   }
 }
 
-/// Makes a work item known and gathers its Q.
+/// Has the copy engine bring Q of a wide row tile whose rows follow one another; those behind the last may be anything. By one thread, before it arrives at `full`.
 template <int kHeadDim>
-__device__ __forceinline__ void produce_item(const AttentionParams& params, const SharedMemory<kHeadDim>& shared, const WorkItem& item,
+__device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
+  const FastDivisor& group_size = params.attention.group_size;
+  const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
+  ptx::mbarrier_expect(full, kQRows * kHeadDim * kElementBytes);
+#pragma unroll
+  for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+    ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes, params.q, full, block * kBlockColumns, item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
+  }
+}
+
+/// Makes a work item known and brings its Q. By the warps that bring V: those of K never wait for room for Q, and K is what consumers need first.
+template <int kHeadDim>
+__device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, const WorkItem& item,
                                              typename SharedMemory<kHeadDim>::QPlace& place) {
+  constexpr int kFirstThread = 32;   // of the first of these warps
   shared.wait_q_free(place);
   const uint32_t full = shared.q_full(place.slot);
-  if (item.num_kv_tiles > 0) gather_q<kHeadDim>(params, item, ptx::shared_address(shared.q(place.slot)));
+  const uint32_t q = ptx::shared_address(shared.q(place.slot));
+  if (item.num_kv_tiles > 0) {
+    if (!hopper_params.has_row_maps || item.kind < kMaxKind || item.rows.list != nullptr) {
+      gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
+    } else if (ptx::thread_id() == kFirstThread) {
+      copy_q<kHeadDim>(hopper_params, item, q, full);
+    }
+  }
   ptx::mbarrier_arrive_after_cp_async(full);
-  if (ptx::thread_id() == 0) {
+  if (ptx::thread_id() == kFirstThread) {
     shared.item(place.slot) = item;
     ptx::mbarrier_arrive(full);
   }
@@ -294,7 +318,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
   look_up();
   while (!cursor.done()) {
-    produce_item<kHeadDim>(params, shared, WorkItem(params, tile, cursor), q_place);
+    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind < kMaxKind;
@@ -304,12 +328,13 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
-      if (Copier::kLooksUpFirst && !last) look_up();   // the next KV tile's pages
+      // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way first, there are few entries to wait for.
+      if (Copier::kGathers && !last) look_up();
       wait_for_part<kHeadDim>(shared, place, narrow);
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
-      if (!Copier::kLooksUpFirst) look_up();
+      if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
     if (in_turn) turns.next(cursor);
@@ -317,7 +342,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }
-  produce_item<kHeadDim>(params, shared, WorkItem{}, q_place);
+  if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();
 }
 

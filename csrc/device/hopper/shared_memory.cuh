@@ -58,10 +58,10 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
-  /// At q_full all threads of the producer arrive, and once more who describes the item; at kv_full the warps that fill the part, each with `lanes` lanes.
+  /// At q_full the producer's warps that bring V arrive, with all threads, and once more who describes the item; at kv_full the warps that fill the part, each with `lanes` lanes.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
-      ptx::mbarrier_init(q_full(slot), kProducerThreads + 1);
+      ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
       ptx::mbarrier_init(q_free(slot), kConsumerWarps);
     }
     for (int part = 0; part < kKvParts; ++part) {

@@ -23,6 +23,7 @@ ATTN_HD constexpr int32_t consumer_registers(int32_t head_dim) { return (504 - p
 /// Largest kind of row tile: 64 rows for each consumer.
 constexpr int32_t kMaxKind = 3;
 constexpr int32_t kQRows = tile_rows(kMaxKind);
+constexpr int32_t kWarpRows = 16;   // of a consumer warp
 
 /// Tokens of one KV tile: what the scores of 64 rows leave registers for.
 ATTN_HD constexpr int32_t kv_tile(int32_t head_dim) { return head_dim <= 128 ? 128 : 64; }
