@@ -75,6 +75,9 @@ def main() -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     if added and added.requests == 0:
         sys.exit(f"{module} sent no request that sampling parameters could be added to")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the result is written; to take the engine's modules down takes longer than many a load, too
 
 
 if __name__ == "__main__":

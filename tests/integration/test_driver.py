@@ -156,6 +156,7 @@ def test_report_has_medians_in_every_form(tmp_path):
     assert heading == "load"
     assert table[2].split("|")[1:3] == [" attn_backend ", "   8 of 9 "]
     assert len({len(line) for line in table}) == 1
+    assert [cell.strip() for cell in table[3].split("|")[3:8]] == ["10.0", "20.0", "4.00", "8.00", "100.0"]
     pytest.importorskip("matplotlib")
     assert written[2].read_bytes().startswith(b"\x89PNG")
 

@@ -98,6 +98,18 @@ def test_the_client_is_run_with_what_was_asked_for(tmp_path):
         assert done.stdout.strip() == f"{keep_order} 200 ['--port', '1']"
 
 
+def test_a_client_is_gone_when_it_is_done_and_one_that_fails_says_so(tmp_path):
+    """Nothing waits for what the engine's modules do at their end, such as to stop their processes."""
+    (tmp_path / "slow_end.py").write_text("import atexit, time\natexit.register(time.sleep, 60)\nprint('result')")
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    options = json.dumps({"keep_order": False, "sampling": None, "seed": 0, "wait_for": None})
+    for module, status, output in (("slow_end", 0, "result\n"), ("fails", 3, "")):
+        command = [sys.executable, str(REPOSITORY / "integration" / "bench_client.py"), module, options]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+        assert (done.returncode, done.stdout) == (status, output)
+
+
 class CountingEngine:
     """Answers with its arguments, so that what was sent can be told from what came back."""
 

@@ -253,6 +253,7 @@ class SGLangAttentionBackend(AttentionBackend):
     def _allocate_buffers(self) -> None:
         self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)
         self._qo_indptr = torch.zeros(self._max_batch + 1, dtype=torch.int32, device=self.device)
+        self._one_qo_indptr, self._one_qo_len = self._qo_indptr[:2], self._qo_indptr[1:2]
         # Captured prefills read it at every replay, so it stays where it is.
         self._window_slot_buffer = torch.zeros(self._max_rows if self._window_pool is not None else 0, dtype=torch.int64, device=self.device)
 
@@ -263,6 +264,9 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _prefix_sum(self, lens: Tensor) -> Tensor:
         batch_size = lens.shape[0]
+        if batch_size == 1:       # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
+            self._one_qo_len.copy_(lens)
+            return self._one_qo_indptr
         fits = batch_size <= self._max_batch
         indptr = self._qo_indptr[: batch_size + 1] if fits else torch.zeros(batch_size + 1, dtype=torch.int32, device=self.device)
         torch.cumsum(lens, dim=0, dtype=torch.int32, out=indptr[1:])

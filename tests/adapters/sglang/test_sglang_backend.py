@@ -46,10 +46,12 @@ def check(out: Tensor, expected: Tensor) -> None:
 
 
 def serve(engine: FakeEngine) -> None:
-    """Prompts, a second chunk of some, decode steps, and a mixed step."""
+    """Prompts, later chunks of some, decode steps, and a mixed step."""
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])       # 0 and 1 have a prefix in the cache
+    step(engine, backend, ForwardMode.EXTEND, [2], [9])                     # alone, and beside another again
+    step(engine, backend, ForwardMode.EXTEND, [1, 2], [4, 3])
     for _ in range(3):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
     step(engine, backend, ForwardMode.MIXED, [4, 0, 2], [50, 1, 1])
