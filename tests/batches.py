@@ -35,10 +35,10 @@ def random_view(seed: int, device: torch.device | str, valid: bool = True) -> BS
     return BSRView(_index(rng, qo_indptr, device), table, causal=bool(rng.random() < 0.7), window_left=window_left)
 
 
-def random_composition(seed: int, device: torch.device | str, valid: bool = True) -> BSRView | Composition:
-    """Up to four levels, each over random rows of MAX_ROWS. With valid=False some metadata is wrong."""
+def random_composition(seed: int, device: torch.device | str, valid: bool = True, most_levels: int = 4) -> BSRView | Composition:
+    """Up to `most_levels` levels, each over random rows of MAX_ROWS. With valid=False some metadata is wrong."""
     rng = numpy.random.default_rng(seed)
-    num_levels = int(rng.integers(1, 5))
+    num_levels = int(rng.integers(1, most_levels + 1))
     views: list[BSRView] = []
     page_size = 0
     for attempt in range(100):

@@ -13,8 +13,24 @@
 
 namespace attn {
 
+/// A forest of one node, as it is where one prefix is all that requests share. What does not depend on where they attach is found out while they still wait for
+/// that, a thread a request.
+struct OnlyNode {
+  int32_t leader = -1;       // -1: there may be other nodes
+  int32_t number = -1;       // of the node
+  int32_t pages;
+  int32_t rows;
+  int32_t requests;
+  int32_t weight;
+  int32_t tile_cost;         // kv_tile_cost_of_rows()
+  int64_t fixed_cost;        // fixed_node_cost()
+  NodeCost cost;
+  int32_t reason;            // NodeReason
+};
+
 struct ForestShared {
   SumMemory<int32_t> sums;
+  OnlyNode only;
   int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
   int32_t saved_low;
   int32_t states;            // that taking every node would need
@@ -63,8 +79,9 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
       }
       if (!__any_sync(0xffffffffu, other >= 0)) continue;
       several = true;
-      const uint32_t same = __match_any_sync(0xffffffffu, other);
-      if (other >= 0 && i % 32 == __ffs(static_cast<int>(same)) - 1) ptx::shared_min(&f[other].smallest, i);
+      int same;
+      __match_all_sync(0xffffffffu, other, &same);
+      if (other >= 0 && (!same || i % 32 == 0)) ptx::shared_min(&f[other].smallest, i);
     }
     factor = factor * 1664525u + 2u;
     more = team.sync_or(more);
@@ -72,21 +89,14 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
   return several;
 }
 
-/// A forest of one node, as it is where one prefix is all that requests share. What does not depend on where they attach is found out while they still wait for
-/// that, a thread a request.
-struct OnlyNode {
-  int32_t leader = -1;       // -1: there may be other nodes
-  int32_t number = -1;       // of the node
-  int32_t pages;
-  int32_t rows;
-  int32_t requests;
-  int32_t weight;
-  int32_t tile_cost;         // kv_tile_cost_of_rows()
-  int64_t fixed_cost;        // fixed_node_cost()
-  int32_t rows_before;       // of its requests before this thread's; -1: it is not one of them
-};
+/// What the only node costs: all but its pages.
+__device__ __forceinline__ void expect_costs(const PlanParams& p, OnlyNode& only) {
+  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows, true);
+  only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
+}
 
-/// What is known of the only node, if all that attach do so at the same one: everything but its pages. Behind it all threads have seen what was written before.
+/// What is known of the only node, if all that attach do so at the same one: everything but its pages. Numbers the rows of its requests: merge_begin. Behind it all
+/// threads have seen what was written before.
 __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t i = team.thread();
@@ -94,7 +104,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   const int32_t leader = attaches ? f[f[i].node].smallest : 0;
   const int32_t first_leader = __reduce_min_sync(0xffffffffu, attaches ? leader : f.size);
   const int32_t last_leader = __reduce_max_sync(0xffffffffu, attaches ? leader : -1);
-  const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? f[i].tile_cost : 0);
+  const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? kv_tile_cost_of_rows(p.config, f[i].qo_len, false) : 0);
   const int32_t first_attached = __reduce_min_sync(0xffffffffu, attaches ? i : f.size);
   if (i % 32 == 0) {
     ptx::shared_min(&shared.first_attached, first_attached);
@@ -111,77 +121,121 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   only.number = shared.first_attached;
   only.rows = total.a + f[only.leader].qo_len;
   only.requests = total.b + 1;
-  only.weight = shared.weight + f[only.leader].tile_cost;
-  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows, true);
-  only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
-  only.rows_before = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
+  only.weight = shared.weight + kv_tile_cost_of_rows(p.config, f[only.leader].qo_len, false);
+  expect_costs(p, only);
+  if (i < f.size) f[i].merge_begin = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
   return only;
 }
 
-
-/// Finds out which requests share a first page, and receives where those attach. Returns whether there is a forest to be made of it. `errors`: of this
-/// thread; `only`: receives the only node, if there is but one.
-__device__ __forceinline__ bool receive_attachments(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors,
-                                                    OnlyNode& only) {
+/// Finds out which requests share a first page: `key` becomes whether a request attaches. Returns whether any does. `errors`: of this thread; `wrong`: receives
+/// whether there are any; `only`: receives the only node, if there is but one.
+__device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors, bool& wrong,
+                                             OnlyNode& only) {
   const Forest& f = m.forest;
-  if (threadIdx.x == 0) {
+  const int32_t thread = team.thread();
+  bool alone = f.size >= team.count;    // or not known to have the first page of request 0
+  int32_t tile_cost = 0;
+  team.for_each(f.size, [&](int32_t i) {
+    alone |= !read_request<true>(p, m, i, errors);
+    f[i].node = f[i].pages > 0 ? kGrouped : -1;
+    f[i].smallest = i;
+    tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
+  });
+  const int32_t of_warp = sum_of_lanes(tile_cost);
+  if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
+  if (thread == 0) {
     shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_taken_depth = 0;
     shared.max_depth = 1;
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = -1;
   }
-  uint32_t of_first = 0;
-  const int32_t first_entry = read_first_entry(p.levels[0].table, read_table_range(p.levels[0].table, 0, of_first).begin);   // of request 0
-  read_requests(p, team, m, f.size, errors);
-  bool alone = f.size > team.count;    // or not known to have the first page of request 0
-  team.for_each(f.size, [&](int32_t i) {
-    f[i].node = f[i].pages > 0 ? kGrouped : -1;
-    f[i].smallest = i;
-    alone |= f[i].pages == 0 || f[i].key != first_entry;
-  });
-  bool wrong = false;
-  if (team.sync_or(alone || errors != 0)) {
-    const bool shares = group_by_key(m, team);
-    wrong = team.sync_or(errors != 0);
-    if (!team.sync_or(shares)) return false;
-  } else if (team.thread() < f.size) {
-    f[team.thread()].node = 0;
-  }
-  team.for_each(f.size, [&](int32_t i) {
-    f[i].leader = -1;
-    f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i;   // whether it attaches
-    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
-    f[i].deepest = f[i].newest = -1;
-    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
-  });
-  if (f.size <= team.count) only = expect_only_node(p, m, shared, team); else team.sync();
-  Attachment expected{-1, 0};
-  bool differs = false;
-  const auto mail = [&](int32_t i) { return AttachmentMail(p.schedule.attachments + i); };
-  team.for_each(f.size, [&](int32_t i) {
-    f[i].node = -1;
-    f[i].smallest = i;
-    if (f[i].key == 0) return;
-    Attachment attachment;
-    if (only.leader >= 0) {
-      AttachmentMail::wait(mail(i), mail(only.number), attachment, expected);
-      differs = attachment.leader != expected.leader || attachment.pages != expected.pages;
-    } else {
-      attachment = mail(i).wait();
+  if (!team.sync_or(alone || errors != 0)) {
+    // All attach to request 0, and as nothing is wrong, rows are numbered already.
+    const int32_t last = f.size - 1;
+    only.leader = 0;
+    only.number = 1;
+    only.rows = f[last].qo_begin + f[last].qo_len;
+    only.requests = f.size;
+    only.weight = sum_of_lanes(thread % 32 < team.count / 32 ? shared.sums.of_warp[thread % 32].a : 0);
+    expect_costs(p, only);
+    if (thread < f.size) {
+      f[thread].key = thread > 0;
+      f[thread].merge_begin = f[thread].qo_begin;
     }
-    if (i != only.number) mail(i).clear();
-    f[i].leader = attachment.leader;
-    f[i].pages = attachment.pages;
-    f[i].node = kGrouped;
-    f[i].key = attachment.pages << Forest::kNodeBits | attachment.leader;
-  });
-  if (only.leader >= 0) {
-    if (team.thread() < f.size && expected.leader < 0) expected = mail(only.number).wait();   // it does not attach itself
-    if (team.sync_or(differs)) only.leader = -1;
-    if (team.thread() == only.number) mail(only.number).clear();
-    only.pages = expected.pages;
+    return true;
   }
-  return !wrong;   // what is wrong is not shared; the mail had to be received all the same
+  if (!team.sync_or(group_by_key(m, team))) return false;
+  wrong = team.sync_or(errors != 0);
+  team.for_each(f.size, [&](int32_t i) { f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i; });
+  if (f.size < team.count && !wrong) only = expect_only_node(p, m, shared, team); else team.sync();
+  return true;
+}
+
+/// The row group that is this thread's if there is but one node: a request's, or behind them the node's. Its pages are not known yet.
+__device__ __forceinline__ RowGroup expect_group(const PlanParams& p, const ForestMemory& m, const OnlyNode& only, int32_t i) {
+  const Forest& f = m.forest;
+  if (i > f.size) return RowGroup{};
+  const bool is_node = i == f.size;
+  const int32_t qo_len = is_node ? only.rows : f[i].qo_len;
+  return RowGroup{m.table_begin[is_node ? only.number : i], is_node ? 0 : f[i].qo_begin, qo_len, is_node ? 0 : f[i].kv_len, 0, is_node,
+                  choose_kind(p.config, static_cast<int64_t>(qo_len) * p.config.group_size), is_node ? only.rows : f[i].merge_begin, 0};
+}
+
+/// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Returns whether the request attaches there, as
+/// all others must.
+__device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, int32_t i, OnlyNode& only, RowGroup& group) {
+  const Forest& f = m.forest;
+  if (i > f.size) return true;
+  const bool attaches = i < f.size && f[i].key != 0;
+  Attachment own, expected;
+  AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + (attaches ? i : only.number)), AttachmentMail(p.schedule.attachments + only.number), own, expected);
+  only.pages = expected.pages;
+  only.cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
+  only.reason = judge_node(p.config, only.cost, 0, 2 * only.rows, forest_states(p.config));
+  if (only.reason == kNodeTaken && !forest_pays(p.config, only.cost.saved - only.cost.added)) only.reason = kForestSavesTooLittle;
+  const int32_t tokens = only.pages * p.levels[0].table.page_size;
+  if (only.reason != kNodeTaken) {
+    group.state_begin = -1;
+  } else if (i == f.size) {
+    group.kv_len = tokens;
+  } else if (group.state_begin >= 0) {
+    group.table_begin += static_cast<int64_t>(only.pages) * p.levels[0].table.entry_step;
+    group.kv_len -= tokens;
+  }
+  return own.leader == expected.leader && own.pages == expected.pages;
+}
+
+/// Returns whether the last word of request i says what the first did.
+__device__ __forceinline__ bool confirm_only_node(const PlanParams& p, const ForestMemory& m, int32_t i, const OnlyNode& only) {
+  if (i >= m.forest.size || m.forest[i].key == 0) return true;
+  const Attachment last = AttachmentMail(p.schedule.attachments + i).wait();
+  return last.leader == only.leader && last.pages == only.pages;
+}
+
+/// Empties the slot of request i for the next plan.
+__device__ __forceinline__ void clear_mail(const PlanParams& p, const ForestMemory& m, int32_t i) {
+  if (i < m.forest.size && m.forest[i].key != 0) AttachmentMail(p.schedule.attachments + i).clear();
+}
+
+/// Writes down the only node, and links its rows, if it is taken.
+__device__ __forceinline__ void record_only_node(const PlanParams& p, const ForestMemory& m, const OnlyNode& only, const PlanTeam& team) {
+  const Forest& f = m.forest;
+  const bool taken = only.reason == kNodeTaken;
+  team.for_each(f.size, [&](int32_t i) {
+    if (i == only.number) {
+      p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, taken ? f.size : -1, only.reason, only.cost.saved, only.cost.added};
+    } else {
+      p.schedule.nodes[i].leader = -1;
+    }
+    if (!taken || f[i].merge_begin < 0) return;
+#pragma unroll 1
+    for (int32_t row = 0; row < f[i].qo_len; ++row) {
+      const int32_t merge_row = f[i].merge_begin + row;
+      p.schedule.rows[merge_row] = f[i].qo_begin + row;
+      p.schedule.links[merge_row] = RowLink{i, row};
+      p.schedule.links[p.config.max_merge_rows + merge_row] = RowLink{f.size, merge_row};
+    }
+  });
 }
 
 /// What follows from the attachments: nodes, parents, sums.
@@ -340,48 +394,28 @@ __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared
   if (num_taken > 1) team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
 }
 
-/// Makes the forest of one node; a thread a request. The same as decide() and place_forest(), but every thread decides for itself. Returns whether it is taken.
-__device__ __forceinline__ bool make_only_node(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const OnlyNode& only, Planned& planned) {
+/// Everything but the links. Returns whether anything was taken.
+__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong, Planned& planned) {
   const Forest& f = m.forest;
-  const int32_t i = team.thread();
-  if (i >= f.size) return true;    // not asked
-  const NodeCost cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
-  int32_t reason = judge_node(p.config, cost, 0, 2 * only.rows, forest_states(p.config));
-  if (reason == kNodeTaken && !forest_pays(p.config, cost.saved - cost.added)) reason = kForestSavesTooLittle;
-  const bool taken = reason == kNodeTaken;
-  const bool takes_part = taken && only.rows_before >= 0;
-  f[i].top = takes_part ? only.number : -1;
-  f[i].merge_begin = takes_part ? only.rows_before : -1;
-  if (i == 0) f[i].taken_node = only.number;
-  if (i == only.number) {
-    f[i].parent = -1;
-    f[i].taken = i;
-    f[i].taken_depth = 1;
-    f[i].rows = only.rows;
-    f[i].group = f.size;
-    f[i].row_begin = 0;
-    p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, -1, reason, cost.saved, cost.added};
-  } else {
-    p.schedule.nodes[i].leader = -1;
-  }
-  if (taken) {
-    ++planned.num_groups;
-    planned.num_merge_rows = only.rows;
-    planned.num_links = 2;
-  }
-  return taken;
-}
-
-/// Everything but the links. Returns whether anything was taken: thread 0's answer counts.
-__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned,
-                                            uint32_t& errors) {
-  planned.num_requests = m.forest.size;
-  OnlyNode only;
-  if (!receive_attachments(p, m, shared, team, errors, only)) {
-    team.for_each(m.forest.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
+  team.for_each(f.size, [&](int32_t i) {
+    f[i].leader = f[i].node = -1;
+    f[i].smallest = i;
+    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
+    f[i].deepest = f[i].newest = f[i].merge_begin = -1;
+    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
+    if (f[i].key == 0) return;
+    const AttachmentMail mail(p.schedule.attachments + i);
+    const Attachment own = mail.wait();
+    mail.clear();
+    f[i].leader = own.leader;
+    f[i].pages = own.pages;
+    f[i].node = kGrouped;
+    f[i].key = own.pages << Forest::kNodeBits | own.leader;
+  });
+  if (wrong) {    // what is wrong is not shared; the mail had to be received all the same
+    team.for_each(f.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
     return false;
   }
-  if (only.leader >= 0) return make_only_node(p, m, team, only, planned);
   find_nodes(p, m, shared, team);
   if (!decide(p, m, shared, team)) return false;
   place_forest(m, shared, team, planned);
@@ -400,9 +434,20 @@ __device__ __forceinline__ void count_node_rows(const ForestMemory& m, const Pla
   });
 }
 
+/// The lanes that take part and have the same number as this one; numbers are below `end`. Bit by bit: match.any takes a multiprocessor 40 to 100 cycles for each warp.
+__device__ __forceinline__ uint32_t same_lanes(bool takes_part, int32_t number, int32_t end) {
+  uint32_t same = __ballot_sync(0xffffffffu, takes_part);
+#pragma unroll 1
+  for (int32_t bit = 1; bit < end; bit *= 2) {
+    const uint32_t set = __ballot_sync(0xffffffffu, (number & bit) != 0);
+    same &= (number & bit) != 0 ? set : ~set;
+  }
+  return same;
+}
+
 /// Links the rows of those nodes: a node's rows are in the order of its requests. `depth`: of the deepest taken node. Whole warps.
-__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t begin,
-                                               int32_t columns) {
+__device__ __forceinline__ void link_node_rows(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, int32_t depth, int32_t num_taken,
+                                               int32_t begin, int32_t columns) {
   const Forest& f = m.forest;
   const int32_t lane = team.thread() % 32;
 #pragma unroll 1
@@ -413,7 +458,8 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
 #pragma unroll 1
     for (int32_t at = depth; at > 0; --at) {        // requests of a node come to it together
       const int32_t node = above >= 0 && f[above].taken_depth == at ? above : -1;
-      const uint32_t same = __match_any_sync(0xffffffffu, node);
+      const int32_t number = node >= 0 ? f[node].group - f.size : 0;
+      const uint32_t same = same_lanes(node >= 0, number, num_taken);
       int32_t rank = __popc(same & ((1u << lane) - 1));
       if (!single) {
         rank = 0;
@@ -424,7 +470,7 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
         }
       }
       if (node < 0) continue;
-      const int32_t column = f[node].group - f.size - begin;
+      const int32_t column = number - begin;
       if (column >= 0 && column < columns) {
 #pragma unroll 4
         for (int32_t warp = 0; warp < i / 32; ++warp) rank += m.slots[warp * columns + column];
@@ -450,7 +496,7 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
       count_node_rows(m, team, begin, columns);
       team.sync();
     }
-    link_node_rows(p, m, team, planned.num_links - 1, begin, columns);
+    link_node_rows(p, m, team, planned.num_links - 1, num_taken, begin, columns);
   }
   team.for_each(f.size, [&](int32_t i) {
     if (f[i].merge_begin < 0) return;

@@ -16,7 +16,7 @@ struct PlanSharedMemory {
   SumMemory<int64_t> sums;
   ForestShared forest;
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
-  StagedGroups staged[kPlanThreads / 32];
+  StagedGroups staged[kMaxPlanThreads / 32];
   Planned planned;
   int32_t takes_forest;
   uint32_t errors;
@@ -72,7 +72,7 @@ __device__ int32_t find_group(const int32_t* tile_begin, int32_t num_groups, int
 __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMemory& shared, uint32_t& errors) {
   int32_t num_merge_rows = 0;
 #pragma unroll 1
-  for (int32_t g = static_cast<int32_t>(threadIdx.x) / 32; g < num_groups; g += kPlanThreads / 32) {
+  for (int32_t g = static_cast<int32_t>(threadIdx.x) / 32; g < num_groups; g += plan_threads() / 32) {
     const RowGroup group = p.schedule.groups[g];
 #pragma unroll 1
     for (int32_t row = static_cast<int32_t>(threadIdx.x) % 32; row < group.qo_len; row += 32) {
@@ -84,11 +84,11 @@ __device__ void link_rows(const PlanParams& p, int32_t num_groups, PlanSharedMem
 
 /// Cuts the requests of a batch invariant plan into KV chunks: their row groups, without tile_begin.
 __device__ void make_chunks(const PlanParams& p, PlanSharedMemory& shared, Planned& planned, uint32_t& errors) {
-  const PlanTeam team{0, kPlanThreads};
+  const PlanTeam team{0, plan_threads()};
   const int32_t num_requests = planned.num_groups;
   planned.num_groups = 0;
 #pragma unroll 1
-  for (int32_t first = 0; first < num_requests; first += kPlanThreads) {
+  for (int32_t first = 0; first < num_requests; first += plan_threads()) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowGroup group{};
     int32_t num_chunks = 0;
@@ -120,7 +120,30 @@ constexpr int32_t kTilesOfThread = 32;
 struct Line {
   int32_t num_tiles;
   int64_t cost;
+  bool placed;         // all row tiles are laid
+  bool all_known;      // nobody reads row groups before the plan ends: each thread has its own, which is still to be written
 };
+
+/// What one thread puts on the line: a row group and its row tiles, of which all cost the same.
+struct Piece {
+  RowGroup group;      // without tile_begin
+  RowTile tile;        // the first; without cost_begin
+  int32_t num_tiles;
+  int64_t cost;        // of each
+  bool differ;         // they do not all cost the same, or are too many for a thread
+};
+
+__device__ __forceinline__ Piece make_piece(const PlanParams& p, const RowGroup& group, int32_t i) {
+  Piece piece{};
+  piece.group = group;
+  piece.num_tiles = count_row_tiles(p.config, group);
+  if (piece.num_tiles == 0) return piece;
+  piece.tile = make_row_tile(p, group, i, 0);
+  piece.cost = pair_cost(p.config, cost_kind(group.kind, group.state_begin), piece.tile.num_kv_tiles) * p.config.num_kv_heads;
+  const PlanLevel& level = p.levels[group.level];
+  piece.differ = piece.num_tiles > 1 && (level.causal || level.window_left >= 0 || piece.num_tiles > kTilesOfThread);
+  return piece;
+}
 
 /// Reads row group i, as it is before it has a place on the line.
 template <bool kSeeksForest>
@@ -137,71 +160,81 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
   return group;
 }
 
-/// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `tile_begin` receives the first tile of
-/// each group. Returns whether all tiles were laid.
+/// Writes this thread's row group, number i of `num_groups`.
+__device__ __forceinline__ void write_group(const PlanParams& p, PlanSharedMemory& shared, int32_t i, int32_t num_groups, const RowGroup& group) {
+  if (num_groups <= 128) {    // few are there sooner the direct way
+    if (i < num_groups) store<int2>(p.schedule.groups + i, group);
+    return;
+  }
+  const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
+  if (of_warp < num_groups) store_groups(p.schedule.groups + of_warp, num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
+}
+
+/// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `piece`: this thread's, if `is_known`; then its last.
+/// `tile_begin` receives the first tile of each group.
 template <bool kSeeksForest>
-__device__ __forceinline__ bool place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin, const Planned& planned,
-                                             Line& line, uint32_t& errors) {
+__device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, bool is_known, Piece& piece, int32_t* tile_begin,
+                                             const Planned& planned, uint32_t& errors) {
   const ScheduleConfig& config = p.config;
-  const PlanTeam team{0, kPlanThreads};
-  const bool staged = planned.num_groups > 128;   // few are there sooner the direct way
+  const PlanTeam team{0, plan_threads()};
   bool differ = false;
-  int32_t longest = 0;
   bool has_largest_tiles = false;
-  line = Line{0, 0};
+  Line line{};
 #pragma unroll 1
-  for (int32_t first = 0; first < planned.num_groups; first += kPlanThreads) {
+  for (int32_t first = 0; first < planned.num_groups; first += plan_threads()) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
-    RowGroup group{};
-    RowTile tile{};
-    int32_t count = 0;
-    int64_t cost = 0;
-    if (i < planned.num_groups) {
-      group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
-      count = count_row_tiles(config, group);
-      longest = max_of(longest, longest_pair(p, group));
-      has_largest_tiles |= group.kind == config.max_kind && count > 0;
-      if (count > 0) {
-        tile = make_row_tile(p, group, i, 0);
-        cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
-        const PlanLevel& level = p.levels[group.level];
-        differ |= count > 1 && (level.causal || level.window_left >= 0 || count > kTilesOfThread);
-      }
+    if (!kSeeksForest || !is_known) {
+      RowGroup group{};
+      if (i < planned.num_groups) group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
+      __syncwarp();    // requests and nodes go on together
+      piece = make_piece(p, group, i);
     }
+    RowGroup& group = piece.group;
+    RowTile& tile = piece.tile;
+    has_largest_tiles |= group.kind == config.max_kind && piece.num_tiles > 0;
+    differ |= piece.differ;
     PlanSums<int64_t> total;
     if (first > 0) __syncthreads();
-    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{cost * count, count}, total, differ);
+    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{piece.cost * piece.num_tiles, piece.num_tiles}, total, differ);
     if (i < planned.num_groups) {
       group.tile_begin = line.num_tiles + before.b;
       tile_begin[i] = group.tile_begin;
-      if (!staged) store<int2>(p.schedule.groups + i, group);
       tile.cost_begin = line.cost + before.a;
 #pragma unroll 1
-      for (int32_t index = group.tile_begin; index < group.tile_begin + count && !differ && index < config.max_tiles; ++index) {
+      for (int32_t index = group.tile_begin; index < group.tile_begin + piece.num_tiles && !differ && index < config.max_tiles; ++index) {
         store<int4>(p.schedule.tiles + index, tile);
         if (index < kCachedTiles) store<int4>(shared.tiles + index, placed_tile(tile, group));
-        tile.cost_begin += cost;
+        tile.cost_begin += piece.cost;
         tile.packed_begin += tile_rows(tile.kind);
       }
     }
-    const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
-    if (staged && of_warp < planned.num_groups) store_groups(p.schedule.groups + of_warp, planned.num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
     line.num_tiles += total.b;
     line.cost += total.a;
+    line.all_known = planned.num_groups <= plan_threads() && !differ && line.num_tiles <= min_of(kCachedTiles, config.max_tiles) && !links_rows(p);
+    if (!line.all_known) write_group(p, shared, i, planned.num_groups, group);
   }
   // Behind the barriers of the sums: the first thread has set these to 0.
   if (has_largest_tiles) shared.has_largest_tiles = 1;
+  line.placed = !differ && line.num_tiles <= config.max_tiles;
+  return line;
+}
+
+/// Finds the longest pair of all row groups. `own`: this thread's, which has not been written if `all_known`.
+__device__ __forceinline__ void find_longest_pair(const PlanParams& p, PlanSharedMemory& shared, int32_t num_groups, bool all_known, const RowGroup& own) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  int32_t longest = all_known && thread < num_groups ? longest_pair(p, own) : 0;
+#pragma unroll 1
+  for (int32_t i = thread; !all_known && i < num_groups; i += plan_threads()) longest = max_of(longest, longest_pair(p, p.schedule.groups[i]));
   longest = __reduce_max_sync(0xffffffffu, longest);
-  if (threadIdx.x % 32 == 0 && longest > 0) atomicMax(&shared.longest_pair, longest);
-  return !differ && line.num_tiles <= config.max_tiles;
+  if (threadIdx.x % 32 == 0) atomicMax(&shared.longest_pair, longest);
 }
 
 /// Lays the row tiles on the line, a thread a tile.
 __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemory& shared, const int32_t* tile_begin, int32_t num_groups, Line& line) {
-  const PlanTeam team{0, kPlanThreads};
+  const PlanTeam team{0, plan_threads()};
   line.cost = 0;
 #pragma unroll 1
-  for (int32_t first = 0; first < line.num_tiles; first += kPlanThreads) {
+  for (int32_t first = 0; first < line.num_tiles; first += plan_threads()) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     RowTile tile{};
     int32_t kind = 0;
@@ -225,20 +258,68 @@ __device__ __forceinline__ void place_tiles(const PlanParams& p, PlanSharedMemor
   }
 }
 
-/// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `linkers`: the threads that link its rows.
+/// The best even cut of a shared prefix; a lane looks at one number of parts.
+__device__ __forceinline__ EvenCut best_even_cut(const PlanParams& p, const SharedPairs& pairs) {
+  EvenCut cut = cut_evenly(p, pairs, static_cast<int32_t>(threadIdx.x) % 32 + 1);
+  cut.judged = __reduce_min_sync(0xffffffffu, cut.judged);
+  const int32_t best = cut.judged % kMaxAlignedParts;   // where no cut is possible, some lane
+  cut.parts = best + 1;
+  cut.kv_tiles = __shfl_sync(0xffffffffu, cut.kv_tiles, best);
+  cut.share = __shfl_sync(0xffffffffu, cut.share, best);
+  return cut;
+}
+
+/// Finds the positions of CTAs; whole warps' work, of which one writes the header instead. `fits`: all row tiles of the line are planned; `from_last`: number of the
+/// thread.
 template <bool kSeeksForest>
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, int32_t* tile_begin,
-                                     Planned planned, uint32_t errors) {
+__device__ __forceinline__ void write_positions(const PlanParams& p, const PlanSharedMemory& shared, const int32_t* tile_begin, bool fits, const Line& line, bool writes_header,
+                                                int32_t from_last, Planned planned) {
+  finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
+  const auto tiles = [&](int32_t i) {
+    if (i < kCachedTiles) return shared.tiles[i];
+    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
+  };
+  if constexpr (kSeeksForest) {
+    if (planned.num_groups == p.levels[0].num_groups + 1 && fits) {
+      const int32_t tile = tile_begin[planned.num_groups - 1];
+      const SharedPairs pairs{tile, tiles(tile), (line.num_tiles - tile) * p.config.num_kv_heads};
+      align_prefix(p, pairs, best_even_cut(p, pairs), planned);
+    }
+  }
+  if (writes_header) {
+    if (from_last % 32 == 0) write_header(p, planned);
+    return;
+  }
+  // A warp's CTAs run either what is cut evenly or what lies before.
+  const int32_t gap = planned.aligned_parts > 0 ? (32 - planned.aligned_cta % 32) % 32 : 0;
+  const auto find_positions = [&](const auto& tiles) {
+#pragma unroll 1
+    for (int32_t number = from_last; number <= p.config.num_ctas + gap; number += p.position_threads) {
+      if (number >= planned.aligned_cta && number < planned.aligned_cta + gap) continue;
+      const int32_t cta = number < planned.aligned_cta ? number : number - gap;
+      store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta));
+    }
+  };
+  if (line.num_tiles <= kCachedTiles) {
+    find_positions([&](int32_t i) -> const PlacedTile& { return shared.tiles[i]; });
+  } else {
+    find_positions(tiles);
+  }
+}
+
+/// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `is_only`: it is that of one node, and `piece` is this thread's.
+template <bool kSeeksForest>
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, bool is_only, Piece& piece,
+                                     int32_t* tile_begin, Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if constexpr (!kSeeksForest) {
     if (p.num_levels > 1) {
-      for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += kPlanThreads) p.schedule.links[i] = RowLink{-1, 0};
+      for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += plan_threads()) p.schedule.links[i] = RowLink{-1, 0};
     }
     if (config.batch_invariant) make_chunks(p, shared, planned, errors);
   }
-  Line line;
-  const bool placed = place_groups<kSeeksForest>(p, m, shared, tile_begin, planned, line, errors);
+  Line line = place_groups<kSeeksForest>(p, m, shared, is_only, piece, tile_begin, planned, errors);
   const bool fits = line.num_tiles <= config.max_tiles;
   if (!fits) {
     errors |= kQoIndptrInvalid;
@@ -251,44 +332,123 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
     }
   }
   if (errors) atomicOr(&shared.errors, errors);
-  if (!placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
+  if (!line.placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
   __syncthreads();
-
-  // From here on threads wait for nothing but each other's links: as many as there are requests link rows, one writes the header and others the levels, and
-  // the first ones find positions.
-  if constexpr (kSeeksForest) {
-    if (shared.takes_forest && linkers.has_this_thread()) link_forest(p, m, linkers, planned);
-  }
   planned.num_tiles = line.num_tiles;
-  planned.errors = shared.errors;
-  planned.longest_pair = shared.longest_pair;
   planned.has_largest_tiles = shared.has_largest_tiles;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
-  finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
-  const auto tiles = [&](int32_t i) {
-    if (i < kCachedTiles) return shared.tiles[i];
-    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
-  };
-  if constexpr (kSeeksForest) {
-    if (planned.num_groups == p.levels[0].num_groups + 1 && fits) {
-      const int32_t tile = tile_begin[planned.num_groups - 1];
-      const SharedPairs pairs{tile, tiles(tile), (line.num_tiles - tile) * config.num_kv_heads};
-      align_prefix(p, pairs, __reduce_min_sync(0xffffffffu, judge_alignment(p, pairs, thread % 32 + 1)), planned);
+  if (needs_longest_pair(p, planned)) {
+    find_longest_pair(p, shared, planned.num_groups, line.all_known, piece.group);
+    __syncthreads();
+    planned.longest_pair = shared.longest_pair;
+  }
+
+  // From here on threads wait for nothing but each other's links: the last warps find positions, one before them writes the header and others the levels, and the
+  // first ones link rows.
+  const int32_t from_last = plan_threads() - 1 - thread;
+  const int32_t warp_behind = from_last / 32 - p.position_threads / 32;   // of those before the last ones
+  if (warp_behind <= 0) {
+    planned.errors = shared.errors;
+    write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, warp_behind == 0, from_last, planned);
+  } else if (from_last % 32 == 0) {
+    const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
+#pragma unroll 1
+    for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level);
+  }
+  if (line.all_known) write_group(p, shared, thread, planned.num_groups, piece.group);
+  if (kSeeksForest && linkers.has_this_thread()) {
+    if (is_only) {
+      record_only_node(p, m, shared.forest.only, linkers);
+    } else if (shared.takes_forest) {
+      link_forest(p, m, linkers, planned);
     }
   }
-  const int32_t from_last = kPlanThreads - 1 - thread;
-  if (from_last == 0) write_header(p, planned);
-  if (from_last > 0 && from_last % 32 == 0 && from_last / 32 <= count_levels(p)) write_level(p, from_last / 32 - 1);
-#pragma unroll 1
-  for (int32_t cta = thread; cta <= config.num_ctas; cta += kPlanThreads) {
-    store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta));
+}
+
+/// A plan of `num_groups` row groups, before anything is known of them.
+__device__ __forceinline__ Planned empty_plan(const PlanParams& p, int32_t num_groups, int32_t num_requests) {
+  Planned planned{};
+  planned.num_groups = num_groups;
+  planned.num_requests = num_requests;
+  planned.num_links = p.num_levels;
+  return planned;
+}
+
+/// A plan in which a forest is sought.
+__device__ __forceinline__ void plan_with_forest(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, int32_t* tile_begin) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t size = m.forest.size;
+  const PlanTeam team{1, min_of(size / 32 * 32 + 32, plan_threads())};    // a request each, and one behind them
+  const int32_t others = plan_threads() - p.position_threads;
+  PlanTeam linkers{1, min_of((size + 31) / 32 * 32, others)};
+  if (2 * linkers.count <= others) linkers.first = others - linkers.count;    // other threads than those of the requests
+  const bool reports = thread == min_of(size, plan_threads() - 1);
+  uint32_t errors = 0;
+  Piece piece{};
+  bool wrong = false;
+  bool goes_on = false;      // nodes must be found
+  if (team.has_this_thread()) {
+    Planned planned = empty_plan(p, size, size);
+    OnlyNode only;
+    const bool shares = find_sharing(p, m, shared.forest, team, errors, wrong, only);
+    if (!shares) team.for_each(size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
+    goes_on = shares;
+    if (reports) {     // as if it were taken
+      if (only.leader >= 0) {
+        ++planned.num_groups;
+        planned.num_merge_rows = only.rows;
+        planned.num_links = 2;
+      }
+      shared.planned = planned;
+      shared.forest.only = only;
+    }
+    if (only.leader >= 0) {
+      RowGroup group = expect_group(p, m, only, thread);
+      goes_on = !receive_only_node(p, m, thread, only, group);
+      const bool taken = only.reason == kNodeTaken;
+      if (reports) {
+        shared.forest.only.pages = only.pages;
+        shared.forest.only.cost = only.cost;
+        shared.forest.only.reason = only.reason;
+        if (!taken) shared.planned = empty_plan(p, size, size);
+      }
+      if (thread >= size + taken) group = RowGroup{};
+      __syncwarp();
+      piece = make_piece(p, group, thread);
+    }
+  }
+  // First words are believed: what is planned by them is planned again if last ones say something else.
+  for (bool again = false;; again = true) {
+    const bool finds_nodes = __syncthreads_or(goes_on);
+    if (finds_nodes) {
+      if (team.has_this_thread()) {
+        Planned planned = empty_plan(p, size, size);
+        const bool taken = make_forest(p, m, shared.forest, team, wrong, planned);
+        if (reports) {
+          shared.takes_forest = taken;
+          shared.planned = planned;
+          shared.forest.only.leader = -1;
+          shared.longest_pair = shared.has_largest_tiles = 0;
+        }
+      }
+      __syncthreads();
+    } else if (again) {
+      if (team.has_this_thread()) clear_mail(p, m, thread);
+      return;
+    }
+    const Planned planned = shared.planned;
+    const int32_t num_taken = planned.num_groups - size;
+    if (linkers.has_this_thread() && num_taken > 1) count_node_rows(m, linkers, 0, count_columns(m, num_taken));
+    const bool is_only = shared.forest.only.leader >= 0;
+    plan<true>(p, m, linkers, shared, is_only, piece, tile_begin, planned, errors);
+    if (!is_only) return;
+    goes_on = team.has_this_thread() && !confirm_only_node(p, m, thread, shared.forest.only);
   }
 }
 
 /// The work of a CTA. `memory`: ForestMemory, PlanSharedMemory, the first tile of each row group.
 template <bool kSeeksForest>
 __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t size = kSeeksForest ? p.levels[0].num_groups : 0;
   const ForestMemory m(memory, size);
   if (kSeeksForest && blockIdx.x > 0) {
@@ -296,40 +456,26 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
     return;
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
-  if (thread == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
-  Planned planned{};
-  planned.num_groups = kSeeksForest ? size : p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p);
-  planned.num_links = p.num_levels;
-  uint32_t errors = 0;
-  const PlanTeam team{1, min_of((size + 31) / 32 * 32, kPlanThreads)};
-  // Where there are threads left, those that link rows are others than those that find positions.
-  const PlanTeam linkers{1, team.count, team.count <= kPlanThreads / 2 ? kPlanThreads / 2 : 0};
-  if constexpr (kSeeksForest) {
-    if (team.has_this_thread()) {
-      const bool taken = make_forest(p, m, shared.forest, team, planned, errors);
-      if (thread == 0) {
-        shared.takes_forest = taken;
-        shared.planned = planned;
-      }
-    }
-    __syncthreads();
-    planned = shared.planned;
-    const int32_t num_taken = planned.num_groups - size;
-    if (linkers.has_this_thread() && num_taken > 1) count_node_rows(m, linkers, 0, count_columns(m, num_taken));
-  }
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  plan<kSeeksForest>(p, m, linkers, shared, tile_begin, planned, errors);
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
+  if constexpr (kSeeksForest) {
+    plan_with_forest(p, m, shared, tile_begin);
+  } else {
+    const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);
+    Piece piece{};
+    plan<false>(p, m, PlanTeam{}, shared, false, piece, tile_begin, planned, 0);
+  }
 }
 
 }  // namespace attn
 
-extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
+extern "C" __global__ void __launch_bounds__(attn::kMaxPlanThreads, 1) plan_kernel(const __grid_constant__ attn::PlanParams params) {
   extern __shared__ __align__(16) char memory[];
   attn::plan_as_cta<false>(params, memory);
 }
 
 /// Where a forest is sought. A kernel of its own: code that is not there is not fetched, nor jumped over.
-extern "C" __global__ void __launch_bounds__(attn::kPlanThreads, 1) plan_forest_kernel(const __grid_constant__ attn::PlanParams params) {
+extern "C" __global__ void __launch_bounds__(attn::kMaxPlanThreads, 1) plan_forest_kernel(const __grid_constant__ attn::PlanParams params) {
   extern __shared__ __align__(16) char memory[];
   attn::plan_as_cta<true>(params, memory);
 }

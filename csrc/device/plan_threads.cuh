@@ -6,6 +6,9 @@
 
 namespace attn {
 
+/// Threads of a CTA.
+__device__ __forceinline__ int32_t plan_threads() { return static_cast<int32_t>(blockDim.x); }
+
 /// `count` threads of a CTA from number `first` on: whole warps. Barrier 0 is that of all threads.
 struct PlanTeam {
   int32_t barrier;
@@ -36,10 +39,20 @@ struct PlanSums {
 template <class A>
 __device__ __forceinline__ PlanSums<A> operator+(PlanSums<A> x, PlanSums<A> y) { return PlanSums<A>{x.a + y.a, x.b + y.b}; }
 
+__device__ __forceinline__ int32_t sum_of_lanes(int32_t value) { return __reduce_add_sync(0xffffffffu, value); }
+
+/// Of values in [0, 2^52): a warp adds up 32-bit numbers at once.
+__device__ __forceinline__ int64_t sum_of_lanes(int64_t value) {
+  constexpr int kLowBits = 26;
+  const int32_t low = sum_of_lanes(static_cast<int32_t>(value & ((1 << kLowBits) - 1)));
+  const int32_t high = sum_of_lanes(static_cast<int32_t>(value >> kLowBits));
+  return (static_cast<int64_t>(high) << kLowBits) + low;
+}
+
 /// Sums of warps on their way to the others. Between two sums that use it there must be a barrier.
 template <class A>
 struct SumMemory {
-  PlanSums<A> of_warp[kPlanThreads / 32];
+  PlanSums<A> of_warp[kMaxPlanThreads / 32];
 };
 
 /// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands`
@@ -49,7 +62,7 @@ __device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemor
                                                   bool& any) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
-  const int32_t warps = min_of((summands + 31) / 32, kPlanThreads / 32);
+  const int32_t warps = min_of((summands + 31) / 32, team.count / 32);
   PlanSums<A> sum = own;
   if (warp < warps) {
 #pragma unroll
@@ -60,15 +73,11 @@ __device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemor
     if (lane == 31) memory.of_warp[warp] = sum;
   }
   any = team.sync_or(any);
-  PlanSums<A> before{sum.a - own.a, sum.b - own.b};
-  total = PlanSums<A>{0, 0};
-#pragma unroll 4
-  for (int32_t w = 0; w < warps; ++w) {
-    const PlanSums<A> of_warp = memory.of_warp[w];
-    if (w < warp) before = before + of_warp;
-    total = total + of_warp;
-  }
-  return before;
+  // A lane adds up a warp's: a loop over warps takes 80 cycles for each.
+  const PlanSums<A> of_warp = lane < warps ? memory.of_warp[lane] : PlanSums<A>{0, 0};
+  const bool is_before = lane < warp;
+  total = PlanSums<A>{sum_of_lanes(of_warp.a), sum_of_lanes(of_warp.b)};
+  return PlanSums<A>{sum.a - own.a + sum_of_lanes(is_before ? of_warp.a : 0), sum.b - own.b + sum_of_lanes(is_before ? of_warp.b : 0)};
 }
 
 }  // namespace attn

@@ -1,5 +1,5 @@
 // The search for shared prefixes. The first CTA plans (forest.cuh); all others compare page tables, each those of some requests with those of the requests
-// before them, and tell the first CTA where its requests attach. They read only what they need and wait for nobody.
+// before them, and tell the first CTA where its requests attach. They wait for nobody.
 #pragma once
 
 #include <cuda/atomic>
@@ -24,45 +24,49 @@ struct ForestMemory {
         forest{reinterpret_cast<ForestEntry*>(table_begin + requests), requests} {}
 };
 
-/// Reads the first `count` requests.
-__device__ __forceinline__ void read_requests(const PlanParams& p, const PlanTeam& team, const ForestMemory& m, int32_t count, uint32_t& errors) {
-  team.for_each(count, [&](int32_t i) {
-    const PlanLevel& level = p.levels[0];
-    const TableRange range = read_table_range(level.table, i, errors);   // first, as it branches
-    const GroupLengths lengths = read_lengths(level, i);
-    const int32_t first_entry = read_first_entry(level.table, range.begin);
-    const RowGroup group = make_row_group(p, GroupPlace{0, i}, lengths, range, errors);
-    ForestEntry& entry = m.forest[i];
-    m.table_begin[i] = group.table_begin;
-    entry.qo_begin = group.qo_begin;
-    entry.qo_len = group.qo_len;
-    entry.kv_len = group.kv_len;
-    entry.pages = shareable_pages(p, group, first_entry);
-    entry.key = first_entry;
-  });
+/// Reads request i. Returns whether it may share pages; if it `kCompares`, with request 0, whose first page it reads beside its own.
+template <bool kCompares>
+__device__ __forceinline__ bool read_request(const PlanParams& p, const ForestMemory& m, int32_t i, uint32_t& errors) {
+  const PlanLevel& level = p.levels[0];
+  uint32_t ignored = 0;
+  const TableRange range = read_table_range(level.table, i, errors);   // these first, as they branch
+  const TableRange range_of_first = kCompares ? read_table_range(level.table, 0, ignored) : range;
+  const GroupLengths lengths = read_lengths(level, i);
+  const int32_t first_entry = read_first_entry(level.table, range.begin);
+  const int32_t entry_of_first = kCompares ? read_first_entry(level.table, range_of_first.begin) : first_entry;
+  const RowGroup group = make_row_group(p, GroupPlace{0, i}, lengths, range, errors);
+  const int32_t pages = shareable_pages(p, group, first_entry);
+  ForestEntry& entry = m.forest[i];
+  m.table_begin[i] = group.table_begin;
+  entry.qo_begin = group.qo_begin;
+  entry.qo_len = group.qo_len;
+  entry.kv_len = group.kv_len;
+  entry.pages = pages;
+  entry.key = first_entry;
+  return pages > 0 && first_entry == entry_of_first;
 }
 
 /// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its
-/// arrival says all, no other memory has to be made visible.
+/// arrival says all, no other memory has to be made visible. A first word may come before the last one: the attachment if no other request shares more.
 class AttachmentMail {
  public:
   __device__ explicit AttachmentMail(Attachment* slot) : word_(*reinterpret_cast<uint64_t*>(slot)) {}
 
-  __device__ void send(Attachment attachment) const {
-    word().store(static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
+  __device__ void send(Attachment attachment, bool is_last) const {
+    word().store(static_cast<uint64_t>(attachment.pages) << 32 | (is_last ? kIsLast : 0) | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
   }
 
-  /// Waits for it.
+  /// Waits for the last word.
   __device__ Attachment wait() const {
     uint64_t value;
     do {
       value = word().load(cuda::memory_order_relaxed);
-    } while (value == 0);
+    } while ((value & kIsLast) == 0);
     return attachment(value);
   }
 
-  /// Waits for two at once.
-  __device__ static void wait(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
+  /// Waits for any word of two at once.
+  __device__ static void wait_for_first(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
     uint64_t first, second;
     do {
       first = a.word().load(cuda::memory_order_relaxed);
@@ -76,7 +80,9 @@ class AttachmentMail {
   __device__ void clear() const { word().store(0, cuda::memory_order_relaxed); }
 
  private:
-  __device__ static Attachment attachment(uint64_t value) { return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value)), static_cast<int32_t>(value >> 32)}; }
+  static constexpr uint32_t kIsLast = 1u << 31;
+
+  __device__ static Attachment attachment(uint64_t value) { return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value) & ~kIsLast), static_cast<int32_t>(value >> 32)}; }
   __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
 
   uint64_t& word_;
@@ -84,7 +90,7 @@ class AttachmentMail {
 
 /// The threads that look after one request.
 struct SearchTeam {
-  static constexpr int32_t kThreads = kPlanThreads / kSearchTeams;
+  static constexpr int32_t kThreads = kSearchTeamThreads;
   static constexpr int32_t kWarps = kThreads / 32;
 
   int32_t index;
@@ -94,7 +100,7 @@ struct SearchTeam {
 
   /// The smallest value of all threads.
   __device__ int32_t minimum(int32_t value) {
-    int32_t* of_warp = minima + uses++ % 2 * (kPlanThreads / 32) + index * kWarps;
+    int32_t* of_warp = minima + uses++ % 2 * (kMaxPlanThreads / 32) + index * kWarps;
     const int32_t smallest = __reduce_min_sync(0xffffffffu, value);
     if (thread % 32 == 0) of_warp[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
@@ -143,6 +149,7 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
 __device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t request) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t first_entry = f[request].key;
+  if (f[0].key == first_entry && f[0].pages > 0) return 0;   // behind one prefix it is the first of all
 #pragma unroll 1
   for (int32_t begin = 0; begin < request; begin += 32) {
     const int32_t i = begin + lane;
@@ -153,47 +160,55 @@ __device__ __forceinline__ int32_t first_candidate(const Forest& f, int32_t requ
 }
 
 /// The smallest request behind `other` that may share more than the first `pages` pages: it has the same first page, and the same behind those. `request`
-/// itself if there is no smaller one.
+/// itself if there is no smaller one. `candidates`: of the requests that this thread looks at, a bit each, those that were candidates so far.
 __device__ __forceinline__ int32_t next_candidate(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t other,
-                                                  int32_t pages) {
+                                                  int32_t pages, uint32_t& candidates) {
   constexpr int32_t kBatch = 4;
+  static_assert(kMaxForestRequests <= 32 * SearchTeam::kThreads, "a bit each");
   const Forest& f = m.forest;
   const int32_t first_entry = f[request].key;
   const int32_t* behind = table.indices + static_cast<int64_t>(pages) * table.entry_step;
   const int32_t wanted = __ldg(behind + m.table_begin[request]);
   int32_t next = request;
 #pragma unroll 1
-  for (int32_t begin = other + 1 + team.thread; begin < request; begin += kBatch * SearchTeam::kThreads) {
+  for (int32_t number = 0; number * SearchTeam::kThreads < request; number += kBatch) {
     int32_t entry[kBatch];
 #pragma unroll
     for (int32_t k = 0; k < kBatch; ++k) {
-      const int32_t i = begin + k * SearchTeam::kThreads;
+      const int32_t i = team.thread + (number + k) * SearchTeam::kThreads;
       entry[k] = ~wanted;
-      if (i < request && f[i].pages > pages && f[i].key == first_entry) entry[k] = __ldg(behind + m.table_begin[i]);
+      if (i > other && i < request && (candidates >> (number + k) & 1) != 0 && f[i].pages > pages && f[i].key == first_entry) entry[k] = __ldg(behind + m.table_begin[i]);
     }
 #pragma unroll
     for (int32_t k = kBatch - 1; k >= 0; --k) {
-      if (entry[k] == wanted) next = min_of(next, begin + k * SearchTeam::kThreads);
+      if (entry[k] == wanted) {
+        next = min_of(next, team.thread + (number + k) * SearchTeam::kThreads);
+      } else {
+        candidates &= ~(1u << (number + k));
+      }
     }
   }
   return team.minimum(next);
 }
 
-/// Where a request attaches.
-__device__ __forceinline__ Attachment attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request) {
+/// Finds where a request attaches, and sends it.
+__device__ __forceinline__ void attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, const AttachmentMail& mail) {
   const int32_t own = m.forest[request].pages;
+  if (own == 0) return;
   Attachment best{-1, 0};
-  if (own == 0) return best;
+  uint32_t candidates = ~0u;
   int32_t other = first_candidate(m.forest, request);
+  if (other == request) return;
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
     const int32_t limit = min_of(own, m.forest[other].pages);
     const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
     if (common > best.pages) best = Attachment{other, common};
     if (best.pages == own || comparisons == kMaxComparisons) break;
-    other = next_candidate(table, m, team, request, other, best.pages);
+    if (comparisons == 1 && team.thread == 0) mail.send(best, false);
+    other = next_candidate(table, m, team, request, other, best.pages, candidates);
   }
-  return best;
+  if (team.thread == 0) mail.send(best, true);
 }
 
 /// The work of every CTA but the first.
@@ -201,15 +216,14 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   SearchTeam team{thread / SearchTeam::kThreads, thread % SearchTeam::kThreads, 0, m.slots};
   const int32_t size = p.levels[0].num_groups;
-  const int32_t begin = (static_cast<int32_t>(blockIdx.x) - 1) * kSearchTeams;
-  const int32_t step = (static_cast<int32_t>(gridDim.x) - 1) * kSearchTeams;
+  // A CTA looks after requests from all over the batch: later ones are compared with more.
+  const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   uint32_t errors = 0;     // the first CTA sees them too
-  read_requests(p, PlanTeam{0, kPlanThreads}, m, begin + step < size ? size : min_of(begin + kSearchTeams, size), errors);
+  PlanTeam{0, plan_threads()}.for_each(size, [&](int32_t i) { read_request<false>(p, m, i, errors); });
   __syncthreads();
 #pragma unroll 1
-  for (int32_t request = begin + team.index; request < size; request += step) {
-    const Attachment attachment = attach(p.levels[0].table, m, team, request);
-    if (team.thread == 0 && attachment.leader >= 0) AttachmentMail(p.schedule.attachments + request).send(attachment);
+  for (int32_t request = static_cast<int32_t>(blockIdx.x) - 1 + team.index * ctas; request < size; request += plan_threads() / SearchTeam::kThreads * ctas) {
+    attach(p.levels[0].table, m, team, request, AttachmentMail(p.schedule.attachments + request));
   }
 }
 

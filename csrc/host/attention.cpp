@@ -149,7 +149,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   prepare_plan(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
-    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};
+    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, static_cast<uint32_t>(plan_threads(params))};
     if (params.seeks_forest) {
       const int32_t num_requests = params.levels[0].num_groups;
       shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);

@@ -34,13 +34,18 @@ struct Tables {
 Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
   const int32_t own = tables.pages[static_cast<size_t>(request)];
   Attachment best{-1, 0};
+  std::vector<int32_t> behind;    // pages that all candidates have: each time those behind what was shared
   size_t next = 0;
   for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
     const int32_t common = tables.common(request, same[next++]);
     if (common > best.pages) best = Attachment{same[next - 1], common};
     if (best.pages == own) break;
-    const auto differs = [&](int32_t other) { return tables.pages[static_cast<size_t>(other)] <= best.pages || tables.entry(other, best.pages) != tables.entry(request, best.pages); };
-    while (next < same.size() && differs(same[next])) ++next;
+    if (behind.empty() || behind.back() != best.pages) behind.push_back(best.pages);
+    const auto has = [&](int32_t other, int32_t page) { return tables.entry(other, page) == tables.entry(request, page); };
+    const auto is_candidate = [&](int32_t other) {
+      return tables.pages[static_cast<size_t>(other)] > best.pages && std::all_of(behind.rbegin(), behind.rend(), [&](int32_t page) { return has(other, page); });
+    };
+    while (next < same.size() && !is_candidate(same[next])) ++next;
   }
   return best;
 }

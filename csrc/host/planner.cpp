@@ -74,8 +74,11 @@ void plan_on_host(const PlanParams& p) {
   if (p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_tiles == counted) {
     const RowGroup& group = p.schedule.groups[planned.num_groups - 1];
     const SharedPairs shared{group.tile_begin, tiles(group.tile_begin), (planned.num_tiles - group.tile_begin) * config.num_kv_heads};
-    int32_t best = judge_alignment(p, shared, 1);
-    for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) best = min_of(best, judge_alignment(p, shared, parts));
+    EvenCut best = cut_evenly(p, shared, 1);
+    for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) {
+      const EvenCut cut = cut_evenly(p, shared, parts);
+      if (cut.judged < best.judged) best = cut;
+    }
     align_prefix(p, shared, best, planned);
   }
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {

@@ -9,7 +9,7 @@
 
 #include "cuda_emulation.h"
 
-Dimension threadIdx, blockIdx, gridDim;
+Dimension threadIdx, blockIdx, gridDim, blockDim;
 alignas(128) char memory[256 << 10];   // shared memory
 
 namespace emulation {
@@ -39,6 +39,7 @@ bool ended[kMaxThreads];
 Barrier barriers[16];
 Warp warps[kMaxThreads / 32];
 int64_t progress;
+uint32_t state = 1;
 void (*body)();
 
 void give_way() { swapcontext(&fibers[threadIdx.x], &scheduler); }
@@ -55,6 +56,11 @@ void run_thread() {
 void fail(const char* what) {
   std::fprintf(stderr, "CTA %d, thread %d: %s\n", blockIdx.x, threadIdx.x, what);
   std::abort();
+}
+
+uint32_t random() {
+  state = state * 1664525u + 1013904223u;
+  return state >> 8;
 }
 
 bool barrier(int32_t id, int32_t threads, bool value) {
@@ -94,8 +100,10 @@ void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void
   std::memset(warps, 0, sizeof(warps));
   std::memset(memory, 0xab, sizeof(memory));
   body = thread;
+  state ^= seed;
   blockIdx.x = block;
   gridDim.x = blocks;
+  blockDim.x = threads;
   for (int32_t i = 0; i < threads; ++i) {
     ended[i] = false;
     getcontext(&fibers[i]);
@@ -106,8 +114,7 @@ void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void
   }
   for (int32_t left = threads; left > 0;) {
     const int64_t before = progress;
-    seed = seed * 1664525u + 1013904223u;
-    const int32_t first = static_cast<int32_t>(seed >> 8) % (threads / 32) * 32;   // the warp that is the first to go on
+    const int32_t first = static_cast<int32_t>(random()) % (threads / 32) * 32;   // the warp that is the first to go on
     for (int32_t i = 0; i < threads; ++i) {
       threadIdx.x = (first + i) % threads;
       if (ended[threadIdx.x]) continue;
@@ -122,8 +129,8 @@ void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void
 
 #include "attn/planning.h"
 
-inline void __syncthreads() { emulation::barrier(0, attn::kPlanThreads, false); }
-inline bool __syncthreads_or(bool value) { return emulation::barrier(0, attn::kPlanThreads, value); }
+inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
+inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
 
 #include "device/plan.cu"
 #include "plan_params.h"
@@ -139,6 +146,15 @@ extern "C" void device_planner_plan(const int32_t* config, void* workspace, cons
   planned_params = attn::passed_params(config, workspace, views, num_levels);
   const int32_t blocks = attn::plan_ctas(planned_params);
   for (int32_t block = blocks - 1; block >= 0; --block) {
-    emulation::run_cta(block, blocks, attn::kPlanThreads, seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+    emulation::run_cta(block, blocks, attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+  }
+  for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {
+    const attn::Level got = planned_params.schedule.header->levels[i];
+    attn::write_level(planned_params, i);
+    if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0) emulation::fail("a level is not described");
+  }
+  for (int32_t i = 0; i < (planned_params.seeks_forest ? planned_params.levels[0].num_groups : 0); ++i) {
+    const attn::Attachment& attachment = planned_params.schedule.attachments[i];
+    if (attachment.leader != 0 || attachment.pages != 0) emulation::fail("a word is left for the next plan");
   }
 }

@@ -10,15 +10,16 @@ import host_planner
 import numpy
 import pytest
 import schedule_model
+import torch
 from forests import Batch, random_batch
 
-from attn_backend import Attention
+from attn_backend import Attention, BSRView, PageTable
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
-OPTIONS = {"plain": {}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
+OPTIONS = {"plain": {"cascade": False}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,24 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
         assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
 
 
+@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, causal: bool, cascade: bool) -> None:
+    """Prefix sums that fall again and again, so that many requests have all rows."""
+    attention = make_attention(SHAPES[2], cascade=cascade)
+    qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 30 + [0], dtype=torch.int32)
+    pages = torch.zeros(60, 50, dtype=torch.int32)
+    view = BSRView(qo_indptr, PageTable.block_table(pages, torch.full((60,), 3200, dtype=torch.int32), 64), causal=causal)
+    planned = host_planner.plan(library, attention, view)
+    assert planned.errors
+    assert len(planned.tiles) == planned.max_tiles
+    assert schedule_model.same(host_planner.plan(library, attention, view, 1), planned)
+
+
 def test_random_compositions(library: ctypes.CDLL) -> None:
-    attention = make_attention(SHAPES[0], max_levels=4)
     for seed in range(15):
-        composition = batches.random_composition(seed, "cpu")
+        attention = make_attention(SHAPES[seed % len(SHAPES)], max_levels=8)
+        composition = batches.random_composition(seed, "cpu", most_levels=8)
         assert schedule_model.same(host_planner.plan(library, attention, composition, seed), host_planner.plan(library, attention, composition)), seed
 
 
@@ -76,6 +91,22 @@ def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
         assert len(planned.forest) == 1
         assert mode is True or planned.forest[0].group >= 0
         assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned), seed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, seed: int) -> None:
+    """All requests share as much with the first one, and some of them more with each other: what is planned by the first words must be planned again."""
+    rng = numpy.random.default_rng([seed, 7])
+    num_requests = int(rng.choice([3, 33, 70, 500]))
+    prefix = list(range(int(rng.integers(1, 20))))
+    branch = numpy.concatenate([[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1])     # the first has one of its own
+    pages = [[*prefix, *(100 + 10 * int(own) + k for k in range(3)), 20_000 + i] for i, own in enumerate(branch)]
+    batch = Batch(16, [1] * num_requests, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 50_000)
+    attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=num_requests, cascade="always")
+    view = batch.view(rng, "cpu")
+    planned = host_planner.plan(library, attention, view)
+    assert len(planned.forest) > 1
+    assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned)
 
 
 @pytest.mark.parametrize("num_requests", [512, 641, 1024])

@@ -87,6 +87,7 @@ struct PlanParams {
   int32_t num_levels;
   // From here on: prepare_plan (planning.h).
   int32_t seeks_forest;
+  int32_t position_threads;       // of the device planner's first CTA: they find positions
   FastDivisor kv_tile;            // config.kv_tile
   FastDivisor group_size;         // config.group_size
   FastDivisor page_size;          // of the first level

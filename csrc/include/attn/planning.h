@@ -7,19 +7,15 @@
 
 namespace attn {
 
-/// Threads of a CTA of the device planner. The first CTA plans. The others search for shared prefixes: each has teams of threads that look after one request
-/// at a time, and there are no more of them than fit onto a GPU at once.
-constexpr int32_t kPlanThreads = 640;   // those of 512 requests and of some shared prefixes at once
-constexpr int32_t kSearchTeams = 5;
+/// Threads of a CTA of the device planner: fewer where they are enough, as warps that have nothing to do take turns with those that have. The first CTA plans. The others
+/// search for shared prefixes: each has teams of threads that look after one request at a time, and there are no more of them than fit onto a GPU at once.
+constexpr int32_t kMaxPlanThreads = 640;   // those of 512 requests and of some shared prefixes at once
+constexpr int32_t kFewPlanThreads = 384;
+constexpr int32_t kSearchTeamThreads = 128;
 constexpr int32_t kMaxSearchCtas = 128;
 
 /// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory (device/plan.cu).
 constexpr int32_t kPlanSharedBytes = 30 * 1024;
-
-/// CTAs of the device planner.
-inline int32_t plan_ctas(const PlanParams& p) {
-  return p.seeks_forest ? 1 + min_of(ceil_div(p.levels[0].num_groups, kSearchTeams), kMaxSearchCtas) : 1;
-}
 
 /// Row tiles whose place on the line it keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
@@ -42,6 +38,13 @@ ATTN_HD int32_t count_groups(const PlanParams& p) {
   return count;
 }
 
+/// Threads of the device planner's CTAs, and how many CTAs there are: the first, and one for each request or some requests.
+inline int32_t plan_threads(const PlanParams& p) {
+  const bool few = !p.config.batch_invariant && count_groups(p) < kFewPlanThreads && p.config.num_ctas <= kFewPlanThreads / 2;
+  return few ? kFewPlanThreads : kMaxPlanThreads;
+}
+inline int32_t plan_ctas(const PlanParams& p) { return p.seeks_forest ? 1 + min_of(p.levels[0].num_groups, kMaxSearchCtas) : 1; }
+
 /// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row
 /// groups: the pages of the view, seen as a whole by the rows of a list that the planner writes.
 inline void prepare_plan(PlanParams& p) {
@@ -56,6 +59,7 @@ inline void prepare_plan(PlanParams& p) {
   }
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
+  p.position_threads = min_of(round_up(p.config.num_ctas + 32, 32), plan_threads(p) / 2);   // all at once, if that is no more than half
   if (!p.seeks_forest) return;
   PlanLevel& forest = p.levels[1];
   forest = view;
@@ -292,6 +296,11 @@ ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t to
   return handing;
 }
 
+/// Whether hand_out() asks for the longest pair. Few plans of decodes do.
+ATTN_HD bool needs_longest_pair(const PlanParams& p, const Planned& planned) {
+  return p.config.turns > 0 && planned.has_largest_tiles && (planned.num_merge_rows == 0 || planned.num_tiles >= 2 * planned.num_groups);
+}
+
 /// Share and flags, when everything before them is known.
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
   planned.share = cta_share(p, first, planned.num_tiles, total_cost);
@@ -315,27 +324,40 @@ struct SharedPairs {
   int32_t count;           // pairs
 };
 
-/// Cost of the busiest CTA if its pairs are cut among `parts` CTAs each, and in the lowest bits parts - 1: the smallest number is that of the best cut.
-ATTN_HD int32_t judge_alignment(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
-  constexpr int32_t kNever = 0x7fffffff;
-  constexpr int32_t kMostCost = kNever / kMaxAlignedParts;
+/// An even cut of the pairs of a shared prefix.
+struct EvenCut {
+  int32_t parts;           // of each pair
+  int32_t kv_tiles;        // of each part but the first, which has what is left
+  int32_t share;           // cost that each of the other CTAs gets, of what lies before
+  int32_t judged;          // cost of the busiest CTA, and in the lowest bits parts - 1: the smallest number is that of the best cut; kNoCut: there is none
+  static constexpr int32_t kNoCut = 0x7fffffff;
+};
+
+/// Lines that cost more than an int32 holds, seconds of a GPU, are not cut evenly. Without branches: a GPU divides twice at the same time.
+ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
+  constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
   const int32_t others = p.config.num_ctas - shared.count * parts;   // CTAs that are left for the rest of the line
-  const int32_t kv_tiles = ceil_div(shared.first.num_kv_tiles, parts);
-  if (shared.count > p.config.num_ctas || others < 1 || (parts - 1) * kv_tiles >= shared.first.num_kv_tiles) return kNever;
-  const int64_t of_part = pair_cost(p.config, shared.first.cost_kind, kv_tiles);
-  const int64_t cost = max_of(of_part, divide(shared.first.cost_begin + others - 1, others));
-  return cost < kMostCost ? static_cast<int32_t>(cost) * kMaxAlignedParts + parts - 1 : kNever;
+  const uint32_t divisor = static_cast<uint32_t>(max_of(others, 1));
+  const uint32_t cost_before = static_cast<uint32_t>(shared.first.cost_begin);
+  const uint32_t share = (cost_before + divisor - 1) / divisor;
+  const uint32_t kv_tiles = ceil_div(static_cast<uint32_t>(shared.first.num_kv_tiles), static_cast<uint32_t>(parts));
+  const uint32_t of_part = static_cast<uint32_t>(p.config.pair_cost[shared.first.cost_kind]) + kv_tiles * static_cast<uint32_t>(p.config.kv_tile_cost[shared.first.cost_kind]);
+  const uint32_t cost = max_of(of_part, share);
+  const bool whole = shared.count <= p.config.num_ctas && others >= 1 && static_cast<uint32_t>(parts - 1) * kv_tiles < static_cast<uint32_t>(shared.first.num_kv_tiles);
+  const bool fits = shared.first.cost_begin <= kMaxInt32 && kv_tiles < kMostCost / 64 && cost < kMostCost;
+  const int32_t judged = whole && fits ? static_cast<int32_t>(cost) * kMaxAlignedParts + parts - 1 : EvenCut::kNoCut;
+  return EvenCut{parts, static_cast<int32_t>(kv_tiles), max_of(static_cast<int32_t>(share), p.config.min_share), judged};
 }
 
 /// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a CTA that starts inside a pair pays its cost again.
-/// `best`: the smallest judge_alignment() of all numbers of parts.
-ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, int32_t best, Planned& planned) {
-  if (best / kMaxAlignedParts > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
-  planned.aligned_parts = best % kMaxAlignedParts + 1;
+/// `best`: of all numbers of parts.
+ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
+  if (best.judged == EvenCut::kNoCut || best.judged / kMaxAlignedParts > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
+  planned.aligned_parts = best.parts;
   planned.aligned_tile = shared.tile;
-  planned.aligned_kv_tiles = ceil_div(shared.first.num_kv_tiles, planned.aligned_parts);
-  planned.aligned_cta = p.config.num_ctas - shared.count * planned.aligned_parts;
-  planned.share = max_of<int64_t>(divide(shared.first.cost_begin + planned.aligned_cta - 1, planned.aligned_cta), p.config.min_share);
+  planned.aligned_kv_tiles = best.kv_tiles;
+  planned.aligned_cta = p.config.num_ctas - shared.count * best.parts;
+  planned.share = best.share;
   planned.flags &= ~kInTurn;
   planned.whole_pairs = p.config.batch_invariant;
 }

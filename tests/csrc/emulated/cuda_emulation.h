@@ -15,7 +15,7 @@
 struct Dimension {
   int32_t x;
 };
-extern Dimension threadIdx, blockIdx, gridDim;
+extern Dimension threadIdx, blockIdx, gridDim, blockDim;
 
 struct int2 {
   int32_t x, y;
@@ -27,6 +27,9 @@ struct alignas(16) int4 {
 namespace emulation {
 
 [[noreturn]] void fail(const char* what);
+
+/// A number that depends on the seeds of the CTAs so far.
+uint32_t random();
 
 /// Waits for `threads` threads at barrier `id`; returns whether any of them says so.
 bool barrier(int32_t id, int32_t threads, bool value);
