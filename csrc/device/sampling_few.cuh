@@ -154,16 +154,21 @@ struct FewSurvivors {
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
     const float bins_of_one = range > 0.0f ? (kValueBins - 1) / range : 0.0f;
-    const auto key_at = [&](int32_t at) {       // 0: there is none
-      const int32_t cta = at * row.num_ctas / kMaxCandidates;
-      return at - cta * row.candidate_room() < static_cast<int32_t>(told()[cta].count) ? static_cast<uint32_t>(list()[at] >> 32) : 0;
+    // body(key, token) of the candidates, a warp taking those of one CTA at a time.
+    const auto for_candidates = [&](const auto& body) {
+#pragma unroll 1
+      for (int32_t cta = row.warp(); cta < row.num_ctas; cta += kSamplingWarps) {
+        const int32_t count = static_cast<int32_t>(told()[cta].count);
+#pragma unroll 1
+        for (int32_t i = row.lane(); i < count; i += 32) {
+          const uint64_t one = list()[cta * row.candidate_room() + i];
+          const uint32_t key = static_cast<uint32_t>(one >> 32);
+          if (key >= bound) body(key, static_cast<int32_t>(one));
+        }
+      }
     };
     const auto bin_of = [&](uint32_t key) { return static_cast<int32_t>((reference - key_value(key)) * bins_of_one); };
-#pragma unroll 1
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const uint32_t key = key_at(threadIdx.x + i * kSamplingThreads);
-      if (key >= bound) atomicAdd(&bins()[bin_of(key)], 1u);
-    }
+    for_candidates([&](uint32_t key, int32_t) { atomicAdd(&bins()[bin_of(key)], 1u); });
     __syncthreads();
     // Each warp for itself: the bin in which the k-th largest lies.
     uint32_t counts[kLaneBins], sum = 0;
@@ -193,13 +198,9 @@ struct FewSurvivors {
     const int32_t last_bin = lane * kLaneBins + static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, last, lane)) - 1;
     if (num_survivors > kMostSurvivors) return false;
     const Weights weights(reference, shared.settings.scale, shared.settings.floor);
-#pragma unroll 1
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = threadIdx.x + i * kSamplingThreads;
-      const uint32_t key = key_at(at);
-      if (key < bound || bin_of(key) > last_bin) continue;
-      survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, static_cast<int32_t>(list()[at])};
-    }
+    for_candidates([&](uint32_t key, int32_t token) {
+      if (bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, token};
+    });
     return true;
   }
 

@@ -147,11 +147,19 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
   return 2 * most < wanted || params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
 }
 
-/// Whether the kernel that looks for few survivors first is taken (csrc/device/sampling_few.cuh).
-bool may_leave_few(const SamplingParams& params, int32_t ctas) {
-  const int32_t segments = ceil_div(params.vocab, kSegmentTokens);
-  return ctas >= kLeastFewCtas && params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) && params.logprobs == nullptr &&
-         params.num_top_logprobs == 0 && segments >= 2 * kSamplingWarps && segments <= kMostFewSegments * kSamplingWarps * ctas;
+/// Whether the kernel that looks for few survivors first may be taken (csrc/device/sampling_few.cuh).
+bool may_leave_few(const SamplingParams& params) {
+  return params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) && params.logprobs == nullptr && params.num_top_logprobs == 0 &&
+         params.vocab > 2 * kSamplingWarps * kSegmentTokens;
+}
+
+/// How many CTAs of a row suit it: all that a cluster may have, if each warp then has a segment and each multiprocessor a CTA; 0: as elsewhere.
+int32_t choose_few_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
+  return params.vocab > max_ctas * kSamplingWarps * kSegmentTokens && params.batch * max_ctas <= multiprocessors_of(device) ? max_ctas : 0;
+}
+
+bool suits_few(const SamplingParams& params, int32_t ctas) {
+  return ctas >= kLeastFewCtas && params.vocab <= kMostFewSegments * kSegmentTokens * kSamplingWarps * ctas;
 }
 
 /// way: "", "few_" or "unfiltered_".
@@ -180,9 +188,12 @@ void launch(const SamplingParams& params, const String& file, const String& few_
       return;
     }
   }
-  const int32_t ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
-  const bool looks_for_few = !few_file.empty() && may_leave_few(params, ctas);
+  const bool may_be_few = !few_file.empty() && may_leave_few(params);
+  int32_t ctas = static_cast<int32_t>(row_ctas);
+  if (ctas == 0 && may_be_few) ctas = choose_few_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas == 0) ctas = choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
+  const bool looks_for_few = may_be_few && suits_few(params, ctas);
   const driver::Kernel kernel =
       sampling_kernel(params, looks_for_few ? few_file : file, looks_for_few ? "few_" : "", device.device_id, max_ctas > kPortableClusterCtas);
   driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
