@@ -33,17 +33,14 @@ struct FewSurvivors {
     uint32_t unused;
   };
 
-  /// key << 32 | token of each; in the other CTAs of their own ones.
+  /// key << 32 | token of each.
   __device__ __forceinline__ uint64_t* list() const { return reinterpret_cast<uint64_t*>(shared.keys); }
   __device__ __forceinline__ Told* told() const { return reinterpret_cast<Told*>(shared.summaries); }
   __device__ __forceinline__ uint32_t mailbox() const { return ptx::shared_address(&shared.mailboxes[0]); }       // of candidates, in the first CTA
-  __device__ __forceinline__ uint32_t answer() const { return ptx::shared_address(&shared.mailboxes[1]); }        // of whether they were enough
-  __device__ __forceinline__ uint32_t race() const { return ptx::shared_address(&shared.mailboxes[2]); }          // of orders(), in the first CTA
+  __device__ __forceinline__ uint32_t answer() const { return ptx::shared_address(&shared.mailboxes[1]); }        // of whether they were enough, in the others
   __device__ __forceinline__ uint32_t* bins() const { return shared.bins; }
   __device__ __forceinline__ Survivor* survivors() const { return reinterpret_cast<Survivor*>(shared.bins + kValueBins); }
-  /// Where the candidates end in the race (Racer::order), in the places of the list.
-  __device__ __forceinline__ uint64_t* orders() const { return reinterpret_cast<uint64_t*>(survivors() + kMostSurvivors); }
-  static_assert(kValueBins * 4 + kMostSurvivors * sizeof(Survivor) + kMaxCandidates * 8 <= kBins * 4, "they have the bins' room");
+  __device__ __forceinline__ Racer* racers() const { return reinterpret_cast<Racer*>(survivors() + kMostSurvivors); }
 
   /// Of the row; the host has looked at the launch (may_leave_few in csrc/host/sampling.cpp).
   __device__ __forceinline__ bool suits() const {
@@ -64,7 +61,6 @@ struct FewSurvivors {
       }
       ptx::mailbox_init(mailbox(), row.num_ctas);
       ptx::mailbox_init(answer(), 1);
-      ptx::mailbox_init(race(), row.num_ctas - 1);
       shared.num_listed = 0;
       shared.summary.num_candidates = 0;
     }
@@ -132,10 +128,7 @@ struct FewSurvivors {
         for (; chosen != 0; chosen &= chosen - 1) {
           const int32_t token = row.token(segment, __ffs(static_cast<int32_t>(chosen)) - 1);
           const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-          if (at >= row.candidate_room()) break;
-          const uint64_t candidate = static_cast<uint64_t>(order_key(row.source.one(token))) << 32 | static_cast<uint32_t>(token);
-          list()[at] = candidate;
-          if (row.rank != 0) ptx::mailbox_send(to, places + at * 8, candidate);
+          if (at < row.candidate_room()) ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(row.source.one(token))) << 32 | static_cast<uint32_t>(token));
         }
       }
     }
@@ -144,34 +137,14 @@ struct FewSurvivors {
     const uint32_t best_key = ptx::warp_max(static_cast<uint32_t>(of_lane >> 32));
     if (row.lane() == 0) {
       const int32_t count = shared.summary.num_candidates, room = row.candidate_room();
-      const uint32_t bytes = row.rank != 0 ? 8 * min_of(count, room) : 0;
       const uint32_t place = ptx::cluster_address(ptx::shared_address(told() + row.rank), 0);
       ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room ? bound : kNoBound));
       ptx::mailbox_send(to, place + 8, static_cast<uint64_t>(count));
-      ptx::mailbox_announce(to, sizeof(Told) + bytes);
-      if (row.rank != 0) ptx::mailbox_announce(ptx::cluster_address(race(), 0), bytes);
+      ptx::mailbox_announce(to, sizeof(Told) + 8 * min_of(count, room));
     }
   }
 
-  /// Has the CTA's own candidates race, `threads` of its threads at a time, while the first CTA works on their values.
-  __device__ __forceinline__ void race_candidates(int32_t thread, int32_t threads) const {
-    const Weights weights(0.0f, shared.settings.scale, shared.settings.floor);      // a race needs no reference
-    const int32_t count = min_of(shared.summary.num_candidates, row.candidate_room());
-    const uint32_t to = ptx::cluster_address(race(), 0);
-    const uint32_t places = ptx::cluster_address(ptx::shared_address(orders() + row.rank * row.candidate_room()), 0);
-#pragma unroll 1
-    for (int32_t i = thread; i < count; i += threads) {
-      const uint64_t candidate = list()[i];
-      const float value = key_value(static_cast<uint32_t>(candidate >> 32));
-      const uint64_t order = enter_race(weights, shared.seed, shared.position, static_cast<int32_t>(candidate), value).order;
-      if (row.rank == 0) orders()[i] = order;
-      else ptx::mailbox_send(to, places + i * 8, order);
-    }
-  }
-
-  static constexpr int32_t kHalf = kSamplingThreads / 2;
-
-  /// The part of the first CTA's first half. False, the same in all threads: the candidates do not tell.
+  /// The first CTA's part. False, the same in all threads: the candidates do not tell.
   __device__ __forceinline__ bool list_survivors(int32_t& num_survivors, float& reference) const {
     const bool has = row.lane() < row.num_ctas;
     const uint32_t bound = ptx::warp_max(has ? told()[row.lane()].bound : 0);
@@ -181,22 +154,22 @@ struct FewSurvivors {
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
     const float bins_of_one = range > 0.0f ? (kValueBins - 1) / range : 0.0f;
-    // body(key, place in the list) of the candidates, a warp taking those of one CTA at a time.
+    // body(key, token) of the candidates, a warp taking those of one CTA at a time.
     const auto for_candidates = [&](const auto& body) {
 #pragma unroll 1
-      for (int32_t cta = row.warp(); cta < row.num_ctas; cta += kSamplingWarps / 2) {
+      for (int32_t cta = row.warp(); cta < row.num_ctas; cta += kSamplingWarps) {
         const int32_t count = static_cast<int32_t>(told()[cta].count);
 #pragma unroll 1
         for (int32_t i = row.lane(); i < count; i += 32) {
-          const int32_t place = cta * row.candidate_room() + i;
-          const uint32_t key = static_cast<uint32_t>(list()[place] >> 32);
-          if (key >= bound) body(key, place);
+          const uint64_t one = list()[cta * row.candidate_room() + i];
+          const uint32_t key = static_cast<uint32_t>(one >> 32);
+          if (key >= bound) body(key, static_cast<int32_t>(one));
         }
       }
     };
     const auto bin_of = [&](uint32_t key) { return static_cast<int32_t>((reference - key_value(key)) * bins_of_one); };
     for_candidates([&](uint32_t key, int32_t) { atomicAdd(&bins()[bin_of(key)], 1u); });
-    ptx::barrier_sync<1, kHalf>();
+    __syncthreads();
     // Each warp for itself: the bin in which the k-th largest lies.
     uint32_t counts[kLaneBins], sum = 0;
 #pragma unroll
@@ -225,16 +198,24 @@ struct FewSurvivors {
     const int32_t last_bin = lane * kLaneBins + static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, last, lane)) - 1;
     if (num_survivors > kMostSurvivors) return false;
     const Weights weights(reference, shared.settings.scale, shared.settings.floor);
-    for_candidates([&](uint32_t key, int32_t place) {
-      if (bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, place};
+    for_candidates([&](uint32_t key, int32_t token) {
+      if (bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, token};
     });
     return true;
   }
 
-  /// The same half tells in the bins, which nobody needs any more, who survives the filters: two threads for each. Survivors have places instead of tokens.
-  __device__ __forceinline__ void filter(int32_t num_survivors, const Weights& weights) const {
+  /// Tells in the bins, which nobody needs any more, who survives the filters, two threads for each; the other half of the CTA has them race.
+  __device__ __forceinline__ void filter_and_race(int32_t num_survivors, const Weights& weights) const {
     const RowSettings& settings = shared.settings;
+    constexpr int32_t kHalf = kSamplingThreads / 2;
     const int32_t thread = threadIdx.x;
+    if (thread >= kHalf) {
+      const int32_t at = thread - kHalf;
+      if (at >= num_survivors) return;
+      const Survivor own = survivors()[at];
+      racers()[at] = enter_race(weights, shared.seed, shared.position, own.token, key_value(own.key));
+      return;
+    }
     const uint32_t min_p = min_p_key(weights, settings);
     const int32_t part = thread % 2;
     uint64_t above[2] = {}, most = 0;                 // of survivors thread / 2 and thread / 2 + 64
@@ -285,38 +266,27 @@ struct FewSurvivors {
     ptx::cluster_wait();      // the mailboxes are there
     send_candidates(lane_key);
     if (row.rank != 0) {
-      race_candidates(threadIdx.x, kSamplingThreads);
       ptx::mailbox_wait(answer());
       return shared.is_enough != 0;
     }
+    ptx::mailbox_wait(mailbox());
     int32_t num_survivors = 0;
-    if (threadIdx.x < kHalf) {
-      ptx::mailbox_wait(mailbox());
-      float reference = 0.0f;
-      const bool is_enough = list_survivors(num_survivors, reference);
-      if (static_cast<int32_t>(threadIdx.x) < row.num_ctas) {
-        const uint32_t to = ptx::cluster_address(answer(), threadIdx.x);
-        ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), threadIdx.x), is_enough ? 1 : 0);
-        ptx::mailbox_announce(to, 8);
-      }
-      if (is_enough) {
-        ptx::barrier_sync<1, kHalf>();      // survivors are listed
-        filter(num_survivors, Weights(reference, shared.settings.scale, shared.settings.floor));
-      }
-      ptx::mailbox_wait(race());            // if it was in vain, too: what is sent must not come later
-    } else {
-      race_candidates(threadIdx.x - kHalf, kHalf);
+    float reference = 0.0f;
+    const bool is_enough = list_survivors(num_survivors, reference);
+    if (0 < threadIdx.x && threadIdx.x < row.num_ctas) {
+      const uint32_t to = ptx::cluster_address(answer(), threadIdx.x);
+      ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), threadIdx.x), is_enough ? 1 : 0);
+      ptx::mailbox_announce(to, 8);
     }
-    ptx::mailbox_wait(answer());
+    if (!is_enough) return false;
+    __syncthreads();          // survivors are listed
+    const Weights weights(reference, shared.settings.scale, shared.settings.floor);
+    filter_and_race(num_survivors, weights);
     __syncthreads();
-    if (shared.is_enough == 0) return false;
     if (row.warp() != 0) return true;
     Racer best = nobody();
-#pragma unroll 1
     for (int32_t i = row.lane(); i < num_survivors; i += 32) {
-      const Survivor one = survivors()[i];
-      const Racer racer{orders()[one.token], static_cast<int32_t>(list()[one.token]), one.key};
-      if (bins()[i] != 0 && racer.beats(best)) best = racer;
+      if (bins()[i] != 0 && racers()[i].beats(best)) best = racers()[i];
     }
     best = best_of_warp(best);
     if (row.lane() == 0) {
