@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attn_backend import sample
+from attn_backend import sample, sampling_workspace
 from benchmarks.report import number, options, save, table, wanted
 from benchmarks.sampling_peers import Filters, Requests, copy_time, flashinfer, torch_sort, vllm
 from benchmarks.timing import Launch, Machine, Timer
@@ -46,10 +46,12 @@ def ours(requests: Requests) -> Launch:
     batch = requests.logits.shape[0]
     out = torch.empty(batch, dtype=torch.int32, device="cuda")
     seed = torch.arange(batch, device="cuda")
+    workspace = sampling_workspace("cuda")
     temperature, top_p, min_p = requests.each(f.temperature), requests.each(f.top_p), requests.each(f.min_p)
     top_k = requests.each(f.top_k, torch.int32)
     assert temperature is not None
-    return lambda: sample(requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=seed, out=out)
+    draws = {"seed": seed, "position": seed, "out": out, "workspace": workspace}
+    return lambda: sample(requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **draws)  # type: ignore[arg-type]
 
 
 def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:

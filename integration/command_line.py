@@ -84,6 +84,17 @@ class Comparison:
         print(f"written: {path}")
 
 
+def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
+    """(backend, index of a load) of each BACKEND:N, where N counts from 1. Raises ValueError."""
+    parsed = []
+    for text in texts:
+        backend, _, number = text.rpartition(":")
+        if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
+            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
+        parsed.append((backend, int(number) - 1))
+    return tuple(parsed)
+
+
 def exit_with(command: Callable[[], bool]) -> NoReturn:
     """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
     stop_on_signals()

@@ -18,6 +18,7 @@ Exit status: 0 when all that must hold does, 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ from integration.engines import ENGINES, Engine, Launch, Sampling
 from integration.server import running_server
 
 DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
+CHECKED_TOKENS = 32  # of each answer that a benchmark checks
+ANSWERS = ("one_at_a_time", "again", "at_once", "other_seeds")  # what reports call the four sets
 Answers = list[list[int]]
 
 
@@ -88,19 +91,33 @@ def compare_answers(reference: Answers, again: Answers, at_once: Answers, other_
     return Outcome(len(reference), *same)
 
 
+def ask_four_times(engine: Engine, url: str, prompts: list[list[int]], max_tokens: int, sampling: Sampling, concurrency: int) -> list[Answers]:
+    """The four sets of answers that `compare_answers` takes, from a server that is up."""
+    requests, others = make_requests(prompts, 0), make_requests(prompts, 1)
+    reference = one_at_a_time(engine, url, requests, max_tokens, sampling)
+    again = one_at_a_time(engine, url, requests, max_tokens, sampling)
+    at_once = all_at_once(engine, url, requests, max_tokens, sampling, concurrency)
+    return [reference, again, at_once, one_at_a_time(engine, url, others, max_tokens, sampling)]
+
+
 def serve_and_sample(
     engine: Engine, launch: Launch, prompts: list[list[int]], max_tokens: int, sampling: Sampling, log: Path, timeout_s: float = 900
 ) -> list[Answers]:
-    """Start the server, ask for the four sets of answers that `compare_answers` takes, stop it."""
-    requests, others = make_requests(prompts, 0), make_requests(prompts, 1)
+    """Start the server, ask it four times, stop it."""
     with running_server(engine, launch, log, timeout_s) as url:
         begin = time.monotonic()
-        reference = one_at_a_time(engine, url, requests, max_tokens, sampling)
-        again = one_at_a_time(engine, url, requests, max_tokens, sampling)
-        at_once = all_at_once(engine, url, requests, max_tokens, sampling, launch.max_num_seqs)
-        other_seeds = one_at_a_time(engine, url, others, max_tokens, sampling)
+        answers = ask_four_times(engine, url, prompts, max_tokens, sampling, launch.max_num_seqs)
         print(f"{engine.name} with {launch.backend}: {4 * len(prompts)} answers in {time.monotonic() - begin:.0f} s", flush=True)
-    return [reference, again, at_once, other_seeds]
+    return answers
+
+
+def check_seeds(engine: Engine, backend: str, url: str, prompts: list[list[int]], sampling: Sampling, results: Path) -> None:
+    """For a benchmark whose server is up: says how many answers are equal, and leaves them in seeds-BACKEND.json."""
+    answers = ask_four_times(engine, url, prompts, CHECKED_TOKENS, sampling, len(prompts))
+    outcome = compare_answers(*answers)
+    print(f"{engine.name} with {backend}: {outcome}", flush=True)
+    report = vars(outcome) | dict(zip(ANSWERS, answers, strict=True))
+    (results / f"seeds-{backend}.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -118,8 +135,7 @@ def run(given: argparse.Namespace) -> bool:
     outcome = compare_answers(*answers)
     print(f"\n{outcome}")
     holds = outcome.holds(same_logits=launch.dtype == "float32" or given.batch_invariant)
-    names = ("one_at_a_time", "again", "at_once", "other_seeds")
-    setup.write({"holds": holds, **vars(outcome), **dict(zip(names, answers, strict=True))})
+    setup.write({"holds": holds, **vars(outcome), **dict(zip(ANSWERS, answers, strict=True))})
     return holds
 
 

@@ -20,8 +20,9 @@ and each load, and each of its --repeats, begins with the next backend: none is 
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
 name is given to the engine as it is. Prefix caching is on in both engines, as it is by default. Answers are greedy, or sampled with --sampling, and then
-every request brings a seed of its own. All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs,
-are in --results.
+every request brings a seed of its own. --check-seeds, side by side, then asks each server for a few answers one at a time, again, all at once and with
+other seeds, and says how many are equal (integration/compare_sampling.py; it wants --server-args that turn prefix caching off). All inputs may be local
+paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in --results.
 `python -m integration.merge_reports` puts several runs into one report.
 """
 
@@ -40,14 +41,15 @@ from pathlib import Path
 from typing import Any
 
 from integration.client import ClientError, RunningClient, run_client
-from integration.command_line import exit_with, new_parser, results_folder
+from integration.command_line import exit_with, new_parser, parse_left_out, results_folder
+from integration.compare_sampling import check_seeds
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
 from integration.model import Model, resolve_model
 from integration.report import Row, format_table, write_report, write_tables
 from integration.server import Server, ServerError, free_port, print_tail, running_server
-from integration.warm_up import warm_up, warm_up_prompts
+from integration.warm_up import wait_for_turn, warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
@@ -90,6 +92,8 @@ class Settings:
     sampling: Sampling | None = None
     side_by_side: bool = False
     time_limit_s: float | None = None
+    check_seeds: bool = False
+    turn: Path | None = None
     left_out: tuple[tuple[str, int], ...] = ()  # (backend, index of a load) that are not measured
 
 
@@ -133,7 +137,7 @@ class Benchmark:
         ]
         machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
         loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
-        limit = {"time_limit_s": str(settings.time_limit_s)}
+        limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
         return cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
 
@@ -264,6 +268,7 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             if reason := outcome.exception():
                 leave_out(backend, reason)
         print(f"{run.engine.name}: all have been warmed up {time.monotonic() - begin:.0f} s after the start", flush=True)
+        wait_for_turn(settings.turn)
         for number, (index, backend, repeat) in enumerate(turns):
             if settings.time_limit_s is not None and time.monotonic() - begin > settings.time_limit_s:
                 for missed, of_backend, _ in turns[number:]:
@@ -285,6 +290,9 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
             except (ClientError, ServerError) as error:
                 leave_out(backend, error)
             print(f"{run.engine.name} with {backend}: done {time.monotonic() - begin:.0f} s after the start", flush=True)
+        for backend, url in ready.items():
+            if settings.check_seeds and settings.sampling and backend not in failed:
+                check_seeds(run.engine, backend, url, [tokens for tokens, _ in prompts[0]], settings.sampling, settings.results)
     if not run.measured:
         raise ServerError("no backend was measured (see above)")
     rows = run.finish()
@@ -324,17 +332,6 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
     return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
 
 
-def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
-    """(backend, index of a load) of each BACKEND:N, where N counts from 1. Raises ValueError."""
-    parsed = []
-    for text in texts:
-        backend, _, number = text.rpartition(":")
-        if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
-            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
-        parsed.append((backend, int(number) - 1))
-    return tuple(parsed)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser = new_parser(__doc__, "ENGINE")
     parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
@@ -353,6 +350,8 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
+    parser.add_argument("--check-seeds", action="store_true", help="side by side, with --sampling: see above")
+    parser.add_argument("--turn", type=Path, metavar="FOLDER", help="side by side: when all are warm leave FOLDER/ready, and begin when FOLDER/go is there")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
     given = parser.parse_args(arguments)
     gpu = given.device == "cuda"
@@ -377,6 +376,8 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         sampling=given.sampling,
         side_by_side=given.side_by_side,
         time_limit_s=given.time_limit,
+        check_seeds=given.check_seeds,
+        turn=given.turn,
         left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from integration.engines import Engine, Sampling
 from integration.workload import Workload
@@ -37,3 +39,11 @@ def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling |
             first, *others = enumerate(prompts)
             ask(first)
             list(pool.map(ask, others))
+
+
+def wait_for_turn(folder: Path | None) -> None:
+    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until somebody leaves `go`."""
+    if folder is not None:
+        (folder / "ready").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.2)

@@ -14,6 +14,7 @@ from .library import library
 MAX_VOCAB = 1 << 19
 MAX_TOP_LOGPROBS = 128
 _MAX_CLUSTER_CTAS = 16      # CTAs that share a row, on GPUs with thread block clusters
+_WORKSPACE_WORDS = 4096     # kWorkspaceWords in csrc/include/attn/sampling.h
 _RENORM, _MASK_LOGITS = 1, 2    # RowTask in csrc/include/attn/sampling.h
 _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -54,6 +55,19 @@ def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
     return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)      # a wrong dtype is refused before the kernel is looked at
 
 
+@cache
+def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
+    """The cubin that looks for few survivors first (csrc/device/sampling_few.cuh); "" where there is none."""
+    if device.type != "cuda" or arch_of(torch.cuda.get_device_capability(device)) != "sm_90a" or dtype not in _DTYPE_NAMES:
+        return ""
+    return str(find_kernel(f"hopper_few_sampling_{_DTYPE_NAMES[dtype]}", "sm_90a"))
+
+
+def sampling_workspace(device: torch.device | str) -> torch.Tensor:
+    """A workspace for `sample`: int64 [4096], zeros, on `device`. Every launch leaves zeros; launches that may run at the same time need one each."""
+    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
+
+
 def _is_joint(filter_order: FilterOrder) -> bool:
     if filter_order not in ("top_k_first", "joint"):
         raise ValueError(f"filter_order is {filter_order!r}, must be 'top_k_first' or 'joint'")
@@ -75,6 +89,7 @@ def sample(
     num_top_logprobs: int = 0,
     logprobs_of: Literal["logits", "tempered"] = "logits",
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
     """Draws one token for each row of `logits`. One launch; capturable in a CUDA graph; never synchronises.
@@ -96,7 +111,9 @@ def sample(
         num_top_logprobs: also those of so many most likely tokens, at most 128.
         logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
         out: int32 or int64 [batch] that takes the tokens.
-        row_ctas: CTAs that share a row on a GPU with thread block clusters, 1, 2, 4, 8 or 16; 0: as many as suit the batch. No result depends on it.
+        workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without filters are faster with it.
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used any number; 0: as many as suit the
+            batch. No result depends on it.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -130,6 +147,8 @@ def sample(
         samples.logprobs,
         samples.top_logprobs,
         samples.top_token_ids,
+        workspace,
+        _few_kernel(logits.dtype, device),
         *_logits_kernel(logits),
         row_ctas,
     )
@@ -177,6 +196,8 @@ def sample_from_probs(
         None,
         None,
         None,
+        None,
+        "",
         *_kernel("probs", device),
         row_ctas,
     )

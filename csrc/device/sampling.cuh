@@ -12,6 +12,7 @@
 #include "device/sampling_again.cuh"
 #include "device/sampling_bands.cuh"
 #include "device/sampling_candidates.cuh"
+#include "device/sampling_few.cuh"
 
 namespace attn {
 
@@ -118,10 +119,14 @@ struct RowSampler : Row<Source> {
     });
   }
 
-  /// All of it. token_index: where in token_ids the token goes.
+  /// All of it. kMayBeFew: FewSurvivors may be tried. token_index: where in token_ids the token goes.
+  template <bool kMayBeFew>
   __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
+    uint32_t lane_key = 0;
+    if constexpr (kMayBeFew) FewSurvivors<Source>(*this).prepare();
     if (num_ctas > 1) ptx::cluster_arrive();
-    this->prefetch_first();             // while the row's parameters are on their way too
+    if constexpr (kMayBeFew) lane_key = FewSurvivors<Source>(*this).read_largest();
+    else this->prefetch_first();        // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
       shared.settings = row_settings(params, row);
       shared.seed = seed;
@@ -135,6 +140,12 @@ struct RowSampler : Row<Source> {
       shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
+    if constexpr (kMayBeFew) {
+      if (FewSurvivors<Source>(*this).suits()) {
+        if (FewSurvivors<Source>(*this).run(lane_key)) return;
+        ptx::cluster_arrive();
+      }
+    }
     if constexpr (!Source::kHasDraft) {       // speculation has no filters
       if (may_have_bands()) {
         BandSearch<Source>(*this).survey();
@@ -340,13 +351,13 @@ struct RowSampler : Row<Source> {
   }
 };
 
-template <class Source>
+template <class Source, bool kMayBeFew>
 __device__ __forceinline__ void sample(const SamplingParams& params) {
   extern __shared__ __align__(16) char shared_bytes[];
   const int32_t row = blockIdx.x / ptx::cluster_size();
   const Source source(params, row);
   RowSampler<Source> sampler(params, *reinterpret_cast<SamplingShared*>(shared_bytes), source, row);
-  sampler.run(params.seed[row], params.position[row], row);
+  sampler.template run<kMayBeFew>(params.seed[row], params.position[row], row);
 }
 
 }  // namespace attn

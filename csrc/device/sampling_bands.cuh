@@ -75,7 +75,7 @@ struct BandSearch {
     const float count = whole * whole * kSquareUnit / static_cast<float>(static_cast<uint32_t>(both >> 32) + 1);
     const float top_p = share_of_top_p();
     const float unsure = 2.5f * sqrtf(top_p * (1.0f - top_p) / count) + 0.005f;
-    if (threadIdx.x == 0) bands = Bands{key_value(key), kMinusInfinity, -kMinusInfinity, -kMinusInfinity, total, share.error, false, false};
+    if (threadIdx.x == 0) bands = Bands{key_value(key), kMinusInfinity, -kMinusInfinity, -kMinusInfinity, total, false, false};
     find_values(weights, (top_p + unsure) * total, (top_p - unsure) * total);
     // Candidates take exact masses: with many CTAs the time is latency, and another read is sooner done.
     if (threadIdx.x == 0) bands.used = row.num_ctas > 1 || bands.few < (0.5f + 0.5f * top_p) * total;
@@ -87,21 +87,24 @@ struct BandSearch {
   __device__ __forceinline__ bool settle(const Racer& racer, const BandMasses& masses) const {
     const Bands bands = shared.bands;
     const Racer asked = shared.asked;
-    const float target = share_of_top_p() * masses.all;
-    const float under = target * (1.0f - 2.0f * bands.error), over = target * (1.0f + 2.0f * bands.error);
-    const auto is_under = [&](float mass) { return mass < under || mass == 0.0f; };       // 0: there is none
+    const double target = static_cast<double>(row.settings.top_p) * 5.421010862427522e-20 * masses.all;     // times 2^-64
+    // A mass and the row's, each to about 4e-6 of what the integers that decide say: a share's exponent and its power of two (1.2e-6, more where exponents are
+    // large), the same of the integers' and what they round down (1.3e-6), a float sum of 16 (0.9e-6).
+    const double error = 8e-6 + 2e-7 * fabsf(ptx::lg2(static_cast<float>(masses.all)));
+    const double under = target * (1.0 - error), over = target * (1.0 + error);
+    const auto is_under = [&](double mass) { return mass < under || mass == 0.0; };       // 0: there is none
     const bool whole = bands.low == kMinusInfinity;
     const bool covers = whole || masses.low > over;           // no survivor is below
     const bool misses = !whole && is_under(masses.low);       // all that raced survive, others too
     const float sure = is_under(masses.high) ? min_of(bands.sure, bands.high) : bands.sure;
     const float value = key_value(racer.key);
     const bool asked_survives = bands.asks && misses;
-    const bool is_known = masses.all < 1e30f && (asked_survives || (covers && value >= sure));
+    const bool is_known = masses.all < 1e30 && (asked_survives || (covers && value >= sure));
     __syncthreads();          // bands were read
     if (threadIdx.x == 0) {
       if (is_known) shared.token = asked_survives ? asked.token : racer.token;
       Bands& next = shared.bands;
-      next.used = masses.all < 1e30f && (covers || misses) && shared.round + 1 < kMostReads;
+      next.used = masses.all < 1e30 && (covers || misses) && shared.round + 1 < kMostReads;
       next.asks = false;
       if (misses) {
         next.low = kMinusInfinity;

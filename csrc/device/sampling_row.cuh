@@ -119,19 +119,8 @@ struct Row {
     ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) const {
-    source.template values<0>(raw[0], v);
-    source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
-    if constexpr (Source::kVectors == 4) {
-      source.template values<8>(raw[2], v);
-      source.template values<12>(raw[3], v);
-    }
-  }
-
-  __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane(), j, raw[j]);
-  }
+  __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) const { segment_values(source, raw, v); }
+  __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const { load_segment(source, segment, lane(), raw); }
 
   /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
   __device__ __forceinline__ void prefetch(int32_t segment) const {
@@ -356,16 +345,16 @@ struct Row {
   __device__ __forceinline__ void sum_bands(float (&v)[kLaneTokens]) const {
     const float low = shared.bands.low, high = shared.bands.high;
     const ApproximateShare<Weights> share(Weights(shared.bands.reference, settings.scale, settings.floor));
-    BandMasses sum;
+    float of_all = 0.0f, of_low = 0.0f, of_high = 0.0f;
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
       const float part = share(v[i]);
-      sum.all += part;
-      if (v[i] >= high) sum.high += part;
-      if (v[i] >= low) sum.low += part;
+      of_all += part;
+      if (v[i] >= high) of_high += part;
+      if (v[i] >= low) of_low += part;
       else v[i] = kMinusInfinity;
     }
-    shared.lane_band_masses()[threadIdx.x].add(sum);
+    shared.lane_band_masses()[threadIdx.x].add(BandMasses{of_all, of_low, of_high});
   }
 
   /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among them. Sets the CTA's summary, without a

@@ -221,4 +221,22 @@ struct ProbSource {
   }
 };
 
+/// A lane's vectors of a segment.
+template <class Source>
+__device__ __forceinline__ void load_segment(const Source& source, int32_t segment, int32_t lane, typename Source::Vector (&raw)[Source::kVectors]) {
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
+}
+
+/// What they hold.
+template <class Source>
+__device__ __forceinline__ void segment_values(const Source& source, const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) {
+  source.template values<0>(raw[0], v);
+  source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
+  if constexpr (Source::kVectors == 4) {
+    source.template values<8>(raw[2], v);
+    source.template values<12>(raw[3], v);
+  }
+}
+
 }  // namespace attn

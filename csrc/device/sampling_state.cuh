@@ -11,9 +11,10 @@ namespace attn {
 constexpr uint32_t kNoBound = 0xffffffffu;              // no candidates are kept
 constexpr uint32_t kWholeRow = kExcludedKey + 1;        // every token that can be drawn
 
-/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and Bands::high.
+/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and Bands::high. Sums of segments' float sums: in float
+/// their error would be the largest of all.
 struct BandMasses {
-  float all = 0.0f, low = 0.0f, high = 0.0f;
+  double all = 0.0, low = 0.0, high = 0.0;
 
   __device__ __forceinline__ void add(const BandMasses& other) {
     all += other.all;
@@ -29,7 +30,6 @@ struct Bands {
   float high;
   float sure;               // what is at or above it survives
   float few;                // the survey's mass of as many tokens as candidates are
-  float error;              // of ApproximateShare
   bool asks;                // whether shared.asked survives: `low` is the next value above its
   bool used;
 };
@@ -111,6 +111,8 @@ struct SamplingShared {
   uint32_t race_magic;      // 0x4b00
   uint32_t race_bound;      // order_key() of what some racer of the CTA has reached, or a little less
   Search search;
+  uint64_t mailboxes[2];    // sampling_few.cuh
+  uint64_t is_enough;
 
   // While the row races candidates and bins are of no use. In their place: vectors of each thread on their way, the best of its racers, its masses.
   __device__ __forceinline__ uint4* staged() { return reinterpret_cast<uint4*>(keys); }

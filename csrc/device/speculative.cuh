@@ -57,7 +57,7 @@ __device__ __forceinline__ void speculate(const SamplingParams& params) {
     }
     if (threadIdx.x == 0) params.num_accepted[row] = accepted;
   }
-  sampler.run(seed, position + accepted, static_cast<int64_t>(row) * (drafts + 1) + accepted);
+  sampler.template run<false>(seed, position + accepted, static_cast<int64_t>(row) * (drafts + 1) + accepted);
 }
 
 }  // namespace attn

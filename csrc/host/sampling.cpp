@@ -110,49 +110,102 @@ constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
+int32_t multiprocessors_of(int32_t device) {
+  static int32_t known[64] = {};
+  if (known[device] == 0) known[device] = driver::multiprocessor_count(device);
+  return known[device];
+}
+
 /// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a warp would have less than two segments; but two
 /// for a row as long as that fills the GPU no more than once. Each warp should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
-  static int32_t multiprocessors[64] = {};
-  if (multiprocessors[device] == 0) multiprocessors[device] = driver::multiprocessor_count(device);
+  const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   const bool has_filters = params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
   if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters) max_ctas = std::min(max_ctas, kPortableClusterCtas);
   int32_t ctas = 1;
   while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
     const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
-    if (int64_t{params.batch} * 2 * ctas > most * multiprocessors[device]) break;
+    if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
     ctas *= 2;
   }
   return ctas;
 }
 
-/// max_ctas: of a row; 1 where there are no clusters. row_ctas: 0, or how many to take.
-void launch(const SamplingParams& params, const String& file, DLDevice device, int64_t max_ctas, int64_t row_ctas) {
+bool is_unfiltered(const SamplingParams& params) {
+  const bool no_top_k = !params.top_k.array && (params.top_k.value <= 0 || params.top_k.value >= params.vocab);
+  const bool no_top_p = params.top_p.data == nullptr && params.top_p.value >= 1.0f;
+  const bool no_min_p = params.min_p.data == nullptr && params.min_p.value <= 0.0f;
+  return params.task == RowTask::kSample && no_top_k && no_top_p && no_min_p && params.logprobs == nullptr && params.num_top_logprobs == 0;
+}
+
+/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment or two; 0: there are too many rows for that. Nobody waits but the last CTA
+/// of a row, which starts after the others: with as few rows as these the others find room whatever else runs.
+int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
+  const int32_t most = kUnfilteredCtas * multiprocessors_of(device) / params.batch;
+  const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
+  return 2 * most < wanted || params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
+}
+
+/// Whether the kernel that looks for few survivors first may be taken (csrc/device/sampling_few.cuh).
+bool may_leave_few(const SamplingParams& params) {
+  return params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) && params.logprobs == nullptr && params.num_top_logprobs == 0 &&
+         params.vocab > 2 * kSamplingWarps * kSegmentTokens;
+}
+
+/// How many CTAs of a row suit it: all that a cluster may have, if each warp then has a segment and each multiprocessor a CTA; 0: as elsewhere.
+int32_t choose_few_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
+  return params.vocab > max_ctas * kSamplingWarps * kSegmentTokens && params.batch * max_ctas <= multiprocessors_of(device) ? max_ctas : 0;
+}
+
+bool suits_few(const SamplingParams& params, int32_t ctas) {
+  return ctas >= kLeastFewCtas && params.vocab <= kMostFewSegments * kSegmentTokens * kSamplingWarps * ctas;
+}
+
+/// way: "", "few_" or "unfiltered_".
+driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const std::string& way, int32_t device, bool in_large_clusters) {
   static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
-  const int32_t ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
-  driver::Kernel kernel;
-  const char* symbol = params.token_mask != nullptr ? "masked_sampling_kernel" : "sampling_kernel";
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    driver::Kernel& known = kernels[{symbol, file, device.device_id}];
-    if (!known) {
-      known = driver::load_kernel(file, symbol, device.device_id, sampling_shared_bytes(kMaxVocab, 1));
-      if (max_ctas > kPortableClusterCtas) driver::allow_large_clusters(known);
-    }
-    kernel = known;
+  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + way + "sampling_kernel";
+  const std::lock_guard<std::mutex> lock(mutex);
+  driver::Kernel& known = kernels[{symbol, file, device}];
+  if (!known) {
+    known = driver::load_kernel(file, symbol.c_str(), device, way == "unfiltered_" ? 0 : sampling_shared_bytes(kMaxVocab, 1));
+    if (in_large_clusters) driver::allow_large_clusters(known);
   }
+  return known;
+}
+
+/// few_file: has the kernel that looks for few survivors first, or "". max_ctas: of a row; 1 where there are no clusters. row_ctas: 0, or how many to take.
+void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas, int64_t row_ctas) {
+  const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  if (params.workspace != nullptr && is_unfiltered(params)) {
+    SamplingParams with_ctas = params;
+    with_ctas.row_ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_unfiltered_ctas(params, device.device_id);
+    if (with_ctas.row_ctas > 0 && params.batch * with_ctas.row_ctas <= kWorkspaceWords / 2) {
+      const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
+      driver::launch(kernel, driver::Launch{static_cast<uint32_t>(params.batch * with_ctas.row_ctas), 1, kSamplingThreads}, &with_ctas, stream);
+      return;
+    }
+  }
+  const bool may_be_few = !few_file.empty() && may_leave_few(params);
+  int32_t ctas = static_cast<int32_t>(row_ctas);
+  if (ctas == 0 && may_be_few) ctas = choose_few_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas == 0) ctas = choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0) refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
+  const bool looks_for_few = may_be_few && suits_few(params, ctas);
+  const driver::Kernel kernel =
+      sampling_kernel(params, looks_for_few ? few_file : file, looks_for_few ? "few_" : "", device.device_id, max_ctas > kPortableClusterCtas);
   driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
   shape.shared_bytes = sampling_shared_bytes(params.vocab, ctas);
   shape.cluster_x = static_cast<uint32_t>(ctas);
-  driver::launch(kernel, shape, &params, TVMFFIEnvGetStream(device.device_type, device.device_id));
+  driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file, int64_t max_ctas, int64_t row_ctas) {
+void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file, int64_t max_ctas, int64_t row_ctas,
+         const String& few_file = "") {
   if (params.batch == 0) return;
-  if (device.device_type == kDLCUDA) launch(params, file, device, max_ctas, row_ctas);
+  if (device.device_type == kDLCUDA) launch(params, file, few_file, device, max_ctas, row_ctas);
   else if (of_probs) cpu::sample_probs(params);
   else cpu::sample_logits(params, dtype);
 }
@@ -160,7 +213,8 @@ void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice d
 /// `values` is called "probs" where it holds probabilities.
 void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p, AnyView seed, AnyView position,
             Optional<TensorView> token_mask, bool joint, bool tempered_logprobs, TensorView token_ids, TensorView valid, Optional<TensorView> logprobs,
-            Optional<TensorView> top_logprobs, Optional<TensorView> top_token_ids, String file, int64_t max_ctas, int64_t row_ctas) {
+            Optional<TensorView> top_logprobs, Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String few_file,
+            String file, int64_t max_ctas, int64_t row_ctas) {
   const DLDevice device = values.device();
   const char* name = of_probs ? "probs" : "logits";
   SamplingParams params{};
@@ -196,10 +250,20 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
     params.top_logprobs = static_cast<float*>(output("top_logprobs", top_logprobs.value(), device, kFloat, params.batch, count));
     params.top_token_ids = static_cast<int32_t*>(output("top_token_ids", top_token_ids.value(), device, kInt32, params.batch, count));
   }
+  if (workspace.has_value()) {
+    const TensorView& words = workspace.value();
+    check_device("workspace", words, device);
+    check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
+    check_ndim("workspace", words, 1);
+    check_contiguous("workspace", words);
+    if (words.size(0) < kWorkspaceWords) refuse("workspace.shape[0]", words.size(0), "at least " + std::to_string(kWorkspaceWords));
+    if (reinterpret_cast<uintptr_t>(words.data_ptr()) % 16 != 0) refuse("workspace", "not aligned", "aligned to 16 bytes");
+    params.workspace = words.data_ptr();
+  }
   params.joint = joint;
   params.tempered_logprobs = tempered_logprobs;
   params.task = RowTask::kSample;
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
+  run(params, of_probs, dtype, device, file, max_ctas, row_ctas, few_file);
 }
 
 /// Writes float32 [batch, vocab].

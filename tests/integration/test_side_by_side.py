@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,7 @@ class FakeEngine:
         if backend == "mute":
             raise RuntimeError("no answer to a first request")
         self.warmed[backend].append((time.time(), prompt, max_tokens, sampling, logprobs))
+        return [*prompt, seed if backend != "forgetful" else len(self.warmed[backend])]
 
     def read_result(self, client):
         self.times[client.result.stem] = json.loads(client.result.read_text())
@@ -149,6 +151,29 @@ def test_every_server_has_met_every_load_before_one_is_measured(run):
 
 def test_servers_are_warmed_up_as_they_are_measured(run):
     assert {request[3] for request in run(["quick"], sampling=Sampling(0.5)).engine.warmed["quick"]} == {Sampling(0.5)}
+
+
+def test_seeds_are_checked_behind_the_loads(run, tmp_path, capsys):
+    engine = run(["quick", "forgetful"], sampling=Sampling(), check_seeds=True).engine
+    printed = capsys.readouterr().out
+    assert "quick: 4 of 4 answers are equal when asked for again, 4 when asked for all at once, 0 with another seed" in printed
+    assert "forgetful: 0 of 4 answers are equal when asked for again, 0 " in printed
+    assert json.loads((tmp_path / "results" / "seeds-quick.json").read_text())["again"][0][:2] == [99, 0]
+    last_load = max(times["sent"] for times in engine.times.values())
+    assert sum(request[0] > last_load for request in engine.warmed["quick"]) == 16
+
+
+def test_loads_wait_for_their_turn(run, tmp_path):
+    def let_go():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        time.sleep(1)
+        (tmp_path / "go").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(let_go)
+        engine = run(["quick"], turn=tmp_path).engine
+    assert min(times["sent"] for times in engine.times.values()) > max(request[0] for request in engine.warmed["quick"]) + 0.9
 
 
 def test_each_load_begins_with_another_backend(tmp_path):

@@ -330,6 +330,9 @@ def test_refuses(device: torch.device) -> None:
         ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device))),
         ("token_ids", lambda: sample(logits, out=torch.zeros(3, device=device))),
         ("token_ids", lambda: sample(logits, out=torch.zeros(2, dtype=torch.int32, device=device))),
+        ("workspace", lambda: sample(logits, workspace=torch.zeros(4096, dtype=torch.int32, device=device))),
+        ("workspace", lambda: sample(logits, workspace=torch.zeros(4095, dtype=torch.int64, device=device))),
+        ("workspace", lambda: sample(logits, workspace=torch.zeros(4097, dtype=torch.int64, device=device)[1:])),
         ("num_top_logprobs", lambda: sample(logits, num_top_logprobs=129)),
         ("filter_order", lambda: sample(logits, filter_order="top_p_first")),  # type: ignore[arg-type]
         ("logprobs_of", lambda: sample(logits, logprobs_of="probs")),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
 from attn_backend.adapters.seeds import SeedSource, signed_64_bits
-from attn_backend.kernels.sampling import sample
+from attn_backend.kernels.sampling import sample, sampling_workspace
 
 from . import compat
 
@@ -32,6 +32,7 @@ class AttnSampler(engine_sampler.Sampler):
         give_seeds_to_requests()
         self._batch: tuple[SamplingBatchInfo, Tensor] | None = None   # while SGLang's own forward runs
         self._token_ids: Tensor | None = None
+        self._workspace: Tensor | None = None
 
     def forward(
         self,
@@ -59,7 +60,7 @@ class AttnSampler(engine_sampler.Sampler):
             finally:
                 self._batch = self._token_ids = None
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        token_ids = draw(logits, sampling_info, positions)
+        token_ids = self._draw(logits, sampling_info, positions)
         self._sync_token_ids_across_tp(token_ids, sampling_info)
         return token_ids
 
@@ -67,8 +68,13 @@ class AttnSampler(engine_sampler.Sampler):
         logits = super()._preprocess_logits(logits, sampling_info)
         # SGLang turns the logits into probabilities in place: now is when to draw. (A second call is for logits that are only reported.)
         if self._batch is not None and self._token_ids is None and not sampling_info.is_all_greedy:
-            self._token_ids = draw(logits, *self._batch)
+            self._token_ids = self._draw(logits, *self._batch)
         return logits
+
+    def _draw(self, logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) -> Tensor:
+        if self._workspace is None:       # one is enough: a worker's batches are sampled one after another
+            self._workspace = sampling_workspace(logits.device)
+        return draw(logits, sampling_info, positions, self._workspace)
 
     def _sample_from_probs(self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, simple_sampling_case: bool) -> Any:
         if _Capture is None:
@@ -80,14 +86,14 @@ class AttnSampler(engine_sampler.Sampler):
         return self._token_ids
 
 
-def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) -> Tensor:
+def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, workspace: Tensor | None = None) -> Tensor:
     """One token for each row of [batch, vocab]: int32 [batch]."""
     batch = logits.shape[0]
     if batch == 0:
         return torch.empty(0, dtype=torch.int32, device=logits.device)
     info = sampling_info
     if info.is_all_greedy:
-        return sample(logits, temperature=0.0).token_ids
+        return sample(logits, temperature=0.0, workspace=workspace).token_ids
     temperatures = info.temperatures.view(-1)
     if info.is_any_greedy:
         temperatures = temperatures * (info.top_ks > 1)   # SGLang writes greedy as top_k 1 at temperature 1, which leaves ties to chance
@@ -103,6 +109,7 @@ def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) ->
         seed=seeds,
         position=positions[:batch],
         filter_order="joint",
+        workspace=workspace,
     ).token_ids
 
 

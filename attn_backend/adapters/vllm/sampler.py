@@ -24,7 +24,7 @@ from torch import Tensor
 from attn_backend.adapters.options import SAMPLER_SWITCH, use_sampler
 from attn_backend.adapters.seeds import SeedSource, signed_64_bits
 from attn_backend.adapters.vllm.sampler_check import check_sampler
-from attn_backend.kernels.sampling import sample
+from attn_backend.kernels.sampling import sample, sampling_workspace
 
 logger = logging.getLogger("vllm.attn_backend")
 
@@ -121,6 +121,14 @@ def _replacements(vllm_config: Any) -> list[tuple[type, str, Callable[..., Any]]
     return found
 
 
+def workspace_of(sampler: Any, device: torch.device) -> Tensor:
+    """The sampler's: its batches are sampled one after another."""
+    workspace: Tensor | None = getattr(sampler, "_attn_backend_workspace", None)
+    if workspace is None:
+        workspace = sampler._attn_backend_workspace = sampling_workspace(device)
+    return workspace
+
+
 # ---- Model runner V2: parameters, seeds and positions are on the device, indexed by the request's slot
 
 
@@ -147,7 +155,7 @@ def v2_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         penalized = _v2_penalize(self, logits.clone() if reports_filtered else logits, batch)
         parameters = slot_parameters(self.sampling_states, batch[slots_at], batch[slots_np_at])
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        sample(penalized, position=batch[positions_at], out=token_ids, **parameters._asdict())
+        sample(penalized, position=batch[positions_at], out=token_ids, workspace=workspace_of(self, logits.device), **parameters._asdict())
         if reports_filtered:
             _, penalized = original(self, logits, *batch, return_logprobs=return_logprobs)
         return token_ids, penalized
@@ -260,8 +268,9 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
+    workspace = workspace_of(self, logits.device)
     if metadata.all_greedy:
-        return sample(logits, temperature=0.0).token_ids
+        return sample(logits, temperature=0.0, workspace=workspace).token_ids
     temperature, min_p = metadata.temperature, None
     processors = [processor for processor in metadata.logitsprocs.argmax_invariant if getattr(processor, "min_p_count", 1) > 0]
     if len(processors) == 1 and type(processors[0]).__name__ == "MinPLogitsProcessor":
@@ -271,6 +280,5 @@ def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
         for processor in processors:
             logits = processor.apply(logits)
         temperature = (temperature > 0).float()
-    return sample(
-        logits, temperature=temperature, top_k=metadata.top_k, top_p=metadata.top_p, min_p=min_p, seed=draws.seed, position=draws.position
-    ).token_ids
+    filters = {"top_k": metadata.top_k, "top_p": metadata.top_p, "min_p": min_p}
+    return sample(logits, temperature=temperature, **filters, seed=draws.seed, position=draws.position, workspace=workspace).token_ids

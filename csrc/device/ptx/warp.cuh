@@ -27,6 +27,12 @@ __device__ __forceinline__ float warp_add(float x) {
   return x;
 }
 
+__device__ __forceinline__ double warp_add(double x) {
+#pragma unroll 1
+  for (int32_t step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
 /// Sum of x over this lane and those before it.
 __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x, int32_t lane) {
 #pragma unroll

@@ -23,6 +23,15 @@ constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
 constexpr int32_t kSamplingStateBytes = 33280;    // of shared memory, before the tables of segments
 
+// Of rows without filters whose CTAs tell each other through global memory.
+constexpr int32_t kUnfilteredCtas = 4;            // on a multiprocessor at a time
+constexpr int32_t kMostUnfilteredRows = 64;       // that wait at a time
+constexpr int32_t kWorkspaceWords = 4096;         // of 8 bytes, two for each CTA
+
+// Of rows that are looked at for few survivors first.
+constexpr int32_t kLeastFewCtas = 4;
+constexpr int32_t kMostFewSegments = 4;           // of a warp
+
 /// Dynamic shared memory where each row has `ctas` CTAs.
 constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
   constexpr int32_t kSegmentBytes = 20;           // two masses and the largest value
@@ -70,6 +79,8 @@ struct SamplingParams {
   int32_t* top_token_ids;
   float* written;                     // [batch, vocab]: what kRenorm and kMaskLogits write
   int64_t written_stride;
+  void* workspace;                    // 0 everywhere between launches: what the CTAs of an unfiltered row tell each other; nullptr: there is none
+  int32_t row_ctas;                   // CTAs of an unfiltered row
   // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
   const float* draft_probs;           // [batch, num_draft_tokens, vocab], contiguous
   const void* draft_token_ids;        // [batch, num_draft_tokens]
@@ -345,6 +356,9 @@ struct RowSettings {
   ATTN_HD bool filters() const { return top_k > 0 || has_top_p || min_p > 0.0f; }
 };
 
+/// log2(e) / temperature, within bounds that keep every product finite; beyond them a row is uniform, or has one token, anyway.
+ATTN_HD float temperature_scale(float temperature) { return temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f; }
+
 ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
   RowSettings s;
   const float temperature = params.temperature[row];
@@ -353,8 +367,7 @@ ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
   const int64_t top_k = params.top_k[row];
   s.valid = temperature >= 0.0f && !is_nan(top_p) && !is_nan(min_p);
   s.greedy = temperature == 0.0f;
-  // Bounds that keep every product finite; beyond them a row is uniform, or has one token, anyway.
-  s.scale = temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f;
+  s.scale = temperature_scale(temperature);
   s.floor = LogitWeights::floor_of(s.scale);
   s.inverse_temperature = temperature > 0.0f ? min_of(1.0f / temperature, kLargestFloat) : kLargestFloat;
   s.min_p = min_p > 0.0f ? min_of(min_p, 1.0f) : 0.0f;

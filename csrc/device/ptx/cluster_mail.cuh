@@ -1,0 +1,53 @@
+// Stores to the shared memory of another CTA of the cluster that count as they arrive: who waits for all of them needs no barrier of the cluster, which would wait
+// for every store of every thread. Before Hopper there are no clusters: nothing is sent then.
+#pragma once
+
+#include "attn/platform.h"
+
+namespace attn::ptx {
+
+/// Where an address in this CTA's shared memory lies in the CTA of that rank.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, uint32_t rank) {
+  uint32_t address = shared_address;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
+#endif
+  return address;
+}
+
+/// `arrivals` announcements complete the mailbox's first phase, and all the bytes that they announce. Others may send behind the cluster's next barrier.
+__device__ __forceinline__ void mailbox_init(uint32_t mailbox, uint32_t arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(mailbox), "r"(arrivals) : "memory");
+#endif
+}
+
+/// Sends 8 bytes. Addresses are of the cluster.
+__device__ __forceinline__ void mailbox_send(uint32_t mailbox, uint32_t address, uint64_t value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(value), "r"(mailbox) : "memory");
+#endif
+}
+
+/// Announces bytes that are sent in this phase, before or after.
+__device__ __forceinline__ void mailbox_announce(uint32_t mailbox, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(mailbox), "r"(bytes) : "memory");
+#endif
+}
+
+/// Waits until all of the first phase has come to this CTA's mailbox.
+__device__ __forceinline__ void mailbox_wait(uint32_t mailbox) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(mailbox)
+      : "memory");
+#endif
+}
+
+}  // namespace attn::ptx

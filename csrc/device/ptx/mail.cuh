@@ -1,0 +1,23 @@
+// 16 bytes that travel between CTAs through global memory and arrive all at once, so that nothing else has to be made visible before them.
+#pragma once
+
+#include "attn/platform.h"
+
+namespace attn::ptx {
+
+struct alignas(16) Mail {
+  uint64_t low;
+  uint64_t high;
+};
+
+__device__ __forceinline__ void send(Mail* slot, const Mail& mail) {
+  asm volatile("{\n.reg .b128 both;\nmov.b128 both, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], both;\n}" ::"l"(slot), "l"(mail.low), "l"(mail.high) : "memory");
+}
+
+__device__ __forceinline__ Mail receive(const Mail* slot) {
+  Mail mail;
+  asm volatile("{\n.reg .b128 both;\nld.relaxed.gpu.global.b128 both, [%2];\nmov.b128 {%0, %1}, both;\n}" : "=l"(mail.low), "=l"(mail.high) : "l"(slot) : "memory");
+  return mail;
+}
+
+}  // namespace attn::ptx
