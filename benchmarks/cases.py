@@ -124,7 +124,7 @@ def prefill_cases() -> list[Case]:
         cases += [_prefill(16, distribution, 1024, qo, kv, page_size) for distribution in DISTRIBUTIONS[1:] for page_size in (RAGGED, 16)]
     cases += [_prefill(8, "const", 2048, 32, 8, page_size) for page_size in (RAGGED, 16)]
     cases += [_prefill(4, "const", 4096, 32, 8, page_size) for page_size in (RAGGED, 16, 64, 1)]
-    cases += [_in_order(cases[-1]), *(_prefill(1, "const", tokens, 32, 8) for tokens in (220, 700, 2048))]
+    cases += [_in_order(cases[-1]), *(_prefill(1, "const", tokens, 32, 8, page_size) for tokens in (220, 700, 2048) for page_size in (RAGGED, 16))]
     cases += [_prefill(batch, "const", mean, 32, 8, page_size) for batch, mean in ((2, 8192), (1, 16384)) for page_size in (RAGGED, 16)]
     return [*cases, _prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
 
