@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,11 @@ class Attention:
             _refuse("device", device, "cpu here: torch sees no GPU")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        for name, value in (("max_rows", max_rows), ("max_batch", max_batch), ("max_levels", max_levels)):
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                _refuse(name, repr(value), "an int of at least 1")
+        if batch_invariant not in (True, False):
+            _refuse("batch_invariant", repr(batch_invariant), "True or False")
         _check_shape(num_qo_heads, num_kv_heads, head_dim, dtype, device)
         if max_rows < 1 or max_rows * (num_qo_heads // num_kv_heads) >= 2**31:
             _refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
@@ -150,8 +156,9 @@ class Attention:
         unchanged until those have run.
 
         Raises:
-            ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value. On CUDA wrong values are clamped, so that
-                nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
+            ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids beyond the cache: by `run`, which knows it).
+                There is then no plan, not even the one before. On CUDA wrong values are clamped, so that nothing outside the buffers is touched, and
+                reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
         """
         levels = (composition,) if isinstance(composition, BSRView) else _levels(composition)
         errors = 0

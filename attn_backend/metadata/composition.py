@@ -27,7 +27,7 @@ class BSRView:
         causal: a row sees the tokens up to its position; else all.
         window_left: a row sees no token more than this many tokens before its position; -1: no limit.
         rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
-            any request and need not be neighbours. No row may appear twice. None: row j itself.
+            any request and need not be neighbours. No row may appear twice (not checked). None: row j itself.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -85,7 +85,8 @@ class Composition:
         `causal` and `window_left` count.
 
         Args:
-            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all end at the same number of rows.
+            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all should end at the same number of rows (not
+                checked: rows behind a level's end do not see that level).
             tables: for each level its pages.
             causal: of the last level.
             window_left: of the last level; -1 if there are several: a window would reach into the shared levels, whose positions are their own.
