@@ -197,6 +197,7 @@ class Attention:
         lse: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        after_append: bool = False,
     ) -> torch.Tensor:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
@@ -207,6 +208,8 @@ class Attention:
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0.
+            after_append: promises that `append_kv` was called on this stream since the plan. The kernel then starts while that one still runs, and has read
+                the schedule by the time the new tokens are in the cache.
 
         Returns:
             out.
@@ -216,7 +219,7 @@ class Attention:
         """
         if out is None:
             out = torch.empty_like(q)
-        errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap)
+        errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append)
         if errors:
             raise ValueError(describe_errors(errors))
         if self._debug:

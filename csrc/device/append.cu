@@ -46,6 +46,7 @@ __device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
 
 extern "C" __global__ __launch_bounds__(attn::kAppendThreads) void append_kernel(const __grid_constant__ attn::AppendParams params) {
   attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();   // it waits for this one itself, before it reads the cache
   const uint64_t bits = attn::address_bits(params);
   if (bits % 16 == 0) {
     attn::append<uint4>(params);
@@ -54,5 +55,4 @@ extern "C" __global__ __launch_bounds__(attn::kAppendThreads) void append_kernel
   } else {
     attn::append<unsigned char>(params);
   }
-  attn::ptx::allow_next_grid();
 }

@@ -21,7 +21,7 @@ struct Costs {
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {8, 8, 20, 20, 8, 8, 35, 50}, 8, 9, 464, 2500};
+constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35, 50}, 8, 12, 464, 2500};
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
@@ -191,6 +191,7 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
   described.unit_shift = unit_shift(params);
   described.has_row_maps = describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows, hopper::kQRows, described.q) &&
                            describe_rows(params.o, params.o_row_stride, params.o_head_stride, params.num_rows, hopper::kWarpRows, described.o);
+  described.has_one_row_map = describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows, schedule_config_.group_size, described.q_row);
   const bool ragged = plan_params_.levels[0].table.indices == nullptr;
   for (int32_t level = 1; level < plan_params_.num_levels; ++level) {
     if ((plan_params_.levels[level].table.indices == nullptr) != ragged) return described;

@@ -133,7 +133,8 @@ KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataT
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, double sm_scale, double logits_soft_cap) {
+int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, double sm_scale, double logits_soft_cap,
+            bool after_append) {
   Attention& attention = object(handle);
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
@@ -174,6 +175,7 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.num_pages = static_cast<int32_t>(k.size(0));
   params.sm_scale = static_cast<float>(sm_scale);
   params.logits_soft_cap = static_cast<float>(logits_soft_cap);
+  params.after_append = after_append;
   return attention.run(params, current_stream(device));
 }
 
@@ -212,9 +214,8 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   params.element_bytes = k_cache.dtype().bits / 8;
   params.head_bytes = static_cast<int32_t>(k_cache.size(3)) * params.element_bytes;
   params.page_size = FastDivisor(static_cast<int32_t>(k_cache.size(1)));
-  if (params.num_tokens == 0 || params.num_pages == 0) return;
   if (device.device_type == kDLCPU) {
-    cpu::append(params);
+    if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
     return;
   }
   static driver::Kernel kernels[64];
@@ -224,7 +225,8 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
     std::lock_guard<std::mutex> lock(mutex);
     if (!kernel) kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
   }
-  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(params.num_tokens), 1, kAppendThreads}, &params, current_stream(device));
+  // Without tokens too: a run() that follows relies on this launch.
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true}, &params, current_stream(device));
 }
 
 }  // namespace

@@ -76,8 +76,12 @@ def test_run_captured_once_serves_every_plan(tensors: tuple[torch.Tensor, KVCach
         assert lse[rows:].isnan().all()
 
 
-def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Tensor, KVCache]) -> None:
-    """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each replay; requests beyond the batch are empty."""
+@pytest.mark.parametrize("after_append", [False, True])
+def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Tensor, KVCache], after_append: bool) -> None:
+    """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each replay; requests beyond the batch are empty.
+
+    after_append: two layers behind the plan, whose runs start while their appends still write.
+    """
     q, kv = tensors
     rng = numpy.random.default_rng(1)
     kv = KVCache.from_pair(kv.k.contiguous(), kv.v.contiguous())
@@ -91,9 +95,15 @@ def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Ten
     out = torch.empty_like(q)
 
     def step() -> None:
-        append_kv(k_new, v_new, kv, slots)
-        captured.plan(view)
-        captured.run(q, kv, out=out)
+        if after_append:
+            captured.plan(view)
+            for new in (v_new, k_new):      # what the first layer reads is not what the second does
+                append_kv(new, v_new, kv, slots)
+                captured.run(q, kv, out=out, after_append=True)
+        else:
+            append_kv(k_new, v_new, kv, slots)
+            captured.plan(view)
+            captured.run(q, kv, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.options import use_cascade
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
@@ -88,6 +88,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self.dtype: torch.dtype = runner.dtype
         self.forward_metadata: Batch | None = None    # the name that the engine clears on idle steps
         self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        self._copies_to_slots = compat.copies_to_slots(self.token_to_kv_pool)
         self._window_slots: Tensor | None = None      # where this step's tokens go in the window pool
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
 
@@ -198,18 +199,23 @@ class SGLangAttentionBackend(AttentionBackend):
         if extra:
             _refuse_extras(extra)
         known = self._layers.get(layer) or self._remember(layer)
+        attention = known.plan.current or self._plan_late(known.plan)       # before append_kv, which run() relies on
         pool = self.token_to_kv_pool
-        if save_kv_cache and k is not None:       # False with k given: the model's rotary kernel has written them already
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._window_slots), k, v)
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)       # at every step: it waits for KV that is still being loaded
-        attention = known.plan.current or self._plan_late(known.plan)
+        kv = known.cache(k_buffer, v_buffer, self.page_size)
+        appended = False
+        if save_kv_cache and k is not None and v is not None:       # False with k given: the model's rotary kernel has written them already
+            appended = self._copies_to_slots
+            if appended:
+                append_kv(k, v, kv, forward_batch.out_cache_loc)
+            else:
+                pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._window_slots), k, v)
         num_rows = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)
         if out is None or out.shape[0] != num_rows:
             out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim))
         shape = (num_rows, known.num_qo_heads, known.head_dim)
-        kv = known.cache(k_buffer, v_buffer, self.page_size)
-        attention.run(q.view(shape), kv, out=out.view(shape), sm_scale=known.sm_scale, logits_soft_cap=known.logits_soft_cap)
+        attention.run(q.view(shape), kv, out=out.view(shape), sm_scale=known.sm_scale, logits_soft_cap=known.logits_soft_cap, after_append=appended)
         return out
 
     # Layers, workspaces, buffers.

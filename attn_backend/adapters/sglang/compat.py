@@ -91,3 +91,18 @@ def shared_reads_end_after_replay() -> Any:
 
     ends = getattr(base_attn_backend, "SharedReadEnds", None)
     return None if ends is None else ends.POST_REPLAY
+
+
+def copies_to_slots(pool: Any) -> bool:
+    """Whether this pool's set_kv_buffer does nothing but copy K and V to their slots in what get_kv_buffer returns."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    names = ("set_kv_buffer", "_store_kv_layer")
+    return (
+        isinstance(pool, MHATokenToKVPool)
+        and all(getattr(type(pool), name, None) is getattr(MHATokenToKVPool, name, None) and name not in vars(pool) for name in names)
+        and pool.store_dtype == pool.dtype
+        and getattr(pool, "kv_cache_layout", None) == "nhd"
+        and not getattr(pool, "is_quantized_kv_cache", True)
+        and not getattr(pool, "requires_physical_write_loc", False)
+    )

@@ -84,7 +84,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone.
-            key, value: not read: do_kv_cache_update has put them into the cache.
+            key, value: not read: do_kv_cache_update has put them into the cache, just before. None where another layer's cache is read.
             kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
 
@@ -96,7 +96,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         attention = attn_metadata.plans[self.plan_key]
-        attention.run(query, kv_cache_view(kv_cache), out=output, sm_scale=self.scale, logits_soft_cap=self.logits_soft_cap)
+        appended = key is not None and self.kv_sharing_target_layer_name is None
+        attention.run(query, kv_cache_view(kv_cache), out=output, sm_scale=self.scale, logits_soft_cap=self.logits_soft_cap, after_append=appended)
         return output
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -17,13 +17,14 @@ template <class Element, int kHeadDim, class Variant>
 __device__ __forceinline__ void attention(const HopperParams& params) {
   extern __shared__ __align__(1024) char memory[];
   const SharedMemory<kHeadDim> shared(memory);
-  ptx::wait_for_previous_grid();
+  if (!params.attention.after_append) ptx::wait_for_previous_grid();
   ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
     ptx::prefetch_tensor_map(params.q);
+    ptx::prefetch_tensor_map(params.q_row);
     ptx::prefetch_tensor_map(params.o);
   }
   if (threadIdx.x == 0) {
@@ -31,7 +32,10 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
   }
   __syncthreads();
   const bool has_work = cursor.is_in_turn() ? static_cast<int32_t>(blockIdx.x) < params.attention.schedule.header->num_tiles * params.attention.num_kv_heads : !cursor.done();
-  if (!has_work) return;
+  if (!has_work) {
+    ptx::wait_for_previous_grid();   // as all CTAs do: what follows this grid may rely on what came before it
+    return;
+  }
 
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<producer_registers(kHeadDim)>();

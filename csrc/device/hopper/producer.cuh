@@ -2,7 +2,7 @@
 //
 // Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it bring boxes of pages; where it
 // cannot (pages of fewer than 8 tokens that do not follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async. Those of V bring Q, too: a
-// wide row tile whose rows follow one another by the copy engine, others row by row.
+// row tile by the copy engine, if that can describe its rows, and chunk by chunk otherwise.
 #pragma once
 
 #include "attn/hopper.h"
@@ -12,6 +12,7 @@
 #include "device/hopper/work_item.cuh"
 #include "device/output.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/math.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
@@ -230,6 +231,25 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   }
 }
 
+/// Has the copy engine bring Q of a narrow row tile, which holds all rows of its group: lane i asks for row i. By one warp, before it arrives at `full`.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
+  const FastDivisor& group_size = params.attention.group_size;
+  const int32_t num_rows = group_size.divide(item.rows.count);
+  if (ptx::lane_id() == 0) ptx::mbarrier_expect(full, item.rows.count * kHeadDim * kElementBytes);
+  __syncwarp();
+#pragma unroll 1
+  for (int32_t i = ptx::lane_id(); i < num_rows; i += 32) {
+    int32_t row = item.rows.qo_begin + i;
+    if (item.rows.list != nullptr) row = __ldg(item.rows.list + row);
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes + i * group_size.divisor * QTile<kHeadDim>::kRowBytes, params.q_row, full, block * kBlockColumns,
+                    item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
+    }
+  }
+}
+
 /// Makes a work item known and brings its Q. By the warps that bring V: those of K never wait for room for Q, and K is what consumers need first.
 template <int kHeadDim>
 __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, const WorkItem& item,
@@ -239,10 +259,13 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   const uint32_t full = shared.q_full(place.slot);
   const uint32_t q = ptx::shared_address(shared.q(place.slot));
   if (item.num_kv_tiles > 0) {
-    if (!hopper_params.has_row_maps || item.kind < kMaxKind || item.rows.list != nullptr) {
+    const bool is_wide = item.kind == kMaxKind;
+    if (!(is_wide ? hopper_params.has_row_maps && item.rows.list == nullptr : hopper_params.has_one_row_map)) {
       gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
-    } else if (ptx::thread_id() == kFirstThread) {
-      copy_q<kHeadDim>(hopper_params, item, q, full);
+    } else if (is_wide) {
+      if (ptx::thread_id() == kFirstThread) copy_q<kHeadDim>(hopper_params, item, q, full);
+    } else if (ptx::thread_id() < kFirstThread + 32) {
+      copy_q_rows<kHeadDim>(hopper_params, item, q, full);
     }
   }
   ptx::mbarrier_arrive_after_cp_async(full);
@@ -317,6 +340,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
 
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
   look_up();
+  ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
   while (!cursor.done()) {
     if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t tile_number = cursor.now.tile;

@@ -136,6 +136,7 @@ struct AttentionParams {
   FastDivisor page_size;
   float sm_scale;
   float logits_soft_cap;
+  int32_t after_append;      // the append kernel, or another that waited for all before it, was launched between plan and this: the schedule may be read while it runs
 };
 
 /// A tensor as the copy engine sees it: encoded by the driver, read by the hardware (CUtensorMap).
@@ -152,9 +153,11 @@ struct HopperParams {
   int32_t box_tokens;        // 0: tokens are gathered one by one
   int32_t run_tokens;        // with box_tokens 0: the maps bring boxes of so many tokens whose pages, of one token each, follow one another; 0: no map describes these tensors
   int32_t unit_shift;        // page and token strides of K and V are multiples of 2^unit_shift elements, and no row lies 2^32 of these units from the first
-  int32_t has_row_maps;      // 0: no maps describe q and o; rows are gathered and stored one by one
+  int32_t has_row_maps;      // 0: maps `o` and `q` describe nothing; wide row tiles are gathered and stored row by row
+  int32_t has_one_row_map;   // 0: map `q_row` describes nothing; narrow row tiles are gathered
   TensorMap o;               // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: what a consumer warp has of a wide row tile
   TensorMap q;               // boxes of 128 / group_size rows: a wide row tile
+  TensorMap q_row;           // boxes of one row
 };
 
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that begins a (row tile, head) goes to a state of its

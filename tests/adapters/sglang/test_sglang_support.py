@@ -15,6 +15,7 @@ from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from attn_backend.adapters.sglang import NAME, backend, compat, register
@@ -31,6 +32,24 @@ def test_registration_can_be_repeated() -> None:
     register()
     assert ATTENTION_BACKEND_CHOICES.count(NAME) == 1
     assert ATTENTION_BACKENDS[NAME](FakeEngine().runner()).page_size == 1
+
+
+def test_pools_that_do_more_than_copy_write_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CountingPool(MHATokenToKVPool):
+        def set_kv_buffer(self, *args: object, **more: object) -> None: ...
+
+    plain = FakeEngine().pool
+    assert compat.copies_to_slots(plain)
+    assert not compat.copies_to_slots(FakeEngine((LayerShape(), LayerShape(window=20)), hybrid=True).pool)
+    for name, value in (("store_dtype", torch.uint8), ("kv_cache_layout", "hnd"), ("requires_physical_write_loc", True)):
+        with monkeypatch.context() as changed:
+            changed.setattr(plain, name, value, raising=False)
+            assert not compat.copies_to_slots(plain), name
+    monkeypatch.setattr(plain, "set_kv_buffer", lambda *_: None)      # a wrapper around this pool's
+    assert not compat.copies_to_slots(plain)
+    plain.__class__ = CountingPool
+    del plain.set_kv_buffer
+    assert not compat.copies_to_slots(plain)
 
 
 def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
