@@ -231,7 +231,7 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   }
 }
 
-/// Has the copy engine bring Q of a narrow row tile, which holds all rows of its group: lane i asks for row i. By one warp, before it arrives at `full`.
+/// Has the copy engine bring Q of a narrow row tile that holds the first rows of its group, with all their heads: lane i asks for row i. By one warp, before it arrives at `full`.
 template <int kHeadDim>
 __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
@@ -260,7 +260,8 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   const uint32_t q = ptx::shared_address(shared.q(place.slot));
   if (item.num_kv_tiles > 0) {
     const bool is_wide = item.kind == kMaxKind;
-    if (!(is_wide ? hopper_params.has_row_maps && item.rows.list == nullptr : hopper_params.has_one_row_map)) {
+    const bool holds_whole_rows = item.rows.packed_begin == 0 && hopper_params.attention.group_size.modulo(item.rows.count) == 0;
+    if (!(is_wide ? hopper_params.has_row_maps && item.rows.list == nullptr : hopper_params.has_one_row_map && holds_whole_rows)) {
       gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
     } else if (is_wide) {
       if (ptx::thread_id() == kFirstThread) copy_q<kHeadDim>(hopper_params, item, q, full);
