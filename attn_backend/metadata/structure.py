@@ -19,6 +19,13 @@ def refuse(name: str, value: object, must_be: str) -> NoReturn:
     raise ValueError(f"{name} is {describe(value)}, must be {must_be}")
 
 
+def check_types(wanted: type, must_be: str, **arguments: object) -> None:
+    """Refuses arguments of another type than `wanted`."""
+    for name, value in arguments.items():
+        if not isinstance(value, wanted):
+            refuse(name, value, must_be)
+
+
 def describe(value: object) -> str:
     """A tensor by its handle; anything else by its repr, or by its type where that is long."""
     if not isinstance(value, Tensor):
