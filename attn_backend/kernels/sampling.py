@@ -12,7 +12,6 @@ from ..metadata.structure import check_types, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 
-MAX_VOCAB = 1 << 19
 MAX_TOP_LOGPROBS = 128
 _MAX_CLUSTER_CTAS = 16      # CTAs that share a row, on GPUs with thread block clusters
 _WORKSPACE_WORDS = 4096     # kWorkspaceWords in csrc/include/attn/sampling.h
