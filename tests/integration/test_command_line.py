@@ -10,6 +10,7 @@ import pytest
 
 from integration import compare_sampling, compare_tokens, serve_benchmark
 from integration.command_line import Comparison, exit_with, results_folder
+from integration.model import REPOSITORY
 from integration.tokenizer import write_word_tokenizer
 
 TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling}
@@ -58,6 +59,42 @@ def test_a_comparison_writes_its_settings_beside_the_outcome(name, parse, model_
     setup.write({"outcome": 7})
     report = json.loads((model_folder / "results" / f"{name}.json").read_text())
     assert (report["outcome"], report["settings"]["dtype"], report["settings"]["num_prompts"]) == (7, "float16", "2")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--check-seeds --sampling top_k=5", "--check-seeds is only known with --side-by-side"),
+        ("--time-limit 9", "--time-limit is only known with --side-by-side"),
+        ("--turn folder", "--turn is only known with --side-by-side"),
+        ("--leave-out stock:1", "--leave-out is only known with --side-by-side"),
+        ("--side-by-side --check-seeds", "--check-seeds needs --sampling"),
+        ("--sampling top_q=1", "sampling: 'top_q' is none of temperature, top_p, top_k, min_p"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(line, message, capsys):
+    with pytest.raises(SystemExit):
+        serve_benchmark.parse_arguments(["--engine", "vllm", "--backends", "stock", *shlex.split(line)])
+    assert message in capsys.readouterr().err
+
+
+def documented_commands(module):
+    """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
+    texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in ("README.md", "CONTRIBUTING.md", f"{module.replace('.', '/')}.py")]
+    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]
+
+
+def test_documented_commands_are_understood(monkeypatch):
+    benchmarks = documented_commands("integration.serve_benchmark")
+    assert len(benchmarks) >= 7
+    assert {settings.side_by_side for settings in map(serve_benchmark.parse_arguments, benchmarks)} == {True, False}
+    for name, tool in TOOLS.items():
+        commands = documented_commands(f"integration.compare_{name}")
+        assert commands
+        for command in commands:
+            monkeypatch.setattr(sys, "argv", [name, *command])
+            tool.parse_arguments()
 
 
 def test_results_go_to_a_folder_of_their_own(parse):

@@ -11,6 +11,7 @@ import time
 import pytest
 import tomllib
 
+from integration.benchmark import Load, describe, label
 from integration.compare_tokens import compare
 from integration.dist_info import write_dist_info
 from integration.engines import ENGINES, Client, Launch, Metrics, Token
@@ -18,7 +19,7 @@ from integration.engines.base import OURS, OURS_NO_CASCADE, STOCK
 from integration.merge_reports import merge
 from integration.model import REPOSITORY, Model, resolve_model
 from integration.report import Row, format_table, write_report
-from integration.serve_benchmark import Load, describe, label, parse_arguments, parse_loads
+from integration.serve_benchmark import parse_arguments, parse_loads
 from integration.server import ServerError, free_port, process_environment, running_server
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import make_workload
@@ -199,6 +200,13 @@ def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_pa
     assert "ATTN_BACKEND_CASCADE" not in engine.server_environment(stock)
     assert label(engine, OURS_NO_CASCADE, device) == "attn_backend, cascade off"
     assert label(engine, OURS, device) == "attn_backend"
+
+
+def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):
+    for backend in (OURS, OURS_NO_CASCADE, STOCK, "CPU_ATTN"):
+        assert ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), backend, "cpu", 1))
+    with pytest.raises(ValueError, match="backend: 'FLASH_ATTN', but on a CPU vLLM has CPU_ATTN alone"):
+        ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), "FLASH_ATTN", "cpu", 1))
 
 
 def option(command, name):
