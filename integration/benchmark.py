@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a benchmark depends on; see --help for what each means."""
+    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means."""
 
     engine: str
     backends: list[str]

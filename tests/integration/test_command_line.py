@@ -80,14 +80,15 @@ def test_options_that_would_do_nothing_are_refused(line, message, capsys):
 
 def documented_commands(module):
     """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
-    texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in ("README.md", "CONTRIBUTING.md", f"{module.replace('.', '/')}.py")]
+    files = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", f"{module.replace('.', '/')}.py")
+    texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in files]
     lines = "\n".join(texts).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]
 
 
 def test_documented_commands_are_understood(monkeypatch):
     benchmarks = documented_commands("integration.serve_benchmark")
-    assert len(benchmarks) >= 7
+    assert len(benchmarks) >= 10
     assert {settings.side_by_side for settings in map(serve_benchmark.parse_arguments, benchmarks)} == {True, False}
     for name, tool in TOOLS.items():
         commands = documented_commands(f"integration.compare_{name}")

@@ -260,6 +260,13 @@ def test_runs_of_other_backends_or_loads_merge_into_one_report(tmp_path):
         merge(tmp_path / "all", [reports[1], reports[1]])
 
 
+def test_what_is_no_report_does_not_merge(tmp_path):
+    for text in ("[]", '{"rows": []}'):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(ValueError, match=r"report\.json is no report\.json that"):
+            merge(tmp_path / "all", [tmp_path / "report.json"])
+
+
 def test_runs_on_different_machines_do_not_merge(tmp_path):
     reports = []
     for name in ("GPU", "another GPU"):
