@@ -1,4 +1,4 @@
-"""What the tools that start servers have in common: options, what a comparison starts with, exit statuses. No engine is started."""
+"""The command lines of the tools that start servers: options, what a comparison starts with, exit statuses, documented commands. No engine is started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from integration import compare_sampling, compare_tokens, serve_benchmark
+from integration.benchmark import Load
 from integration.command_line import Comparison, exit_with, results_folder
 from integration.model import REPOSITORY
 from integration.tokenizer import write_word_tokenizer
@@ -76,6 +77,24 @@ def test_options_that_would_do_nothing_are_refused(line, message, capsys):
     with pytest.raises(SystemExit):
         serve_benchmark.parse_arguments(["--engine", "vllm", "--backends", "stock", *shlex.split(line)])
     assert message in capsys.readouterr().err
+
+
+def test_an_option_holds_for_all_data_sets_or_for_one_each():
+    loads = serve_benchmark.parse_loads(["sharegpt", "prefix:8+8"], [4, 5], ["recorded", "16"], [float("inf")], [4, 1])
+    assert loads == [Load("sharegpt", 4, None, float("inf"), 4), Load("prefix:8+8", 5, "16", float("inf"), 1)]
+    with pytest.raises(ValueError, match="num-prompts: 3 values"):
+        serve_benchmark.parse_loads(["sharegpt", "sharegpt"], [1, 2, 3], ["recorded"], [1.0], [1])
+    with pytest.raises(ValueError, match="samples: 3 values"):
+        serve_benchmark.parse_loads(["sharegpt", "sharegpt"], [1], ["recorded"], [1.0], [1, 4, 16])
+
+
+def test_the_command_line_of_the_loads_that_share_prefixes():
+    line = "--engine vllm --backends attn_backend --dataset prefix:4096+256 sharegpt sharegpt --output-len 128 recorded recorded"
+    settings = serve_benchmark.parse_arguments(f"{line} --num-prompts 128 96 24 --request-rate 40 8 2 --samples 1 4 16".split())
+    shared, few, many = settings.loads
+    assert shared == Load("prefix:4096+256", 128, "128", 40.0, 1)
+    assert (few.samples, many.samples) == (4, 16)
+    assert few.num_prompts * few.samples == many.num_prompts * many.samples == 384
 
 
 def documented_commands(module):
