@@ -122,7 +122,8 @@ def sample(
         refuse("num_top_logprobs", num_top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
-    check_types(torch.Tensor, "a tensor", logits=logits)
+    if not isinstance(logits, torch.Tensor):
+        refuse("logits", logits, "a tensor")
     batch, device = logits.shape[0], logits.device
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
