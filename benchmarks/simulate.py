@@ -25,6 +25,7 @@ from attn_backend.cli.batches import TraceRequest, read_trace
 from attn_backend.cli.picture import FAINT, Picture
 from attn_backend.cli.schedule_costs import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
+from benchmarks.schedules import taken_prefixes
 
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -118,7 +119,7 @@ class Measured:
             self.tokens[i].append(costs.kv_tokens)
             self.busiest[i].append(int(costs.ctas.max()))
             self.balance[i].append(costs.balance)
-        self.taken.append(sum(node.group >= 0 for node in schedule.forest))
+        self.taken.append(taken_prefixes(schedule))
 
     @property
     def removed(self) -> float:
