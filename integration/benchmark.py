@@ -104,7 +104,10 @@ class Benchmark:
         loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
-        return cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
+        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
+        for backend in settings.backends:
+            engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
+        return run
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:
         settings = self.settings
