@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.backends import Batch, SharedBatch, ours, reference
+from benchmarks.batches import Batch, SharedBatch, ours, reference
 from benchmarks.board import PEERS, markdown
 from benchmarks.cases import Case, SharedCase, all_cases
 from benchmarks.peers import peers_of, peers_of_shared, time_of

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from attn_backend import Attention
-from benchmarks.backends import SharedBatch, make_cache, prepare
+from benchmarks.batches import SharedBatch, make_cache, prepare
 from benchmarks.cases import SharedCase
 from benchmarks.report import number, save, table
 from benchmarks.schedules import taken_prefixes, total_cost

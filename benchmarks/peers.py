@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from benchmarks.backends import Batch, SharedBatch
+from benchmarks.batches import Batch, SharedBatch
 from benchmarks.timing import Timer
 
 Run = Callable[[], torch.Tensor]

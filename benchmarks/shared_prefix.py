@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.backends import Batch, SharedBatch, hand_made, ours, reference, relative_error
+from benchmarks.batches import Batch, SharedBatch, hand_made, ours, reference, relative_error
 from benchmarks.cases import Case, SharedCase, shared_cases, unshared_cases
 from benchmarks.peers import flash_attention_3, flashinfer_cascade, flashinfer_decode, time_of
 from benchmarks.report import brief, number, options, save, table, wanted

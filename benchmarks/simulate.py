@@ -1,7 +1,8 @@
 """What shared prefixes are worth in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
 
-    python -m benchmarks.simulate
-    python -m benchmarks.simulate --sharegpt "$(python -c 'from integration.sharegpt import sharegpt_file; print(sharegpt_file())')" --out results
+    python -m benchmarks.simulate --out results                     # the Mooncake trace, which is in the repository
+    python -m integration.sharegpt                                  # downloads ShareGPT's conversations when needed and says in which FILE they are
+    python -m benchmarks.simulate --sharegpt FILE --out results
 
 Plans are the host planner's for a GPU: 132 CTAs (one for each SM of an H100), 32/8 heads, head_dim 128, page size 16.
 """
@@ -24,6 +25,7 @@ from attn_backend.cli.batches import TraceRequest, read_trace
 from attn_backend.cli.picture import FAINT, Picture
 from attn_backend.cli.schedule_costs import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
+from benchmarks.schedules import taken_prefixes
 
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -40,11 +42,22 @@ def mooncake(trace: list[TraceRequest]) -> list[Request]:
 
 
 def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]:
-    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the first is the prompt, whoever wrote it."""
-    found = [[len(turn["value"]) for turn in conversation["conversations"]] for conversation in json.loads(path.read_text())]
+    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the first is the prompt, whoever wrote it.
+
+    Raises:
+        ValueError: the file is not in ShareGPT's form.
+    """
+    try:
+        found = [[len(turn["value"]) for turn in conversation["conversations"]] for conversation in json.loads(path.read_text())]
+    except (ValueError, KeyError, TypeError) as error:
+        must_be = 'a JSON list of objects {"conversations": [{"value": TEXT}, ...]}'
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}), must be {must_be}") from None
     random.Random(0).shuffle(found)
     tokens = [[max(1, round(length / CHARACTERS_PER_TOKEN)) for length in lengths] for lengths in found[:conversations]]
-    return [list(zip(lengths[::2], lengths[1::2], strict=False)) for lengths in tokens]
+    pairs = [list(zip(lengths[::2], lengths[1::2], strict=False)) for lengths in tokens]
+    if not any(pairs):
+        raise ValueError(f"{path} holds no prompt with an answer")
+    return pairs
 
 
 def sharegpt(conversations: list[list[tuple[int, int]]], system_tokens: int = 0, samples: int = 1) -> list[Request]:
@@ -106,7 +119,7 @@ class Measured:
             self.tokens[i].append(costs.kv_tokens)
             self.busiest[i].append(int(costs.ctas.max()))
             self.balance[i].append(costs.balance)
-        self.taken.append(sum(node.group >= 0 for node in schedule.forest))
+        self.taken.append(taken_prefixes(schedule))
 
     @property
     def removed(self) -> float:
@@ -185,16 +198,26 @@ def _thinned(steps: list[int], values: list[int], most: int) -> Iterator[tuple[f
         yield part[0].mean(), part[1].mean()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sharegpt", type=Path, help="conversations in ShareGPT's JSON form; default: the Mooncake trace alone")
-    parser.add_argument("--conversations", type=int, default=1000, help="taken from it (%(default)s)")
-    parser.add_argument("--batch-limits", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--cache-tokens", type=int, default=1 << 20, help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)")
-    parser.add_argument("--request-steps", type=int, default=1600, help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)")
-    parser.add_argument("--out", type=Path, help="folder for simulate.md, simulate.svg and, with matplotlib, simulate.png")
-    arguments = parser.parse_args()
+def at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {number}, must be at least 1")
+    return number
 
+
+def new_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations in ShareGPT's JSON form (see above); default: the Mooncake trace alone")
+    parser.add_argument("--conversations", type=at_least_1, default=1000, help="taken from it (%(default)s)")
+    parser.add_argument("--batch-limits", type=at_least_1, nargs="+", default=[16, 64, 256], help="most running requests; a line of the table each (16 64 256)")
+    parser.add_argument("--cache-tokens", type=at_least_1, default=1 << 20, help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)")
+    parser.add_argument("--request-steps", type=at_least_1, default=1600, help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for simulate.md, simulate.svg and, with matplotlib, simulate.png")
+    return parser
+
+
+def make_workloads(arguments: argparse.Namespace) -> dict[str, Callable[[], list[Request]]]:
+    """By name, functions that make the requests: a replay uses them up."""
     trace = read_trace(TRACE)
     workloads: dict[str, Callable[[], list[Request]]] = {"Mooncake synthetic": lambda: mooncake(trace)}
     if arguments.sharegpt:
@@ -202,6 +225,13 @@ def main() -> None:
         workloads["ShareGPT, turns"] = lambda: sharegpt(conversations)
         workloads["ShareGPT, system prompt of 2048"] = lambda: sharegpt(conversations, system_tokens=2048)
         workloads["ShareGPT, 4 samples of each prompt"] = lambda: sharegpt(conversations, samples=4)
+    return workloads
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    workloads = make_workloads(arguments)
     lines, results = [HEAD], {}
     print(HEAD)
     for name, make in workloads.items():
@@ -210,7 +240,6 @@ def main() -> None:
             lines.append(line(name, limit, results[name, limit]))
             print(lines[-1], flush=True)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "simulate.md").write_text("\n".join(lines) + "\n")
         picture = draw(results)
         (arguments.out / "simulate.svg").write_text(picture.svg())
@@ -218,6 +247,14 @@ def main() -> None:
             picture.write_png(arguments.out / "simulate.png")
         except ImportError as error:
             print(f"no simulate.png: {error}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = new_parser()
+    try:
+        run(parser.parse_args(argv))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Timer:
 
     def __init__(self, repeats: int, flush: torch.Tensor | None = None) -> None:
         """flush: what another timer clears the L2 cache with."""
+        if not torch.cuda.is_available():
+            sys.exit("error: this benchmark times a CUDA GPU, and torch sees none")
         self.repeats = repeats
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255) if flush is None else flush
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from integration.client import ClientError
 from integration.device import find_device
-from integration.engines import ENGINES, Launch
+from integration.engines import ENGINES, Launch, Sampling
 from integration.engines.base import OURS
 from integration.model import REPOSITORY, resolve_model
 from integration.packages import DownloadError
@@ -30,12 +30,19 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
-    parser.add_argument("--no-cuda-graphs", action="store_true")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="have the engine launch every kernel by itself")
     parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME")
     return parser
+
+
+def sampling_argument(text: str) -> Sampling:
+    try:
+        return Sampling.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def results_folder(given: argparse.Namespace, name: str) -> Path:
@@ -46,12 +53,12 @@ def results_folder(given: argparse.Namespace, name: str) -> Path:
 def comparison_parser(description: str | None, name: str, num_prompts: int, longest_prompt: int) -> argparse.ArgumentParser:
     """A parser with the options of every tool that compares answers; the rest are defaults."""
     parser = new_parser(description, f"{name}-ENGINE")
-    parser.add_argument("--backend", default=OURS)
+    parser.add_argument("--backend", default=OURS, help="whose answers are looked at: attn_backend (the default), stock, or a name that the engine knows")
     parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
-    parser.add_argument("--num-prompts", type=int, default=num_prompts)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--longest-prompt", type=int, default=longest_prompt, help="tokens")
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--num-prompts", type=int, default=num_prompts, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer; default: %(default)s")
+    parser.add_argument("--longest-prompt", type=int, default=longest_prompt, help="tokens; longer prompts are passed over; default: %(default)s")
+    parser.add_argument("--concurrency", type=int, default=8, help="most requests in flight; default: %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     return parser
 
@@ -82,17 +89,6 @@ class Comparison:
         path = self.results / f"{self.name}.json"
         path.write_text(json.dumps({"settings": settings} | report) + "\n", encoding="utf-8")
         print(f"written: {path}")
-
-
-def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
-    """(backend, index of a load) of each BACKEND:N, where N counts from 1. Raises ValueError."""
-    parsed = []
-    for text in texts:
-        backend, _, number = text.rpartition(":")
-        if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
-            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
-        parsed.append((backend, int(number) - 1))
-    return tuple(parsed)
 
 
 def exit_with(command: Callable[[], bool]) -> NoReturn:

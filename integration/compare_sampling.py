@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.command_line import Comparison, comparison_parser, exit_with
+from integration.command_line import Comparison, comparison_parser, exit_with, sampling_argument
 from integration.engines import ENGINES, Engine, Launch, Sampling
 from integration.server import running_server
 
@@ -122,7 +122,7 @@ def check_seeds(engine: Engine, backend: str, url: str, prompts: list[list[int]]
 
 def parse_arguments() -> argparse.Namespace:
     parser = comparison_parser(__doc__, "sampling", num_prompts=32, longest_prompt=512)
-    parser.add_argument("--sampling", type=Sampling.parse, default=Sampling(), help="default: temperature=0.8,top_p=0.95,top_k=40")
+    parser.add_argument("--sampling", type=sampling_argument, default=Sampling(), help="default: temperature=0.8,top_p=0.95,top_k=40")
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
     return parser.parse_args()
 

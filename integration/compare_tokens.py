@@ -107,7 +107,7 @@ def print_outcome(outcome: Outcome, largest_gap: float) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = comparison_parser(__doc__, "tokens", num_prompts=64, longest_prompt=1024)
-    parser.add_argument("--reference", default=STOCK)
+    parser.add_argument("--reference", default=STOCK, help="the backend that it is compared with; default: stock, what the engine picks by itself")
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
     parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
     return parser.parse_args()

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from integration.benchmark import Load, Settings, benchmark
 from integration.command_line import KNOWN_ERRORS
 from integration.device import find_device
 from integration.engines import ENGINES
@@ -17,7 +18,6 @@ from integration.engines.base import OURS, STOCK
 from integration.http import post_json
 from integration.model import REPOSITORY
 from integration.report import format_table
-from integration.serve_benchmark import Load, Settings, benchmark
 from integration.server import stop_on_signals
 
 QUESTION = "What is the capital of Japan?"

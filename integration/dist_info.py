@@ -7,7 +7,7 @@ The engines find plugins through this metadata alone. FOLDER should hold, or be 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from integration.model import REPOSITORY
@@ -28,6 +28,6 @@ def write_dist_info(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    print(write_dist_info(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    print(write_dist_info(parser.parse_args().folder))

@@ -22,6 +22,9 @@ COMMON = ("engine", "model", "device_name", "versions", "dtype", "cuda_graphs", 
 def merge(folder: Path, reports: list[Path]) -> list[Row]:
     """Write the merged report into `folder`, return its rows: the reports' own, in the order given. Raises ValueError for runs that differ in COMMON."""
     read: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
+    for path, report in zip(reports, read, strict=True):
+        if not isinstance(report, dict) or not {"title", "settings", "rows"} <= report.keys():
+            raise ValueError(f"{path} is no report.json that `python -m integration.serve_benchmark` wrote")
     first = read[0]["settings"]
     for path, report in zip(reports, read, strict=True):
         for name in COMMON:

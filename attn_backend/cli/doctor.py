@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import platform
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -116,10 +119,13 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
 
 
 def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
+    said = io.StringIO()     # engines warn of much when they are imported, nothing of which is a finding
     try:
-        load()()
+        with redirect_stdout(said), redirect_stderr(said):
+            load()()
     except Exception as error:  # whatever an engine raises is what the user must see
-        return Finding("!!", subject, f"{type(error).__name__}: {error}", "see README, supported versions")
+        sys.stderr.write(said.getvalue())
+        return Finding("!!", subject, f"{type(error).__name__}: {error}", "see `What is supported` in the README")
     return Finding("ok", subject, success)
 
 

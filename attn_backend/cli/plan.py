@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
-_EXAMPLES = """examples:
+_EPILOG = """examples:
   attn-backend plan --decode 64xzipf:4096
   attn-backend plan --shared-prefix 128x8192+256 --svg plan.svg
   attn-backend plan --shared-prefix 16x8x4096+1024+256 --png plan.png
   attn-backend plan --mixed 1x2048@6144+63x4096 --num-ctas 132
-  attn-backend plan batch.json                        {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
-  attn-backend plan trace.jsonl --batch 32 --at 120   lines of timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens)
+  attn-backend plan batch.json
+  attn-backend plan trace.jsonl --batch 32 --at 120
+
+a batch (.json): one object, for instance {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
+  qo_lens       rows of Q of each request
+  kv_lens       tokens of KV of each request, those of its rows included
+  block_table   page ids of each request, at least those that its tokens need; equal ids are the same page (without it no page is shared)
+  page_size     tokens (16)
+  heads         "QO/KV", query and KV heads ("32/8")
+  head_dim      (128)
+  num_ctas      (132)
+  costs         "cuda" or "cpu": whose tiles and costs ("cuda")
+  causal        true: a row sees the tokens up to its position; false: all (true)
+  window_left   tokens before its position that a row sees at most; -1: no limit (-1)
+  Options take precedence over the file's page_size, heads, head_dim, num_ctas and costs.
+
+a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
+  timestamp       ms
+  input_length    tokens of the prompt
+  output_length   tokens of the answer; a request is drawn in the middle of it
+  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens behind equal tokens; [first, count] is a run of ids
+
+what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head, the cost of all and of the busiest CTA (in the planner's
+  units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what became of it; a node lies below the one above it.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLES
+    parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", type=Path, help="a batch (.json) or a trace (.jsonl)")
-    source.add_argument("--decode", metavar="NxDIST:TOKENS", help="N requests decode; tokens of KV: const, uniform or zipf, with that mean")
-    source.add_argument("--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts")
+    source.add_argument("--decode", metavar="NxDIST:TOKENS", help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: of that mean")
+    source.add_argument("--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts, of such lengths")
     source.add_argument("--shared-prefix", metavar="NxPREFIX+OWN", help="N decodes behind one prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B")
     source.add_argument("--mixed", metavar="Nx[ROWS@]TOKENS+...", help="N requests of ROWS rows of Q (1) at TOKENS tokens of KV, and so on")
     parser.add_argument("--batch", type=int, default=32, help="requests taken from a trace (%(default)s)")
@@ -47,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .planned import Planned, Settings
 
     try:
+        _check_outputs(arguments)
         batch = read_batch(arguments)
         planned = Planned.make(batch, Settings.read(arguments, batch))
         print("\n".join(planned.summary()))
@@ -58,15 +82,23 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.svg.write_text(picture.svg())
                 print(f"\nwrote {arguments.svg}")
             if arguments.png:
-                try:
-                    picture.write_png(arguments.png)
-                except ImportError as error:
-                    raise ValueError(f"--png: {error}; pip install 'attn-backend[plot]'") from error
+                picture.write_png(arguments.png)
                 print(f"\nwrote {arguments.png}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"attn-backend plan: {error}", file=sys.stderr)
-    except ImportError as error:
-        print(f"attn-backend plan: {error}", file=sys.stderr)
-    else:
-        return 0
-    return 2
+        return 2
+    return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuses, before the plan is made, what could not be written."""
+    from ..metadata.structure import refuse
+
+    for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            refuse(option, str(path), "a file in a folder that exists")
+    if arguments.png:
+        try:
+            import_module("matplotlib.backends.backend_agg")
+        except ImportError as error:
+            raise ValueError(f"--png: {error}; pip install 'attn-backend[plot]'") from error

@@ -122,14 +122,25 @@ class Planned:
         return sorted(self.schedule.forest, key=lambda node: (node.group < 0, node.added - node.saved))
 
     def forest_lines(self) -> list[str]:
-        """A table with one line for each node of the forest."""
-        nodes = self.ranked_forest()
-        lines = [f"{'pages':>15} {'requests':>9} {'rows':>6} {'saves':>9} {'adds':>9}  decision (cost units for each KV head)"]
-        for node in nodes[:_MOST_NODES]:
-            pages = f"{node.begin_page} - {node.end_page}"
-            lines.append(f"{pages:>15} {node.num_requests:>9} {node.num_rows:>6} {node.saved:>9} {node.added:>9}  {decision(node)}")
-        if len(nodes) > _MOST_NODES:
-            rest = nodes[_MOST_NODES:]
+        """A table with a line for each node of the forest, each below the node above it and further in; of a large forest the first of `ranked_forest`."""
+        forest, ranked = self.schedule.forest, self.ranked_forest()
+        rank = {id(node): place for place, node in enumerate(ranked)}
+        paths = []     # ranks of the listed nodes from a root to each listed node: in their order every node follows the one above it
+        for node in ranked[:_MOST_NODES]:
+            path, above = [rank[id(node)]], node.parent
+            while above >= 0:
+                if rank[id(forest[above])] < _MOST_NODES:
+                    path.insert(0, rank[id(forest[above])])
+                above = forest[above].parent
+            paths.append(path)
+        listed = [(2 * (len(path) - 1) * " ", ranked[path[-1]]) for path in sorted(paths)]
+        pages = [f"{indent}{node.begin_page} - {node.end_page}" for indent, node in listed]
+        width = max(map(len, ["pages", *pages]))
+        lines = [f"{'pages':<{width}} {'requests':>9} {'rows':>6} {'saves':>9} {'adds':>9}  decision (cost units for each KV head)"]
+        for extent, (_, node) in zip(pages, listed, strict=True):
+            lines.append(f"{extent:<{width}} {node.num_requests:>9} {node.num_rows:>6} {node.saved:>9} {node.added:>9}  {decision(node)}")
+        if len(ranked) > _MOST_NODES:
+            rest = ranked[_MOST_NODES:]
             lines.append(f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken")
         return lines
 

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from ..metadata import KVCache
+from ..metadata.structure import check_types
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -27,6 +28,11 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         slots: int32 or int64 [tokens]; a negative slot, or one beyond the cache, is skipped.
 
     Raises:
-        ValueError: an argument that is wrong in shape, dtype, device or stride.
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
-    library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
+    try:
+        library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
+    except (AttributeError, TypeError):     # looked into only here: a layer's call has no time for it
+        check_types(torch.Tensor, "a tensor", k=k, v=v, slots=slots)
+        check_types(KVCache, "a KVCache", kv=kv)
+        raise

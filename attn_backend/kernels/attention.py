@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from numbers import Integral
-from typing import Any, Literal
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_values
 from ..metadata.composition import MAX_LEVELS
+from ..metadata.structure import check_types, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -23,11 +26,8 @@ _MAX_CPU_HEAD_DIM = 256
 _KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
 _CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
+_MAX_CTAS = 4096
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
-
-
-def _refuse(argument: str, was: object, must: str) -> None:
-    raise ValueError(f"{argument} is {was}, must be {must}")
 
 
 class Attention:
@@ -77,32 +77,17 @@ class Attention:
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
-            _refuse("device", device, "cpu here: torch sees no GPU")
+            refuse("device", str(device), "cpu here: torch sees no GPU")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        for name, value in (("max_rows", max_rows), ("max_batch", max_batch), ("max_levels", max_levels)):
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                _refuse(name, repr(value), "an int of at least 1")
-        if batch_invariant not in (True, False):
-            _refuse("batch_invariant", repr(batch_invariant), "True or False")
-        _check_shape(num_qo_heads, num_kv_heads, head_dim, dtype, device)
-        if max_rows < 1 or max_rows * (num_qo_heads // num_kv_heads) >= 2**31:
-            _refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
-        if max_batch < 1 or (device.type == "cuda" and max_batch > _MAX_CUDA_BATCH):
-            _refuse("max_batch", max_batch, f"at least 1 (and at most {_MAX_CUDA_BATCH} on CUDA)")
-        if not 1 <= max_levels <= MAX_LEVELS:
-            _refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
-        if device.type == "cuda" and max_batch * max_levels > _MAX_CUDA_BATCH:
-            _refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+        _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
+        _check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
         if cascade not in _CASCADE_MODES:
-            _refuse("cascade", repr(cascade), "True, False or 'always'")
-        if batch_invariant and max_levels != 1:
-            _refuse("max_levels", max_levels, "1 with batch_invariant=True")
-        if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-            _refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
+            refuse("cascade", cascade, "True, False or 'always'")
+        _check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         chosen = _choose_kernel(kernel, device)
-        if num_ctas is not None and not 1 <= num_ctas <= 4096:
-            _refuse("num_ctas", num_ctas, "in [1, 4096]")
+        if num_ctas is not None and not 1 <= _int("num_ctas", num_ctas) <= _MAX_CTAS:
+            refuse("num_ctas", num_ctas, f"in [1, {_MAX_CTAS}]")
 
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
@@ -115,7 +100,7 @@ class Attention:
         self.batch_invariant = batch_invariant
         self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
-        self._levels: tuple[BSRView, ...] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
+        self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
         self._plan_level = self._library.plan_level
@@ -157,32 +142,37 @@ class Attention:
 
         Raises:
             ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids beyond the cache: by `run`, which knows it).
-                There is then no plan, not even the one before. On CUDA wrong values are clamped, so that nothing outside the buffers is touched, and
-                reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
+                What is wrong in a Composition is named with its level. There is then no plan, not even the one before. On CUDA wrong values are clamped,
+                so that nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
         """
-        levels = (composition,) if isinstance(composition, BSRView) else _levels(composition)
-        errors = 0
-        for i, view in enumerate(levels):
-            table = view.table
-            errors = self._plan_level(
-                self._handle,
-                i,
-                len(levels),
-                view.qo_indptr,
-                view.rows,
-                table.indices,
-                table.indptr,
-                table.last_page_len,
-                table.kv_lens,
-                table.rows,
-                table.page_size,
-                table.entry_step,
-                view.causal,
-                view.window_left,
-            )
+        levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
+        errors = level = 0
+        try:
+            for level, view in enumerate(levels):
+                table = view.table
+                errors = self._plan_level(
+                    self._handle,
+                    level,
+                    len(levels),
+                    view.qo_indptr,
+                    view.rows,
+                    table.indices,
+                    table.indptr,
+                    table.last_page_len,
+                    table.kv_lens,
+                    table.rows,
+                    table.page_size,
+                    table.entry_step,
+                    view.causal,
+                    view.window_left,
+                )
+            for level in range(len(levels) if errors else 0):
+                check_values(levels[level], self.max_rows)
+        except ValueError as error:
+            if isinstance(composition, BSRView):
+                raise
+            raise ValueError(f"levels[{level}]: {error}") from None
         if errors:
-            for view in levels:
-                check_values(view, self.max_rows)
             raise ValueError(describe_errors(errors))
         self._levels = levels
         if self._debug:
@@ -190,15 +180,15 @@ class Attention:
 
     def run(
         self,
-        q: torch.Tensor,
+        q: Tensor,
         kv: KVCache,
         *,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
@@ -215,11 +205,19 @@ class Attention:
             out.
 
         Raises:
-            ValueError: an argument that is wrong in shape, dtype, device or stride, or no plan yet.
+            ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet.
         """
-        if out is None:
-            out = torch.empty_like(q)
-        errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append)
+        try:
+            if out is None:
+                out = torch.empty_like(q)
+            scale = self._sm_scale if sm_scale is None else sm_scale
+            errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
+        except (AttributeError, TypeError):     # looked into only here: a layer's call has no time for it
+            check_types(Tensor, "a tensor", q=q, out=q if out is None else out, lse=q if lse is None else lse)
+            check_types(KVCache, "a KVCache", kv=kv)
+            check_types(Real, "a number", sm_scale=self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap=logits_soft_cap)
+            check_types(bool, "True or False", after_append=after_append)
+            raise
         if errors:
             raise ValueError(describe_errors(errors))
         if self._debug:
@@ -243,40 +241,71 @@ class Attention:
             raise ValueError(describe_errors(errors))
 
 
-def _levels(composition: Any) -> tuple[BSRView, ...]:
+def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     if not isinstance(composition, Composition):
-        raise ValueError(f"composition is a {type(composition).__name__}, must be a Composition or a BSRView")
+        refuse("composition", composition, "a Composition or a BSRView")
+    if len(composition.levels) > max_levels:
+        refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
     return composition.levels
 
 
-def _check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    if num_kv_heads < 1:
-        _refuse("num_kv_heads", num_kv_heads, "at least 1")
-    if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
-        _refuse("num_qo_heads", num_qo_heads, f"a positive multiple of num_kv_heads = {num_kv_heads}")
+def _int(name: str, value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        refuse(name, value, "an int of at least 1")
+    return int(value)
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    if _int("num_kv_heads", num_kv_heads) < 1:
+        refuse("num_kv_heads", num_kv_heads, "at least 1")
+    if _int("num_qo_heads", num_qo_heads) < 1 or num_qo_heads % num_kv_heads:
+        refuse("num_qo_heads", num_qo_heads, f"a positive multiple of num_kv_heads = {num_kv_heads}")
+    _int("head_dim", head_dim)
     if device.type == "cuda":
         if head_dim not in _CUDA_HEAD_DIMS:
-            _refuse("head_dim", head_dim, f"one of {_CUDA_HEAD_DIMS} on CUDA")
+            refuse("head_dim", head_dim, f"one of {_CUDA_HEAD_DIMS} on CUDA")
         if dtype not in _DTYPE_NAMES:
-            _refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+            refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     elif device.type == "cpu":
         if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
-            _refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
+            refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
         if dtype not in _DTYPE_CODES:
-            _refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+            refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
     else:
-        _refuse("device", device, "a CUDA device or the CPU")
+        refuse("device", str(device), "a CUDA device or the CPU")
+
+
+def _check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> None:
+    """group_size: query heads of one KV head."""
+    on_cuda = device.type == "cuda"
+    if _int("max_rows", max_rows) < 1 or max_rows * group_size >= 2**31:
+        refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
+    if _int("max_batch", max_batch) < 1 or (on_cuda and max_batch > _MAX_CUDA_BATCH):
+        refuse("max_batch", max_batch, f"at least 1 (and at most {_MAX_CUDA_BATCH} on CUDA)")
+    if not 1 <= _int("max_levels", max_levels) <= MAX_LEVELS:
+        refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
+    if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:
+        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+
+
+def _check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
+    if batch_invariant not in (True, False):
+        refuse("batch_invariant", batch_invariant, "True or False")
+    if batch_invariant and max_levels != 1:
+        refuse("max_levels", max_levels, "1 with batch_invariant=True")
+    if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+        refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
 
 
 def _choose_kernel(kernel: str | None, device: torch.device) -> str:
     """The kernel that a schedule is made for."""
     if kernel not in (None, "hopper", "generic"):
-        _refuse("kernel", repr(kernel), "'hopper', 'generic' or None")
+        refuse("kernel", kernel, "'hopper', 'generic' or None")
     if device.type == "cpu":
         return kernel or "cpu"
     is_hopper = arch_of(torch.cuda.get_device_capability(device)) == "sm_90a"
     if kernel == "hopper" and not is_hopper:
-        _refuse("kernel", repr(kernel), "'generic' or None: this GPU's compute capability is not 9.0")
+        refuse("kernel", kernel, "'generic' or None: this GPU's compute capability is not 9.0")
     return kernel or ("hopper" if is_hopper else "generic")
 
 

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .cubins import ARCHS, compile_kernel, kernel_sources
+from .cubins import ARCHS, compile_kernel, kernel_sources, nvcc
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _TOLERATED_BYTES = 36  # head_dim 256 of the Hopper kernel: two values once a work item, one once a KV tile of a narrow row tile, which waits for memory
@@ -65,13 +65,32 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
     return failures
 
 
+def add_arguments(parser: argparse.ArgumentParser, jobs: int) -> None:
+    """What `run` takes; `jobs`: the default number of compilers that run at a time."""
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="repeatable; default: all")
+    parser.add_argument("--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)")
+    parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    if nvcc() is None:
+        print("error: no nvcc was found: set CUDA_HOME or PATH (CUDA 12.4 or newer), or install a wheel that has the cubins", file=sys.stderr)
+        return 1
+    return 1 if build(arguments.arch or list(ARCHS), arguments.jobs, arguments.out) else 0
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {number}, must be at least 1")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", action="append", choices=ARCHS, help="repeatable; default: all")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="folder that receives <arch>/<name>.cubin; `pip install .` ships build/cubins")
-    arguments = parser.parse_args()
-    sys.exit(1 if build(arguments.arch or list(ARCHS), arguments.jobs, arguments.out) else 0)
+    add_arguments(parser, os.cpu_count() or 1)
+    sys.exit(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def cache_dir() -> Path:
     """Where compiled cubins are kept: ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder."""
     explicit = os.environ.get("ATTN_BACKEND_CACHE")
     if explicit:
-        return Path(explicit)
+        return Path(explicit).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
 
 

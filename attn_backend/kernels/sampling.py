@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
+from ..metadata.structure import check_types, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 
-MAX_VOCAB = 1 << 19
 MAX_TOP_LOGPROBS = 128
 _MAX_CLUSTER_CTAS = 16      # CTAs that share a row, on GPUs with thread block clusters
 _WORKSPACE_WORDS = 4096     # kWorkspaceWords in csrc/include/attn/sampling.h
@@ -70,7 +70,7 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
 
 def _is_joint(filter_order: FilterOrder) -> bool:
     if filter_order not in ("top_k_first", "joint"):
-        raise ValueError(f"filter_order is {filter_order!r}, must be 'top_k_first' or 'joint'")
+        refuse("filter_order", filter_order, "'top_k_first' or 'joint'")
     return filter_order == "joint"
 
 
@@ -119,9 +119,11 @@ def sample(
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
     if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"num_top_logprobs is {num_top_logprobs}, must be 0 to {MAX_TOP_LOGPROBS}")
+        refuse("num_top_logprobs", num_top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     if logprobs_of not in ("logits", "tempered"):
-        raise ValueError(f"logprobs_of is {logprobs_of!r}, must be 'logits' or 'tempered'")
+        refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
+    if not isinstance(logits, torch.Tensor):
+        refuse("logits", logits, "a tensor")
     batch, device = logits.shape[0], logits.device
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
@@ -174,6 +176,7 @@ def sample_from_probs(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", probs=probs)
     batch, device = probs.shape[0], probs.device
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
@@ -210,6 +213,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     library().write_rows(logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas)
     return out
@@ -221,6 +225,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     library().write_rows(logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas)
     return out
@@ -232,6 +237,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
     library().write_rows(probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas)
     return out
@@ -243,6 +249,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
     library().write_rows(probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas)
     return out
@@ -285,6 +292,7 @@ def chain_speculative_sampling(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    check_types(torch.Tensor, "a tensor", draft_probs=draft_probs, draft_token_ids=draft_token_ids, target_probs=target_probs)
     batch, rows, device = target_probs.shape[0], target_probs.shape[1], target_probs.device
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),

@@ -69,13 +69,13 @@ class Composition:
     a row that appears twice in one level, or a page that a row sees in two levels, is the caller's error.
 
     Args:
-        levels: 1 .. MAX_LEVELS views, all with the same page size, on the same device.
+        levels: 1 .. MAX_LEVELS views, all with the same page size, on the same device; any sequence, kept as a tuple.
 
     Raises:
-        ValueError: no level or too many, something that is no BSRView, or levels of different page sizes or on different devices.
+        ValueError: no level or too many, something that is no BSRView, or levels of different page sizes or on different devices; names the level.
     """
 
-    levels: tuple[BSRView, ...]
+    levels: Sequence[BSRView]
 
     @classmethod
     def cascade(cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool = True, window_left: int = -1) -> Composition:
@@ -92,7 +92,7 @@ class Composition:
             window_left: of the last level; -1 if there are several: a window would reach into the shared levels, whose positions are their own.
 
         Raises:
-            ValueError: lists of different lengths, a window with several levels, or what BSRView and Composition refuse.
+            ValueError: sequences of different lengths, a window with several levels, or what BSRView and Composition refuse, with the level's number.
         """
         _check_sequence("qo_indptrs", qo_indptrs)
         _check_sequence("tables", tables)
@@ -100,9 +100,14 @@ class Composition:
             refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
         if len(tables) > 1 and window_left != -1:
             refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels")
-        shared = [BSRView(qo_indptr, table, causal=False) for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)]
-        own = [BSRView(qo_indptr, table, causal=causal, window_left=window_left) for qo_indptr, table in zip(qo_indptrs[-1:], tables[-1:], strict=True)]
-        return cls((*shared, *own))
+        levels: list[BSRView] = []
+        for qo_indptr, table in zip(qo_indptrs, tables, strict=True):
+            is_last = len(levels) == len(tables) - 1
+            try:
+                levels.append(BSRView(qo_indptr, table, causal=causal if is_last else False, window_left=window_left))
+            except ValueError as error:
+                raise ValueError(f"levels[{len(levels)}]: {error}") from None
+        return cls(levels)
 
     @classmethod
     def tree(cls, parents: Sequence[int], table: PageTable, node_of_row: Sequence[int]) -> Composition:
@@ -150,13 +155,16 @@ class Composition:
                 rows += own if len(path) == level + 1 else []
                 qo_indptr.append(len(rows))
             levels.append(BSRView(_int32(qo_indptr, table), table, causal=False, rows=_int32(rows, table)))
-        return cls(tuple(levels))
+        return cls(levels)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.levels, tuple) or not self.levels or not all(isinstance(level, BSRView) for level in self.levels):
-            refuse("levels", self.levels, "a tuple of at least one BSRView")
+        _check_sequence("levels", self.levels)
+        object.__setattr__(self, "levels", tuple(self.levels))
         if len(self.levels) > MAX_LEVELS:
             refuse("len(levels)", len(self.levels), f"at most {MAX_LEVELS}")
+        for i, level in enumerate(self.levels):
+            if not isinstance(level, BSRView):
+                refuse(f"levels[{i}]", level, "a BSRView")
         page_size = self.levels[0].table.page_size
         for i, level in enumerate(self.levels):
             check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
@@ -169,8 +177,8 @@ def _int32(values: list[int], table: PageTable) -> Tensor:
 
 
 def _check_sequence(name: str, values: object) -> None:
-    if not isinstance(values, (list, tuple)) or not values:
-        refuse(name, values, "a list or a tuple: one element for each level, at least one")
+    if not isinstance(values, Sequence) or not values:
+        refuse(name, values, "a sequence of one element for each level, at least one")
 
 
 def _length(name: str, values: Sequence[int]) -> int:

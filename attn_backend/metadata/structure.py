@@ -19,11 +19,18 @@ def refuse(name: str, value: object, must_be: str) -> NoReturn:
     raise ValueError(f"{name} is {describe(value)}, must be {must_be}")
 
 
+def check_types(wanted: type, must_be: str, **arguments: object) -> None:
+    """Refuses arguments of another type than `wanted`."""
+    for name, value in arguments.items():
+        if not isinstance(value, wanted):
+            refuse(name, value, must_be)
+
+
 def describe(value: object) -> str:
-    """A tensor by its handle; anything else by its repr, or by its type where that is long."""
+    """A tensor by its handle; a string as it is; anything else by its repr, or by its type where that is long."""
     if not isinstance(value, Tensor):
         text = repr(value)
-        return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+        return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else f"a {type(value).__name__}"
     return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
 
 

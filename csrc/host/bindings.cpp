@@ -60,17 +60,14 @@ tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   return values;
 }
 
-/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. Returns ScheduleError bits (always 0 on CUDA, where
-/// they stay on the device).
+/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. The caller sees to index < num_levels <= max_levels.
+/// Returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
 int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView qo_indptr, Optional<TensorView> row_list, Optional<TensorView> indices,
                    Optional<TensorView> indptr, Optional<TensorView> last_page_len, Optional<TensorView> kv_lens, Optional<TensorView> rows, int64_t page_size,
                    int64_t entry_step, bool causal, int64_t window_left) {
   Attention& attention = object(handle);
   const DLDevice device = device_of(attention.config());
   const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
-  const int64_t max_levels = attention.config().max_levels;
-  if (num_levels < 1 || num_levels > max_levels) refuse("len(composition.levels)", num_levels, "1 to max_levels = " + std::to_string(max_levels));
-  if (index < 0 || index >= num_levels) refuse("level", index, "below len(composition.levels)");
   if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
   if (batch > attention.config().max_groups) refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(attention.config().max_groups));
   if (page_size < 1 || page_size > kMaxInt32) refuse("page_size", page_size, "at least 1");
@@ -98,13 +95,11 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
     const char* name = indptr.has_value() ? "kv_indices" : "block_table";
     check_device(name, t, device);
     check_dtype(name, t, DLDataType{kDLInt, 32, 1});
-    check_contiguous_dim(name, t, t.ndim() - 1);
-    table.indices = static_cast<const int32_t*>(t.data_ptr());
     if (indptr.has_value()) {
-      check_ndim(name, t, 1);
+      check_shape(name, t, {{"pages"}});
       table.num_entries = t.size(0);
     } else {
-      check_ndim(name, t, 2);
+      check_shape(name, t, {{"rows"}, {"entries"}});
       table.num_rows = static_cast<int32_t>(t.size(0));
       table.row_entries = static_cast<int32_t>(t.size(1));
       table.row_stride = t.stride(0);
@@ -112,6 +107,8 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
       if (!rows.has_value() && table.num_rows < batch) refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
       if (rows.has_value() && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
     }
+    check_contiguous_dim(name, t, t.ndim() - 1);
+    table.indices = static_cast<const int32_t*>(t.data_ptr());
   }
   if (indptr.has_value()) table.indptr = index_array("kv_indptr", indptr.value(), device, batch + 1);
   if (last_page_len.has_value()) table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
@@ -121,14 +118,11 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
   return index + 1 == num_levels ? attention.plan(static_cast<int32_t>(num_levels), current_stream(device)) : 0;
 }
 
-/// K or V as [pages, page_size, heads, head_dim].
-KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataType dtype, int64_t page_size, int64_t heads, int64_t head_dim) {
-  check_device(name, t, device);
-  check_dtype(name, t, dl_dtype(dtype));
-  check_ndim(name, t, 4);
-  check_size(name, t, 1, page_size);
-  check_size(name, t, 2, heads);
-  check_size(name, t, 3, head_dim);
+/// K or V of the cache of one layer.
+KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim pages, int64_t page_size) {
+  check_device(name, t, device_of(config));
+  check_dtype(name, t, dl_dtype(config.dtype));
+  check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, {"head_dim", config.head_dim}});
   check_contiguous_dim(name, t, 3);
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -139,29 +133,26 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
-  check_rows("q", q, device, config.dtype, config.num_qo_heads, config.head_dim);
-  check_rows("out", out, device, config.dtype, config.num_qo_heads, config.head_dim);
-  check_size("out", out, 0, q.size(0));
+  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim};
+  check_rows("q", q, device, config.dtype, {"rows"}, heads, head_dim);
+  check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim);
   if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max()) refuse("sm_scale", sm_scale, "above 0 and finite");
   if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max()) refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
   AttentionParams params{};
-  params.k = kv_tensor("k", k, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
-  params.v = kv_tensor("v", v, device, config.dtype, attention.planned_page_size(), config.num_kv_heads, config.head_dim);
-  check_size("v", v, 0, k.size(0));
-  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  params.k = kv_tensor("kv.k", k, config, {"pages"}, attention.planned_page_size());
+  params.v = kv_tensor("kv.v", v, config, {"pages", k.size(0)}, attention.planned_page_size());
+  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
   if (config.on_cuda) {
     check_alignment("q", q);
-    check_alignment("k", k);
-    check_alignment("v", v);
+    check_alignment("kv.k", k);
+    check_alignment("kv.v", v);
     check_alignment("out", out);
   }
   if (lse.has_value()) {
     const TensorView& t = lse.value();
     check_device("lse", t, device);
     check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
-    check_ndim("lse", t, 2);
-    check_size("lse", t, 0, q.size(0));
-    check_size("lse", t, 1, config.num_qo_heads);
+    check_shape("lse", t, {{"rows", q.size(0)}, heads});
     if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
     params.lse = static_cast<float*>(t.data_ptr());
   }
@@ -181,20 +172,18 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
 
 void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
   const DLDevice device = k_cache.device();
-  check_ndim("k_cache", k_cache, 4);
-  check_ndim("v_cache", v_cache, 4);
-  for (int32_t dim = 0; dim < 4; ++dim) check_size("v_cache", v_cache, dim, k_cache.size(dim));
-  const struct { const char* name; const TensorView& tokens; const TensorView& cache; } pairs[] = {{"k", k, k_cache}, {"v", v, v_cache}};
-  for (const auto& [name, tokens, cache] : pairs) {
+  check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
+  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
+  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
+  const struct { const char* name; const TensorView& tokens; const char* cache_name; const TensorView& cache; } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
+  for (const auto& [name, tokens, cache_name, cache] : pairs) {
     check_device(name, tokens, device);
-    check_device("v_cache", cache, device);
+    check_device(cache_name, cache, device);
     check_dtype(name, tokens, k_cache.dtype());
-    check_dtype("v_cache", cache, k_cache.dtype());
-    check_ndim(name, tokens, 3);
-    check_size(name, tokens, 1, k_cache.size(2));
-    check_size(name, tokens, 2, k_cache.size(3));
+    check_dtype(cache_name, cache, k_cache.dtype());
+    check_shape(name, tokens, {{"tokens"}, heads, head_dim});
     check_contiguous_dim(name, tokens, 2);
-    check_contiguous_dim("v_cache", cache, 3);
+    check_contiguous_dim(cache_name, cache, 3);
   }
   AppendParams params{};
   params.slots = index_array("slots", slots, device, 0);

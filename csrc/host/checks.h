@@ -5,6 +5,7 @@
 #include <tvm/ffi/error.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "attn/params.h"
@@ -33,12 +34,28 @@ inline void check_device(const char* name, const TensorView& tensor, DLDevice de
   if (!same) refuse(std::string(name) + ".device", device_name(was), device_name(device));
 }
 
-inline void check_ndim(const char* name, const TensorView& tensor, int32_t ndim) {
-  if (tensor.ndim() != ndim) refuse(std::string(name) + ".ndim", tensor.ndim(), ndim);
+/// A dimension of a shape: its name, and the size that it must have, if that is given.
+struct Dim {
+  const char* name;
+  int64_t size = -1;
+};
+
+inline std::string shape_of(const TensorView& tensor) {
+  std::string text = "[";
+  for (int32_t dim = 0; dim < tensor.ndim(); ++dim) text += (dim == 0 ? "" : ", ") + std::to_string(tensor.size(dim));
+  return text + "]";
 }
 
-inline void check_size(const char* name, const TensorView& tensor, int32_t dim, int64_t size) {
-  if (tensor.size(dim) != size) refuse(std::string(name) + ".shape[" + std::to_string(dim) + "]", tensor.size(dim), size);
+inline void check_shape(const char* name, const TensorView& tensor, std::initializer_list<Dim> dims) {
+  bool is_right = tensor.ndim() == static_cast<int32_t>(dims.size());
+  for (int32_t i = 0; is_right && i < tensor.ndim(); ++i) {
+    const int64_t size = dims.begin()[i].size;
+    is_right = size < 0 || tensor.size(i) == size;
+  }
+  if (is_right) return;
+  std::string must;
+  for (const Dim& dim : dims) must += (must.empty() ? "[" : ", ") + std::string(dim.name) + (dim.size < 0 ? "" : " = " + std::to_string(dim.size));
+  refuse(std::string(name) + ".shape", shape_of(tensor), must + "]");
 }
 
 inline DLDataType dl_dtype(DataType dtype) {
@@ -62,7 +79,7 @@ inline void check_contiguous_dim(const char* name, const TensorView& tensor, int
 /// A contiguous vector of int32 or int64 with at least `size` elements.
 inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevice device, int64_t size) {
   check_device(name, tensor, device);
-  check_ndim(name, tensor, 1);
+  check_shape(name, tensor, {{"elements"}});
   const DLDataType dtype = tensor.dtype();
   if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64)) refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
   if (tensor.size(0) < size) refuse(std::string(name) + ".shape[0]", tensor.size(0), "at least " + std::to_string(size));
@@ -70,13 +87,11 @@ inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevi
   return IndexArray{tensor.data_ptr(), dtype.bits == 64};
 }
 
-/// Rows of Q or O: [rows, heads, head_dim] with head_dim contiguous and rows aligned for 16-byte accesses.
-inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DataType dtype, int64_t heads, int64_t head_dim) {
+/// Rows of Q or O: [rows, heads, head_dim] with head_dim contiguous.
+inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DataType dtype, Dim rows, Dim heads, Dim head_dim) {
   check_device(name, tensor, device);
   check_dtype(name, tensor, dl_dtype(dtype));
-  check_ndim(name, tensor, 3);
-  check_size(name, tensor, 1, heads);
-  check_size(name, tensor, 2, head_dim);
+  check_shape(name, tensor, {rows, heads, head_dim});
   check_contiguous_dim(name, tensor, 2);
 }
 

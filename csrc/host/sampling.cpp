@@ -31,8 +31,7 @@ RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int6
   if (const auto tensor = value.try_cast<TensorView>()) {
     check_device(name, *tensor, device);
     check_dtype(name, *tensor, DLDataType{kDLFloat, 32, 1});
-    check_ndim(name, *tensor, 1);
-    check_size(name, *tensor, 0, rows);
+    check_shape(name, *tensor, {{"batch", rows}});
     check_contiguous_dim(name, *tensor, 0);
     result.data = static_cast<const float*>(tensor->data_ptr());
     return result;
@@ -47,8 +46,8 @@ RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int6
 RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
   RowInt result;
   if (const auto tensor = value.try_cast<TensorView>()) {
+    check_shape(name, *tensor, {{"batch", rows}});
     result.array = index_array(name, *tensor, device, rows);
-    check_size(name, *tensor, 0, rows);
     return result;
   }
   const auto number = value.try_cast<int64_t>();
@@ -79,7 +78,7 @@ void check_vocab(const char* name, int64_t vocab) {
 
 /// The rows of `values`: logits of any float dtype, or float32 probabilities.
 void set_rows(SamplingParams& params, const char* name, const TensorView& values) {
-  check_ndim(name, values, 2);
+  check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
   check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
   if (values.size(0) > kMaxRows) refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
@@ -92,17 +91,20 @@ void set_rows(SamplingParams& params, const char* name, const TensorView& values
 void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows, int64_t columns) {
   check_device(name, tensor, device);
   check_dtype(name, tensor, dtype);
-  check_ndim(name, tensor, columns > 0 ? 2 : 1);
-  check_size(name, tensor, 0, rows);
-  if (columns > 0) check_size(name, tensor, 1, columns);
+  if (columns > 0) {
+    check_shape(name, tensor, {{"batch", rows}, {"columns", columns}});
+  } else {
+    check_shape(name, tensor, {{"batch", rows}});
+  }
   check_contiguous(name, tensor);
   return tensor.data_ptr();
 }
 
-void set_token_ids(SamplingParams& params, const TensorView& token_ids, DLDevice device, int64_t columns) {
+/// `name`: what the caller of the Python function knows the tensor by.
+void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device, int64_t columns) {
   const DLDataType dtype = token_ids.dtype();
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64)) refuse("token_ids.dtype", dtype_name(dtype), "int32 or int64");
-  params.token_ids = output("token_ids", token_ids, device, dtype, params.batch, columns);
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64)) refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+  params.token_ids = output(name, token_ids, device, dtype, params.batch, columns);
   params.token_ids_are_int64 = dtype.bits == 64;
 }
 
@@ -232,15 +234,14 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
     const TensorView& mask = token_mask.value();
     check_device("token_mask", mask, device);
     check_dtype("token_mask", mask, kInt32);
-    check_ndim("token_mask", mask, 2);
-    check_size("token_mask", mask, 0, params.batch);
+    check_shape("token_mask", mask, {{"batch", params.batch}, {"words"}});
     const int64_t words = ceil_div(params.vocab, 32);
     if (mask.size(1) < words) refuse("token_mask.shape[1]", mask.size(1), "at least ceil(vocab / 32) = " + std::to_string(words));
     check_contiguous_dim("token_mask", mask, 1);
     params.token_mask = static_cast<const uint32_t*>(mask.data_ptr());
     params.mask_stride = mask.stride(0);
   }
-  set_token_ids(params, token_ids, device, 0);
+  set_token_ids(params, "out", token_ids, device, 0);
   params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, params.batch, 0));
   if (logprobs.has_value()) params.logprobs = static_cast<float*>(output("logprobs", logprobs.value(), device, kFloat, params.batch, 0));
   if (top_logprobs.has_value() && top_token_ids.has_value()) {
@@ -254,7 +255,7 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
     const TensorView& words = workspace.value();
     check_device("workspace", words, device);
     check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
-    check_ndim("workspace", words, 1);
+    check_shape("workspace", words, {{"words"}});
     check_contiguous("workspace", words);
     if (words.size(0) < kWorkspaceWords) refuse("workspace.shape[0]", words.size(0), "at least " + std::to_string(kWorkspaceWords));
     if (reinterpret_cast<uintptr_t>(words.data_ptr()) % 16 != 0) refuse("workspace", "not aligned", "aligned to 16 bytes");
@@ -289,22 +290,17 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
                TensorView num_accepted, TensorView valid, String file, int64_t max_ctas, int64_t row_ctas) {
   const DLDevice device = target_probs.device();
   check_dtype("target_probs", target_probs, kFloat);
-  check_ndim("target_probs", target_probs, 3);
+  check_shape("target_probs", target_probs, {{"batch"}, {"drafts + 1"}, {"vocab"}});
   check_contiguous("target_probs", target_probs);
   const int64_t batch = target_probs.size(0), drafts = target_probs.size(1) - 1, vocab = target_probs.size(2);
   check_vocab("target_probs.shape[2] (vocab)", vocab);
   if (drafts < 0 || drafts > kMaxInt32) refuse("target_probs.shape[1]", drafts + 1, "number of draft tokens + 1");
   check_device("draft_probs", draft_probs, device);
   check_dtype("draft_probs", draft_probs, kFloat);
-  check_ndim("draft_probs", draft_probs, 3);
-  check_size("draft_probs", draft_probs, 0, batch);
-  check_size("draft_probs", draft_probs, 1, drafts);
-  check_size("draft_probs", draft_probs, 2, vocab);
+  check_shape("draft_probs", draft_probs, {{"batch", batch}, {"drafts", drafts}, {"vocab", vocab}});
   check_contiguous("draft_probs", draft_probs);
   check_device("draft_token_ids", draft_token_ids, device);
-  check_ndim("draft_token_ids", draft_token_ids, 2);
-  check_size("draft_token_ids", draft_token_ids, 0, batch);
-  check_size("draft_token_ids", draft_token_ids, 1, drafts);
+  check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
   check_contiguous("draft_token_ids", draft_token_ids);
   const DLDataType id_dtype = draft_token_ids.dtype();
   if (id_dtype.code != kDLInt || (id_dtype.bits != 32 && id_dtype.bits != 64)) refuse("draft_token_ids.dtype", dtype_name(id_dtype), "int32 or int64");
@@ -321,7 +317,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   params.draft_token_ids = draft_token_ids.data_ptr();
   params.draft_ids_are_int64 = id_dtype.bits == 64;
   params.num_draft_tokens = static_cast<int32_t>(drafts);
-  set_token_ids(params, token_ids, device, drafts + 1);
+  set_token_ids(params, "token_ids", token_ids, device, drafts + 1);
   params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
   params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
   params.task = RowTask::kSpeculate;

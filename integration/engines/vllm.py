@@ -10,13 +10,14 @@ from integration.workload import SharedPrefix, ShareGPT
 
 CLI = "vllm.entrypoints.cli.main"
 SERVED_NAME = "model"
+CPU_BACKEND = "CPU_ATTN"
 
 
 class VLLM:
     name = "vllm"
 
     def stock_backend(self, device: str) -> str:
-        return "CPU_ATTN (stock)" if device == "cpu" else "vLLM's choice (stock)"
+        return f"{CPU_BACKEND} (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
         command = [launch.python, "-m", CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
@@ -25,6 +26,8 @@ class VLLM:
         if launch.model.random_weights:
             command += ["--load-format", "dummy"]
         if launch.device == "cpu":
+            if launch.backend not in (STOCK, CPU_BACKEND) and not is_ours(launch.backend):
+                raise ValueError(f"backend: {launch.backend!r}, but on a CPU vLLM has {CPU_BACKEND} alone ({STOCK})")
             command += ["--enforce-eager", "--block-size", "32"]  # blocks of 128, the default, are never full in short prompts, so prefixes are never shared
         else:
             if launch.backend != STOCK:

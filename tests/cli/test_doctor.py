@@ -47,6 +47,21 @@ def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wheel" in found["cubins sm_90a"].advice
 
 
+def test_what_an_engine_says_is_shown_only_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    def warns() -> None:
+        print("welcome")
+        print("only CUDA supports this", file=sys.stderr)
+
+    def fails() -> None:
+        warns()
+        raise RuntimeError
+
+    assert doctor._guarded("sglang plugin", lambda: warns, "registered").mark == "ok"
+    assert capsys.readouterr() == ("", "")
+    assert doctor._guarded("sglang plugin", lambda: fails, "registered").mark == "!!"
+    assert capsys.readouterr().err == "welcome\nonly CUDA supports this\n"
+
+
 def test_a_broken_plugin_is_reported_not_raised() -> None:
     def broken() -> None:
         raise ImportError("no such name in the engine")

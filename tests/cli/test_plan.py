@@ -181,6 +181,29 @@ def test_says_why_a_prefix_is_not_taken(capsys: Capture) -> None:
     assert "not taken: " in capsys.readouterr().out
 
 
+def test_nodes_of_the_forest_are_indented_below_the_node_above_them(capsys: Capture) -> None:
+    assert main(["plan", "--shared-prefix", "4x2x2x1024+512+512+64"]) == 0
+    extents = [line[:15].rstrip() for line in capsys.readouterr().out.splitlines()[8:]]
+    assert extents == ["0 - 64"] + ["  64 - 96", "    96 - 128", "    96 - 128"] * 4
+
+
+@pytest.mark.parametrize("text", ["20x2x2x64+640+64+9", "3x20x2x16+64+640+9", "2x30x2x16+64+64+9"])
+def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(text: str) -> None:
+    planned = Planned.make(batches.shared_prefix(text, 16), Settings())
+    lines = planned.forest_lines()[1:]
+    listed = planned.ranked_forest()[:40]
+    assert len(lines) == 41
+    assert lines[-1].startswith(f"... and {len(planned.schedule.forest) - 40} more")
+    assert sorted(map(tuple, (line.split()[:3:2] for line in lines[:-1]))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
+    above: list[tuple[int, int]] = []     # (indentation, last page) of the lines that the next may lie below
+    for line in lines[:-1]:
+        indent = len(line) - len(line.lstrip())
+        above = [entry for entry in above if entry[0] < indent]
+        assert indent == 2 * len(above)
+        assert int(line.split()[0]) >= (above[-1][1] if above else 0)
+        above.append((indent, int(line.split()[2])))
+
+
 def texts(svg: str) -> list[str]:
     root = ElementTree.fromstring(svg)
     return [element.text or "" for element in root.iter() if element.tag.endswith(("text", "title"))]
@@ -234,7 +257,26 @@ def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
 def test_says_what_png_needs(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["plan", "--decode", "2xconst:64", "--png", str(tmp_path / "plan.png")]) == 2
-    assert "pip install 'attn-backend[plot]'" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "pip install 'attn-backend[plot]'" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_pictures_that_cannot_be_written_are_refused_before_the_plan(option: str, tmp_path: Path, capsys: Capture) -> None:
+    for path in (tmp_path / "nowhere" / "plan.svg", tmp_path):
+        assert main(["plan", "--decode", "2xconst:64", option, str(path)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"{option} is {str(path)!r}, must be a file in a folder that exists" in captured.err
+
+
+def test_help_names_every_key_of_the_files(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    for key in ("qo_lens", "kv_lens", "block_table", *batches.SETTINGS, "timestamp", "input_length", "output_length", "hash_ids"):
+        assert f"\n  {key} " in out
 
 
 def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:

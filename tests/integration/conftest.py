@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start real servers, and of the driver's own tests."""
+"""Fixtures of the tests that start real servers, and of the tests of the tools themselves."""
 
 from __future__ import annotations
 

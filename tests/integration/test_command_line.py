@@ -1,4 +1,4 @@
-"""What the tools that start servers have in common: options, what a comparison starts with, exit statuses. No engine is started."""
+"""The command lines of the tools that start servers: options, what a comparison starts with, exit statuses, documented commands. No engine is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from integration import compare_sampling, compare_tokens, serve_benchmark
+from integration.benchmark import Load
 from integration.command_line import Comparison, exit_with, results_folder
+from integration.model import REPOSITORY
 from integration.tokenizer import write_word_tokenizer
 
 TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling}
@@ -58,6 +60,61 @@ def test_a_comparison_writes_its_settings_beside_the_outcome(name, parse, model_
     setup.write({"outcome": 7})
     report = json.loads((model_folder / "results" / f"{name}.json").read_text())
     assert (report["outcome"], report["settings"]["dtype"], report["settings"]["num_prompts"]) == (7, "float16", "2")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--check-seeds --sampling top_k=5", "--check-seeds is only known with --side-by-side"),
+        ("--time-limit 9", "--time-limit is only known with --side-by-side"),
+        ("--turn folder", "--turn is only known with --side-by-side"),
+        ("--leave-out stock:1", "--leave-out is only known with --side-by-side"),
+        ("--side-by-side --check-seeds", "--check-seeds needs --sampling"),
+        ("--sampling top_q=1", "sampling: 'top_q' is none of temperature, top_p, top_k, min_p"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(line, message, capsys):
+    with pytest.raises(SystemExit):
+        serve_benchmark.parse_arguments(["--engine", "vllm", "--backends", "stock", *shlex.split(line)])
+    assert message in capsys.readouterr().err
+
+
+def test_an_option_holds_for_all_data_sets_or_for_one_each():
+    loads = serve_benchmark.parse_loads(["sharegpt", "prefix:8+8"], [4, 5], ["recorded", "16"], [float("inf")], [4, 1])
+    assert loads == [Load("sharegpt", 4, None, float("inf"), 4), Load("prefix:8+8", 5, "16", float("inf"), 1)]
+    with pytest.raises(ValueError, match="num-prompts: 3 values"):
+        serve_benchmark.parse_loads(["sharegpt", "sharegpt"], [1, 2, 3], ["recorded"], [1.0], [1])
+    with pytest.raises(ValueError, match="samples: 3 values"):
+        serve_benchmark.parse_loads(["sharegpt", "sharegpt"], [1], ["recorded"], [1.0], [1, 4, 16])
+
+
+def test_the_command_line_of_the_loads_that_share_prefixes():
+    line = "--engine vllm --backends attn_backend --dataset prefix:4096+256 sharegpt sharegpt --output-len 128 recorded recorded"
+    settings = serve_benchmark.parse_arguments(f"{line} --num-prompts 128 96 24 --request-rate 40 8 2 --samples 1 4 16".split())
+    shared, few, many = settings.loads
+    assert shared == Load("prefix:4096+256", 128, "128", 40.0, 1)
+    assert (few.samples, many.samples) == (4, 16)
+    assert few.num_prompts * few.samples == many.num_prompts * many.samples == 384
+
+
+def documented_commands(module):
+    """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
+    files = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", f"{module.replace('.', '/')}.py")
+    texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in files]
+    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]
+
+
+def test_documented_commands_are_understood(monkeypatch):
+    benchmarks = documented_commands("integration.serve_benchmark")
+    assert len(benchmarks) >= 10
+    assert {settings.side_by_side for settings in map(serve_benchmark.parse_arguments, benchmarks)} == {True, False}
+    for name, tool in TOOLS.items():
+        commands = documented_commands(f"integration.compare_{name}")
+        assert commands
+        for command in commands:
+            monkeypatch.setattr(sys, "argv", [name, *command])
+            tool.parse_arguments()
 
 
 def test_results_go_to_a_folder_of_their_own(parse):

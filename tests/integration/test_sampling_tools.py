@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 
 from integration.bench_client import AddSampling
+from integration.benchmark import describe, label
 from integration.compare_sampling import Outcome, all_at_once, compare_answers, make_requests, one_at_a_time
 from integration.engines import ENGINES, Client, Launch, Sampling
 from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, bench_client
 from integration.model import REPOSITORY, Model
-from integration.serve_benchmark import describe, label, parse_arguments
+from integration.serve_benchmark import parse_arguments
 from integration.server import process_environment
 from integration.workload import make_workload
 

@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from integration import serve_benchmark, warm_up
+from integration import benchmark as serving
+from integration import side_by_side, warm_up
+from integration.benchmark import Load, Settings
 from integration.client import RunningClient
 from integration.engines import Client, Metrics, Sampling
 from integration.model import REPOSITORY, Model
-from integration.serve_benchmark import Load, Settings, benchmark_side_by_side, parse_left_out, side_by_side_turns
+from integration.serve_benchmark import parse_left_out
 from integration.server import ServerError
+from integration.side_by_side import benchmark_side_by_side, side_by_side_turns
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import Prompt, Workload
 
@@ -98,10 +101,10 @@ def run(tmp_path, monkeypatch):
     engine = FakeEngine(tmp_path)
     model = Model("none", tmp_path, True)
     write_word_tokenizer(tmp_path, 1000)
-    monkeypatch.setattr(serve_benchmark, "CLIENTS_AHEAD", 2)
-    monkeypatch.setattr(serve_benchmark, "ENGINES", {"fake": engine})
-    monkeypatch.setattr(serve_benchmark, "resolve_model", lambda name, python: model)
-    monkeypatch.setattr(serve_benchmark, "make_workload", lambda dataset, number, *_: Numbered(number, 2, dataset, tmp_path))
+    monkeypatch.setattr(side_by_side, "CLIENTS_AHEAD", 2)
+    monkeypatch.setattr(serving, "ENGINES", {"fake": engine})
+    monkeypatch.setattr(serving, "resolve_model", lambda name, python: model)
+    monkeypatch.setattr(serving, "make_workload", lambda dataset, number, *_: Numbered(number, 2, dataset, tmp_path))
 
     def benchmark(backends, **changes):
         loads = [Load("first", 2), Load("second", 20)]

@@ -1,4 +1,4 @@
-"""The driver's data sets: a cut ShareGPT file, prescribed lengths, and their names on the command line."""
+"""Data sets of the serving benchmark: a cut ShareGPT file, prescribed lengths, and their names on the command line."""
 
 from __future__ import annotations
 

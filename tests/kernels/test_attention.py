@@ -263,6 +263,17 @@ def test_split_does_not_change_the_result(device: torch.device, seed: int) -> No
         torch.testing.assert_close(split.lse, whole.lse, rtol=0, atol=2 * cases.LSE_TOLERANCE, equal_nan=True)
 
 
+def test_workspace_grows_by_the_states_of_the_levels() -> None:
+    """Of each row and query head in each level head_dim + 1 floats, and little else: the schedule's links."""
+    sizes = []
+    for max_levels in (1, 2, 4):
+        attention = Attention(8, 2, 64, device="cpu", max_rows=1000, max_batch=4, max_levels=max_levels, cascade=False)
+        sizes.append(attention.workspace_bytes)
+    for levels, size in ((2, sizes[1]), (4, sizes[2])):
+        states = 4 * levels * 1000 * 8 * (64 + 1)
+        assert states <= size - sizes[0] <= 1.05 * states
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     as_int = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(as_int), b.contiguous().view(as_int))

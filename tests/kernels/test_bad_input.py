@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import attention_kernels
@@ -38,6 +39,9 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("num_qo_heads", {"num_qo_heads": 0}),
         ("num_kv_heads", {"num_kv_heads": 0}),
         ("num_kv_heads", {"num_kv_heads": -2}),
+        ("num_kv_heads", {"num_kv_heads": "2"}),
+        ("num_qo_heads", {"num_qo_heads": None}),
+        ("head_dim", {"head_dim": 64.0}),
         ("head_dim", {"head_dim": 0}),
         ("head_dim", {"head_dim": 65}),
         ("head_dim", {"head_dim": 512}),
@@ -52,6 +56,7 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("batch_invariant", {"batch_invariant": "yes"}),
         ("num_ctas", {"num_ctas": -1}),
         ("num_ctas", {"num_ctas": 10**6}),
+        ("num_ctas", {"num_ctas": "all"}),
         ("cascade", {"cascade": None}),
         ("cascade", {"cascade": 2}),
         ("cascade", {"cascade": "auto"}),
@@ -65,7 +70,7 @@ def test_attention_refuses(device: torch.device, argument: str, changes: dict[st
 
 
 def test_attention_refuses_other_devices() -> None:
-    with pytest.raises(ValueError, match=r"^device is meta, must be "):
+    with pytest.raises(ValueError, match=r"^device is 'meta', must be "):
         make_attention(torch.device("meta"))
 
 
@@ -91,8 +96,26 @@ def test_plan_refuses_structure(device: torch.device) -> None:
         attention.plan(BSRView(index(device, *range(5)), PageTable.ragged(index(device, *range(5)))))
     with pytest.raises(ValueError, match=r"^composition is "):
         attention.plan(view.table)
-    with pytest.raises(ValueError, match=r"levels.* is 2, must be 1 to max_levels = 1"):
+    with pytest.raises(ValueError, match=r"^len\(composition\.levels\) is 2, must be at most max_levels = 1"):
         attention.plan(Composition((view, view)))
+
+
+def test_plan_says_which_level_is_wrong(device: torch.device) -> None:
+    attention = make_attention(device, max_levels=3)
+    view = make_view(device)
+    wide = BSRView(index(device, *range(5)), PageTable.csr(index(device, *range(5)), index(device, *range(4)), index(device, 1, 1, 1, 1), PAGE_SIZE))
+    with pytest.raises(ValueError, match=r"^levels\[2\]: batch.* is 4, must be at most max_batch = 3"):
+        attention.plan(Composition([view, view, wide]))
+    attention.plan(Composition([view, view]))      # still usable
+
+
+@pytest.mark.parametrize("level", range(3))
+def test_plan_says_which_level_has_wrong_values(level: int) -> None:
+    device = torch.device("cpu")
+    views = [make_view(device)] * 3
+    views[level] = make_view(device, kv=(0, 1, 4))
+    with pytest.raises(ValueError, match=rf"^levels\[{level}\]: kv_indptr\[2\] is 4, must be at most 3, "):
+        make_attention(device, max_levels=3).plan(Composition(views))
 
 
 @pytest.mark.gpu
@@ -180,16 +203,42 @@ def test_run_refuses(device: torch.device) -> None:
         ("sm_scale", lambda: attention.run(q, kv, sm_scale=float("nan"))),
         ("logits_soft_cap", lambda: attention.run(q, kv, logits_soft_cap=-1.0)),
         ("logits_soft_cap", lambda: attention.run(q, kv, logits_soft_cap=float("inf"))),
-        ("k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float16))),
-        ("k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE + 1, KV_HEADS, HEAD_DIM))),
-        ("k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS + 1, HEAD_DIM))),
-        ("k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, 32))),
-        ("k", lambda: attention.run(q, make_cache(device, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM))),
+        ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float16))),
+        ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE + 1, KV_HEADS, HEAD_DIM))),
+        ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS + 1, HEAD_DIM))),
+        ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, 32))),
+        ("kv.k", lambda: attention.run(q, make_cache(device, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM))),
+        ("q", lambda: attention.run(None, kv)),
+        ("q", lambda: attention.run(q.tolist(), kv, out=q)),
+        ("kv", lambda: attention.run(q, None)),
+        ("kv", lambda: attention.run(q, (kv.k, kv.v))),
+        ("out", lambda: attention.run(q, kv, out=3)),
+        ("lse", lambda: attention.run(q, kv, lse=True)),
+        ("sm_scale", lambda: attention.run(q, kv, sm_scale="0.1")),
+        ("logits_soft_cap", lambda: attention.run(q, kv, logits_soft_cap=None)),
     ]
     for argument, call in wrong:
         with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
             call()
     attention.run(q, kv, lse=lse)
+
+
+def test_run_says_which_shape_is_wrong_and_what_it_must_be(device: torch.device) -> None:
+    attention = make_attention(device)
+    attention.plan(make_view(device))
+    q = torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    kv = make_cache(device)
+    for call, message in [
+        (lambda: attention.run(q[0], kv), "q.shape is [4, 64], must be [rows, num_qo_heads = 4, head_dim = 64]"),
+        (lambda: attention.run(q, kv, out=q[:2]), "out.shape is [2, 4, 64], must be [rows = 3, num_qo_heads = 4, head_dim = 64]"),
+        (lambda: attention.run(q, kv, lse=torch.zeros(4, 3, device=device)), "lse.shape is [4, 3], must be [rows = 3, num_qo_heads = 4]"),
+        (
+            lambda: attention.run(q, make_cache(device, PAGES, 1, KV_HEADS, HEAD_DIM)),
+            "kv.k.shape is [10, 1, 2, 64], must be [pages, page_size = 4, num_kv_heads = 2, head_dim = 64]",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            call()
 
 
 def test_run_needs_a_plan(device: torch.device) -> None:
@@ -215,7 +264,7 @@ def test_run_refuses_other_devices() -> None:
     q = torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     for argument, call in [
         ("q", lambda: attention.run(q.cpu(), make_cache(device), out=q)),
-        ("k", lambda: attention.run(q, make_cache(torch.device("cpu")))),
+        ("kv.k", lambda: attention.run(q, make_cache(torch.device("cpu")))),
         ("out", lambda: attention.run(q, make_cache(device), out=q.cpu())),
         ("lse", lambda: attention.run(q, make_cache(device), lse=torch.zeros(3, QO_HEADS))),
     ]:

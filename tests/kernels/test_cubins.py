@@ -47,6 +47,17 @@ def test_key_follows_included_sources_flags_and_arch(tmp_path: Path, monkeypatch
     assert cubins.cache_key(source, "sm_90a", compiler) != first
 
 
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("ATTN_BACKEND_CACHE", raising=False)
+    assert cubins.cache_dir() == Path("/home/somebody/.cache/attn_backend")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cubins.cache_dir() == Path("/cache/attn_backend")
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", "~/kernels")
+    assert cubins.cache_dir() == Path("/home/somebody/kernels")
+
+
 @needs_nvcc
 def test_compiles_once_and_survives_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))

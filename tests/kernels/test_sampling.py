@@ -10,7 +10,7 @@ import pytest
 import torch
 from sampling_oracle import keeps, philox4x32, probabilities, race_values
 
-from attn_backend import sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
+from attn_backend import chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -308,6 +308,10 @@ def test_probabilities_that_are_none(device: torch.device) -> None:
 def test_refuses(device: torch.device) -> None:
     logits = torch.zeros(3, 64, device=device)
     for argument, call in [
+        ("logits", lambda: sample(None)),  # type: ignore[arg-type]
+        ("logits", lambda: softmax([0.0])),  # type: ignore[arg-type]
+        ("probs", lambda: top_p_renorm_probs(logits.numpy, 0.5)),  # type: ignore[arg-type]
+        ("target_probs", lambda: chain_speculative_sampling(logits, logits, None)),  # type: ignore[arg-type]
         ("logits", lambda: sample(logits.double())),
         ("logits", lambda: sample(logits.int())),
         ("logits", lambda: sample(logits.T)),
@@ -328,8 +332,8 @@ def test_refuses(device: torch.device) -> None:
         ("position", lambda: sample(logits, position=torch.ones(6, dtype=torch.int64, device=device)[::2])),
         ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 1, dtype=torch.int32, device=device))),
         ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device))),
-        ("token_ids", lambda: sample(logits, out=torch.zeros(3, device=device))),
-        ("token_ids", lambda: sample(logits, out=torch.zeros(2, dtype=torch.int32, device=device))),
+        ("out", lambda: sample(logits, out=torch.zeros(3, device=device))),
+        ("out", lambda: sample(logits, out=torch.zeros(2, dtype=torch.int32, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4096, dtype=torch.int32, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4095, dtype=torch.int64, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4097, dtype=torch.int64, device=device)[1:])),

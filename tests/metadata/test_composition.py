@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -54,8 +56,9 @@ def chain(nodes: int) -> Composition:
         ("rows", lambda: BSRView(QO_INDPTR, TABLE, rows=[1, 0])),
         ("rows", lambda: BSRView(QO_INDPTR, TABLE, rows=ROWS.to("meta"))),
         ("levels", lambda: Composition(())),
-        ("levels", lambda: Composition([VIEW])),
-        ("levels", lambda: Composition((VIEW, TABLE))),
+        ("levels", lambda: Composition(VIEW)),
+        ("levels", lambda: Composition(view for view in [VIEW])),
+        (r"levels\[1\]", lambda: Composition((VIEW, TABLE))),
         (r"levels\[1\]\.qo_indptr", lambda: Composition((VIEW, BSRView(QO_INDPTR.to("meta"), PageTable.ragged(QO_INDPTR.to("meta")))))),
         (r"len\(levels\)", lambda: Composition((VIEW,) * (MAX_LEVELS + 1))),
         (r"levels\[2\]\.table\.page_size", lambda: Composition((VIEW, VIEW, BSRView(QO_INDPTR, PAGED)))),
@@ -63,11 +66,12 @@ def chain(nodes: int) -> Composition:
         ("qo_indptrs", lambda: Composition.cascade(QO_INDPTR, [TABLE])),
         ("tables", lambda: Composition.cascade([QO_INDPTR], TABLE)),
         (r"len\(tables\)", lambda: Composition.cascade([QO_INDPTR], [TABLE, TABLE])),
-        ("table", lambda: Composition.cascade([QO_INDPTR], [None])),
-        ("qo_indptr", lambda: Composition.cascade([QO_INDPTR[:2], QO_INDPTR], [TABLE, TABLE])),
-        ("causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal=None)),
+        (r"levels\[0\]: table", lambda: Composition.cascade([QO_INDPTR], [None])),
+        (r"levels\[0\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR[:2], QO_INDPTR], [TABLE, TABLE])),
+        (r"levels\[1\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR[:2]], [TABLE, TABLE])),
+        (r"levels\[1\]: causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal=None)),
         ("window_left", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], window_left=3)),
-        ("window_left", lambda: Composition.cascade([QO_INDPTR], [TABLE], window_left=-3)),
+        (r"levels\[0\]: window_left", lambda: Composition.cascade([QO_INDPTR], [TABLE], window_left=-3)),
         (r"levels\[1\]\.table\.page_size", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, PAGED])),
         (r"len\(levels\)", lambda: Composition.cascade([QO_INDPTR] * (MAX_LEVELS + 1), [TABLE] * (MAX_LEVELS + 1))),
         ("table", lambda: Composition.tree([-1, 0], None, [0])),
@@ -111,6 +115,14 @@ def test_values_of_a_row_list(rows: list[int], message: str) -> None:
 def test_most_levels() -> None:
     assert len(Composition((VIEW,) * MAX_LEVELS).levels) == MAX_LEVELS
     assert len(chain(MAX_LEVELS).levels) == MAX_LEVELS
+
+
+def test_levels_may_be_any_sequence() -> None:
+    assert Composition([VIEW, VIEW]).levels == Composition(deque((VIEW, VIEW))).levels == (VIEW, VIEW)
+    levels = [VIEW]
+    composition = Composition(levels)
+    levels.clear()
+    assert composition.levels == (VIEW,)
 
 
 def test_cascade() -> None:

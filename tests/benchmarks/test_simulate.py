@@ -11,7 +11,7 @@ import pytest
 from attn_backend.cli.batches import TraceRequest, read_trace
 from attn_backend.metadata.checks import check_values
 from benchmarks.continuous_batching import Engine, PageCache, Request
-from benchmarks.simulate import TRACE, line, mooncake, read_sharegpt, replay, sharegpt
+from benchmarks.simulate import TRACE, line, main, mooncake, read_sharegpt, replay, sharegpt
 
 
 def requests(lengths: list[tuple[int, int]], shared: int = 0) -> list[Request]:
@@ -186,6 +186,29 @@ def test_sharegpt_lengths(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"conversations": [{"value": "x" * n} for n in (42, 84, 420, 1, 7)]}]))
     assert read_sharegpt(path, 5) == [[(10, 20), (100, 1)]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sharegpt FOLDER/nowhere.json", "nowhere.json"),
+        ("--sharegpt FOLDER/cut.json", "cut.json cannot be read (JSONDecodeError: "),
+        ("--sharegpt FOLDER/other.json", "other.json cannot be read (KeyError: 'conversations'), must be a JSON list of objects"),
+        ("--sharegpt FOLDER/prompts.json", "prompts.json holds no prompt with an answer"),
+        ("--conversations 0", "argument --conversations: is 0, must be at least 1"),
+        ("--batch-limits 16 0", "argument --batch-limits: is 0, must be at least 1"),
+        ("--batch-limits few", "argument --batch-limits: invalid"),
+        ("--request-steps -1", "argument --request-steps: is -1, must be at least 1"),
+        ("--cache-tokens 64", "cache_tokens is too small"),
+        ("--out FOLDER/cut.json", "cut.json"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("cut", '[{"conversations": '), ("other", '[{"text": "x"}]'), ("prompts", '[{"conversations": [{"value": "x"}]}]')):
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments.replace("FOLDER", str(tmp_path)).split())
+    assert message in capsys.readouterr().err
 
 
 def test_a_request_that_never_fits_is_refused() -> None:

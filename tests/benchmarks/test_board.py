@@ -62,6 +62,10 @@ def test_parts_of_different_gpus_and_unknown_lines_are_refused(write):
         merge([write("a", [line(case)]), write("b", [line(case)], gpu="other")])
     with pytest.raises(ValueError, match="case is 'no such line'"):
         merge([write("c", [line(case) | {"case": "no such line"}])])
+    for text in ("[]", '{"lines": []}'):
+        (path := write("d", [])).write_text(text)
+        with pytest.raises(ValueError, match="d is no file that `python -m benchmarks"):
+            merge([path])
 
 
 def test_the_table_has_ratios_of_lines_to_peers_floor_and_ragged():

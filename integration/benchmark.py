@@ -1,0 +1,192 @@
+"""A benchmark of serving: what is sent to which servers, one server after another, and the report. `integration.serve_benchmark` is its command line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from integration.client import run_client
+from integration.device import device_name, package_versions
+from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
+from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
+from integration.model import Model, resolve_model
+from integration.report import Row, write_report, write_tables
+from integration.server import free_port, running_server
+from integration.workload import Workload, make_workload
+
+CLIENT_TIMEOUT_S = 3600
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a client sends, how fast (prompts per second), and how many answers each prompt gets."""
+
+    dataset: str = "sharegpt"
+    num_prompts: int = 32
+    output_len: str | None = None
+    request_rate: float = float("inf")
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means."""
+
+    engine: str
+    backends: list[str]
+    model: str
+    results: Path
+    loads: list[Load]
+    max_concurrency: int | None = None
+    repeats: int = 1
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "auto"
+    cuda_graphs: bool = True
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    start_timeout_s: float = 900
+    python: str = sys.executable
+    server_arguments: list[str] = field(default_factory=list)
+    client_arguments: list[str] = field(default_factory=list)
+    sampling: Sampling | None = None
+    side_by_side: bool = False
+    time_limit_s: float | None = None
+    check_seeds: bool = False
+    turn: Path | None = None
+    left_out: tuple[tuple[str, int], ...] = ()  # (backend, index of a load) that are not measured
+
+
+def label(engine: Engine, backend: str, device: str) -> str:
+    """What reports call a backend."""
+    if backend == OURS_NO_CASCADE:
+        return "attn_backend, cascade off"
+    if backend == OURS_STOCK_SAMPLER:
+        return "attn_backend, the engine's sampler"
+    return engine.stock_backend(device) if backend == STOCK else backend
+
+
+def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None, max_concurrency: int | None = None) -> str:
+    """What reports call a load."""
+    together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
+    speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
+    answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
+    return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What the two ways to measure have in common: what is sent, and the report."""
+
+    settings: Settings
+    engine: Engine
+    model: Model
+    workloads: list[Workload]
+    described: dict[str, Any]
+    title: str
+    measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
+
+    @classmethod
+    def make(cls, settings: Settings) -> Benchmark:
+        engine = ENGINES[settings.engine]
+        settings.results.mkdir(parents=True, exist_ok=True)
+        model = resolve_model(settings.model, settings.python)
+        workloads = [
+            make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
+            for load in settings.loads
+        ]
+        machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
+        loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
+        limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
+        described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
+        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
+        for backend in settings.backends:
+            engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
+        return run
+
+    def launch(self, backend: str, cache: Path | None = None) -> Launch:
+        settings = self.settings
+        return Launch(
+            settings.python,
+            self.model,
+            backend,
+            settings.device,
+            free_port(),
+            settings.dtype,
+            settings.cuda_graphs,
+            settings.max_model_len,
+            settings.max_num_seqs,
+            settings.server_arguments,
+            cache=cache,
+        )
+
+    def log(self, name: str) -> Path:
+        return self.settings.results / f"{name}.log"
+
+    def load_name(self, index: int) -> str:
+        return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling, self.settings.max_concurrency)
+
+    def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
+        """Of load number `index`. `waits`: until it is released."""
+        settings = self.settings
+        name = f"client-{launch.backend}-{index}-{repeat}"
+        return Client(
+            settings.python,
+            self.model,
+            launch.port,
+            self.workloads[index],
+            settings.loads[index].request_rate,
+            settings.max_concurrency,
+            settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
+            settings.results / f"{name}.json",
+            settings.client_arguments,
+            settings.sampling,
+            settings.results / f"{name}.go" if waits else None,
+        )
+
+    def announce(self, backend: str, index: int, repeat: int) -> None:
+        print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The report's, load after load, in the order of the command line."""
+        labels = [label(self.engine, backend, self.settings.device) for backend in self.settings.backends]
+        return [Row(labels[backend], self.load_name(load), repeats) for (load, backend), repeats in sorted(self.measured.items())]
+
+    def add(self, backend: str, index: int, metrics: Metrics) -> None:
+        """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
+        self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
+        write_tables(self.settings.results, self.title, self.described, self.rows)
+
+    def finish(self) -> list[Row]:
+        for path in write_report(self.settings.results, self.title, self.described, self.rows):
+            print(f"written: {path}", flush=True)
+        return self.rows
+
+
+def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
+    """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
+    run = Benchmark.make(settings)
+    for backend in settings.backends:
+        launch = run.launch(backend)
+        with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
+            if when_ready:
+                when_ready(backend, url)
+            for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
+                run.add(backend, index, measure(run, launch, index, repeat))
+    return run.finish()
+
+
+def measure(run: Benchmark, launch: Launch, index: int, repeat: int) -> Metrics:
+    """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
+    run.announce(launch.backend, index, repeat)
+    begin = time.monotonic()
+    log = run.log(f"client-{launch.backend}-{index}-{repeat}")
+    metrics = run_client(run.engine, run.client(launch, index, repeat), run.settings.device, log, CLIENT_TIMEOUT_S)
+    print(f"{run.engine.name} with {launch.backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
+    return metrics

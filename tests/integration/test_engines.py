@@ -1,0 +1,67 @@
+"""The commands and the environment that servers and clients of each engine are started with. No engine is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from integration.benchmark import describe, label
+from integration.engines import ENGINES, Client, Launch
+from integration.engines.base import OURS, OURS_NO_CASCADE, STOCK
+from integration.model import Model
+from integration.server import process_environment
+from integration.tokenizer import write_word_tokenizer
+from integration.workload import make_workload
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")  # a user's setting must not turn off what the report calls ours
+    on, off, stock = (Launch("python", Model("none", tmp_path, True), backend, device, 1) for backend in (OURS, OURS_NO_CASCADE, STOCK))
+    assert engine.server_command(on) == engine.server_command(off)
+    assert process_environment(engine.server_environment(on))["ATTN_BACKEND_CASCADE"] == "1"
+    assert process_environment(engine.server_environment(off))["ATTN_BACKEND_CASCADE"] == "0"
+    assert "ATTN_BACKEND_CASCADE" not in engine.server_environment(stock)
+    assert label(engine, OURS_NO_CASCADE, device) == "attn_backend, cascade off"
+    assert label(engine, OURS, device) == "attn_backend"
+
+
+def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):
+    for backend in (OURS, OURS_NO_CASCADE, STOCK, "CPU_ATTN"):
+        assert ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), backend, "cpu", 1))
+    with pytest.raises(ValueError, match="backend: 'FLASH_ATTN', but on a CPU vLLM has CPU_ATTN alone"):
+        ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), "FLASH_ATTN", "cpu", 1))
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_clients_send_copies_in_order_and_at_the_prompts_rate(engine, tmp_path):
+    write_word_tokenizer(tmp_path, 5000)
+    chats = [{"conversations": [{"from": "human", "value": f"tell me story {i}"}, {"from": "gpt", "value": "once upon a time"}]} for i in range(9)]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    workload = make_workload(str(tmp_path / "chats.json"), 3, None, tmp_path, 0, samples=4)
+    client = Client("python", Model("none", tmp_path, True), 1, workload, 2.5, None, 0, tmp_path / "client.json")
+    command = engine.client_command(client)
+    assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("12", "10.0")
+    assert option(command, "--dataset-name") == "sharegpt"
+    assert len(json.loads((tmp_path / "client.requests.json").read_text())) == 12
+    assert option(command, "--dataset-path") == str(tmp_path / "client.requests.json")
+    assert "--disable-shuffle" in command or '"keep_order": true' in command[3]
+    assert describe(workload, 2.5) == "ShareGPT, first turns, outputs as recorded; 3 prompts at 2.5/s, 4 answers to each"
+    assert describe(workload, float("inf")).endswith("; 3 prompts at once, 4 answers to each")
+    assert describe(workload, float("inf"), max_concurrency=2).endswith("; 3 prompts 2 at a time, 4 answers to each")
+
+
+def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
+    workload = make_workload("prefix:4096+256", 128, "128", tmp_path, 0)
+    command = ENGINES["vllm"].client_command(Client("python", Model("none", tmp_path, True), 1, workload, 40.0, None, 0, tmp_path / "client.json"))
+    assert option(command, "--dataset-name") == "prefix_repetition"
+    lengths = [option(command, f"--prefix-repetition-{name}") for name in ("prefix-len", "suffix-len", "num-prefixes", "output-len")]
+    assert lengths == ["4096", "256", "1", "128"]
+    assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("128", "40.0")
+    assert describe(workload, 40.0).endswith("128 output tokens; 128 prompts at 40/s")

@@ -1,0 +1,32 @@
+"""Models that ship, that are made from a config alone, and names of none."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from integration.model import REPOSITORY, resolve_model
+
+
+def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "bos_token_id": 298, "eos_token_id": [299, 1]}))
+    model = resolve_model(str(folder), sys.executable)
+    assert (model.name, model.random_weights) == ("tiny", True)
+    assert json.loads((model.folder / "tokenizer_config.json").read_text())["eos_token"] == "t299"
+    assert (model.folder / "config.json").is_file()
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_the_llama_shape_ships():
+    config = json.loads((REPOSITORY / "integration/models/llama-3.1-8b/config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (32, 8, 128, 128256)
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ValueError, match="model: 'no-such-model'"):
+        resolve_model("no-such-model", sys.executable)

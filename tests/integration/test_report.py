@@ -1,0 +1,75 @@
+"""Reports hold what was measured, in every form, and those of several runs become one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from integration.engines import Metrics
+from integration.merge_reports import merge
+from integration.report import Row, format_table, write_report
+
+
+def metrics(itl):
+    return Metrics(8, 1, 10.0, 20.0, itl, 2 * itl, 100.0, 1.0, 50, 60)
+
+
+def test_report_has_medians_in_every_form(tmp_path):
+    rows = [Row("attn_backend", "load", [metrics(1.0), metrics(3.0), metrics(2.0)]), Row("stock", "load", [metrics(4.0)])]
+    written = write_report(tmp_path, "title", {"engine": "vllm"}, rows)
+    report = json.loads(written[0].read_text())
+    assert [row["median"]["itl_p50_ms"] for row in report["rows"]] == [2.0, 4.0]
+    assert len(report["rows"][0]["repeats"]) == 3
+    heading, _, *table = format_table(rows).splitlines()
+    assert heading == "load"
+    assert table[2].split("|")[1:3] == [" attn_backend ", "   8 of 9 "]
+    assert len({len(line) for line in table}) == 1
+    assert [cell.strip() for cell in table[3].split("|")[3:8]] == ["10.0", "20.0", "4.00", "8.00", "100.0"]
+    pytest.importorskip("matplotlib")
+    assert written[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_loads_are_reported_one_by_one(tmp_path):
+    rows = [Row(backend, load, [metrics(1.0)]) for load in ("one", "two") for backend in ("attn_backend", "stock")]
+    table = format_table(rows)
+    assert table.count("attn_backend") == 2
+    assert table.index("one") < table.index("two")
+    pytest.importorskip("matplotlib")
+    assert write_report(tmp_path, "title", {}, rows)[2].exists()
+
+
+def settings_of_a_run(**changes):
+    return {"engine": "vllm", "device_name": "GPU", "backends": [], **changes}
+
+
+def test_runs_of_other_backends_or_loads_merge_into_one_report(tmp_path):
+    reports = []
+    for backend, load in (("attn_backend", "one"), ("FLASH_ATTN", "one"), ("FLASH_ATTN", "two")):
+        folder = tmp_path / f"{backend}-{load}"
+        folder.mkdir()
+        reports.append(write_report(folder, "title", settings_of_a_run(backends=[backend]), [Row(backend, load, [metrics(1.0), metrics(2.0)])])[0])
+    rows = merge(tmp_path / "all", reports)
+    assert [(row.backend, row.workload, len(row.repeats)) for row in rows] == [("attn_backend", "one", 2), ("FLASH_ATTN", "one", 2), ("FLASH_ATTN", "two", 2)]
+    report = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert report["title"] == "title"
+    assert [run["backends"] for run in report["settings"]["merged"]] == [["attn_backend"], ["FLASH_ATTN"], ["FLASH_ATTN"]]
+    with pytest.raises(ValueError, match="FLASH_ATTN was measured twice"):
+        merge(tmp_path / "all", [reports[1], reports[1]])
+
+
+def test_what_is_no_report_does_not_merge(tmp_path):
+    for text in ("[]", '{"rows": []}'):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(ValueError, match=r"report\.json is no report\.json that"):
+            merge(tmp_path / "all", [tmp_path / "report.json"])
+
+
+def test_runs_on_different_machines_do_not_merge(tmp_path):
+    reports = []
+    for name in ("GPU", "another GPU"):
+        folder = tmp_path / name
+        folder.mkdir()
+        reports.append(write_report(folder, "title", settings_of_a_run(device_name=name), [Row(name, "load", [metrics(1.0)])])[0])
+    with pytest.raises(ValueError, match="device_name is 'another GPU'"):
+        merge(tmp_path / "all", reports)

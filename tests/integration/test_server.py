@@ -1,0 +1,100 @@
+"""Servers are always stopped, and one that does not use this package is not measured. No engine is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from integration.engines import Launch
+from integration.engines.base import OURS, OURS_NO_CASCADE
+from integration.model import Model
+from integration.server import ServerError, free_port, process_environment, running_server
+
+SERVER = """
+import http.server, os, signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"])
+print(f"workers {os.getpid()} {worker.pid}", flush=True)
+if sys.argv[2] == "fails":
+    sys.exit("cannot load the model")
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+class FakeEngine:
+    """An engine whose server is a few lines of Python with one worker process that does not listen to INT."""
+
+    name = "fake"
+
+    def server_command(self, launch):
+        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend]
+
+    def server_environment(self, launch):
+        return {}
+
+
+@pytest.fixture
+def launch(tmp_path):
+    def make(backend):
+        return Launch(sys.executable, Model("none", tmp_path, True), backend, "cpu", free_port())
+
+    return make
+
+
+def workers(log):
+    return [int(word) for line in log.read_text().splitlines() if line.startswith("workers") for word in line.split()[1:]]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, tmp_path):
+    log = tmp_path / "server.log"
+
+    def serve():
+        with running_server(FakeEngine(), launch("serves"), log, timeout_s=60):
+            assert all(alive(pid) for pid in workers(log))
+            if ending:
+                raise ending("stop")
+
+    if ending:
+        with pytest.raises(ending):
+            serve()
+    else:
+        serve()
+    assert len(workers(log)) == 2
+    assert not any(alive(pid) for pid in workers(log))
+
+
+def test_a_server_that_fails_shows_its_log_and_leaves_no_worker(launch, tmp_path, capsys):
+    log = tmp_path / "server.log"
+    begin = time.monotonic()
+    with pytest.raises(ServerError, match="exit status 1 before it was ready"), running_server(FakeEngine(), launch("fails"), log, timeout_s=60):
+        pass
+    assert "cannot load the model" in capsys.readouterr().err
+    assert not any(alive(pid) for pid in workers(log))
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("backend", [OURS, OURS_NO_CASCADE])
+def test_a_server_that_lacks_the_plugin_is_not_measured(backend, launch, tmp_path):
+    server = running_server(FakeEngine(), launch(backend), tmp_path / "server.log", timeout_s=60)
+    with pytest.raises(ServerError, match="runs, but without attn_backend"), server:
+        pass
+
+
+def test_pythonpath_is_absolute_and_joined(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"relative{os.pathsep}/absolute")
+    joined = process_environment({"PYTHONPATH": "/first"})["PYTHONPATH"].split(os.pathsep)
+    assert joined == ["/first", os.path.join(os.getcwd(), "relative"), "/absolute"]
