@@ -1,0 +1,141 @@
+"""What attention costs a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
+
+One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
+vLLM's kernel.
+
+python -m benchmarks.layer [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attn_backend import append_kv
+from attn_backend.cli.batches import lengths
+from benchmarks.batches import Batch, ours, reference, relative_error
+from benchmarks.cases import Case
+from benchmarks.peers import flash_attention_3, flashinfer_backends
+from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.timing import Launch, Machine, Timer
+
+LAYERS = 8                           # of one graph
+PRODUCT = (4096, 14336)              # of a layer of 8B parameters
+PRODUCT_ROWS = {True: 16, False: 512}     # decodes, prompts
+
+
+def layer_cases() -> list[Case]:
+    """Decodes of equal and of random lengths, and single prompts."""
+    cases = [Case(f"decode {n} x {tokens} p{page_size}", (1,) * n, (tokens,) * n, 32, 8, page_size=page_size) for n, tokens, page_size in _DECODES]
+    for n, page_size in ((8, 16), (16, 16), (32, 16), (8, 1), (16, 1), (32, 1)):
+        lens = tuple(lengths("zipf", n, 400, seed=n))
+        cases.append(Case(f"decode {n} of mean 400 (Zipf) p{page_size}", (1,) * n, lens, 32, 8, page_size=page_size))
+    return cases + [Case(f"prompt of {tokens} p16", (tokens,), (tokens,), 32, 8) for tokens in (220, 700, 2048)]
+
+
+_DECODES = ((1, 8192, 16), (8, 1200, 16), (8, 1200, 1), (16, 1024, 16), (24, 400, 16), (24, 400, 1), (64, 400, 16), (64, 4096, 16))
+
+
+def new_slots(batch: Batch) -> torch.Tensor:
+    """int64 [rows]: where K and V of the rows of Q lie."""
+    case = batch.case
+    slots = []
+    for request, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
+        token = torch.arange(kv_len - qo_len, kv_len, device="cuda")
+        slots.append(batch.block_table[request, token // case.page_size].long() * case.page_size + token % case.page_size)
+    return torch.cat(slots)
+
+
+def layers(*launches: Launch) -> None:
+    for _ in range(LAYERS):
+        for launch in launches:
+            launch()
+
+
+def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
+    """One line of the table; µs a layer."""
+    batch = Batch.make(case)
+    slots = new_slots(batch)
+    weight = torch.randn(PRODUCT, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(PRODUCT_ROWS[len(batch.q) == len(case.qo_lens)], PRODUCT[0], dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, len(batch.q), case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda")
+    prepared = ours(batch)
+    out = torch.empty_like(batch.q)
+
+    def attend() -> None:
+        append_kv(k, v, batch.kv, slots)
+        prepared.attention.run(batch.q, batch.kv, out=out, after_append=True)
+
+    product: Launch = partial(torch.matmul, x, weight)
+    runs: dict[str, Launch] = {"product": partial(layers, product), "ours": partial(layers, product, attend)}
+    runs |= {name: partial(layers, product, launch) for name, launch in of_peers(batch, k, v, slots).items()}
+    times = dict(zip(runs, timer.together(list(runs.values())), strict=True))
+    line: dict[str, Any] = {"case": case.name, "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6}
+    line["error"] = relative_error(out[: case.qo_lens[0]], reference(batch, 0))
+    return line | {name: (time - times["product"]) / LAYERS for name, time in times.items() if name != "product"}
+
+
+def of_peers(batch: Batch, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> dict[str, Launch]:
+    """Append and attention of the peers that import."""
+    one = torch.ones((), device="cuda")
+    makes: dict[str, Callable[[], Launch]] = {"FA3": partial(flash_attention_3, batch)}
+    makes |= {f"FlashInfer, {name}": make for name, make in flashinfer_backends(batch).items()}
+    launches: dict[str, Launch] = {}
+    for name, make in makes.items():
+        try:
+            write = import_module("vllm._custom_ops").reshape_and_cache_flash
+            attend = make()
+            attend()
+            torch.cuda.synchronize()
+        except Exception as problem:     # whatever a peer raises
+            print(f"{batch.case.name}: {name}: {type(problem).__name__}: {problem}", flush=True)
+            continue
+
+        def launch(attend: Launch = attend, write: Callable[..., None] = write) -> None:
+            write(k, v, batch.cache[:, 0], batch.cache[:, 1], slots, "auto", one, one)
+            attend()
+
+        launches[name] = launch
+    return launches
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """A table; what counts for FlashInfer is its fastest backend."""
+    rows = []
+    for line in lines:
+        peers = {name: line.get(name) for name in ("FA3",)}
+        peers["FlashInfer"] = min((time for name, time in line.items() if name.startswith("FlashInfer")), default=None)
+        measured = [time for time in peers.values() if time is not None]
+        ratio = line["ours"] / min(measured) if measured else None
+        rows.append([line["case"], number(line["floor"]), number(line["ours"]), *(number(time) for time in peers.values()), number(ratio, 2), f"{line['error']:.1e}"])
+    return table(["append + attention", "floor", "ours", "FA3", "FlashInfer", "ours / best peer", "error"], rows)
+
+
+def main() -> None:
+    arguments = options(__doc__, repeats=21).parse_args()
+    torch.manual_seed(0)
+    timer = Timer(arguments.repeats)
+    machine = Machine.measure(timer)
+    header = (
+        f"{machine} µs a layer, append and attention behind a product of {PRODUCT_ROWS[True]} (prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, "
+        f"{LAYERS} layers in a CUDA graph less the products alone, median of {arguments.repeats}; bf16, 32/8 heads, head_dim 128. Error: one request against float64, relative."
+    )
+    print(header, flush=True)
+    lines: list[dict[str, Any]] = []
+    text = ""
+    for case in layer_cases():
+        if not wanted(case.name, arguments):
+            continue
+        lines.append(measure(case, timer, machine))
+        print(brief(lines[-1]), flush=True)
+        text = f"{header}\n\n{markdown(lines)}\n"
+        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
