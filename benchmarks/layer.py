@@ -110,8 +110,8 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         peers = {name: line.get(name) for name in ("FA3",)}
         peers["FlashInfer"] = min((time for name, time in line.items() if name.startswith("FlashInfer")), default=None)
         measured = [time for time in peers.values() if time is not None]
-        ratio = line["ours"] / min(measured) if measured else None
-        rows.append([line["case"], number(line["floor"]), number(line["ours"]), *(number(time) for time in peers.values()), number(ratio, 2), f"{line['error']:.1e}"])
+        ratio = number(line["ours"] / min(measured) if measured else None, 2)
+        rows.append([line["case"], number(line["floor"]), number(line["ours"]), *(number(time) for time in peers.values()), ratio, f"{line['error']:.1e}"])
     return table(["append + attention", "floor", "ours", "FA3", "FlashInfer", "ours / best peer", "error"], rows)
 
 
@@ -122,7 +122,8 @@ def main() -> None:
     machine = Machine.measure(timer)
     header = (
         f"{machine} µs a layer, append and attention behind a product of {PRODUCT_ROWS[True]} (prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, "
-        f"{LAYERS} layers in a CUDA graph less the products alone, median of {arguments.repeats}; bf16, 32/8 heads, head_dim 128. Error: one request against float64, relative."
+        f"{LAYERS} layers in a CUDA graph less the products alone, median of {arguments.repeats}; bf16, 32/8 heads, head_dim 128. "
+        "Error: one request against float64, relative."
     )
     print(header, flush=True)
     lines: list[dict[str, Any]] = []
