@@ -22,7 +22,7 @@ struct OnlyNode {
   int32_t rows;
   int32_t requests;
   int32_t weight;
-  int32_t tile_cost;         // kv_tile_cost_of_rows()
+  int32_t tile_cost;         // of its RowsCost
   int64_t fixed_cost;        // fixed_node_cost()
   NodeCost cost;
   int32_t reason;            // NodeReason
@@ -46,6 +46,9 @@ constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be 
 
 /// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
+
+/// Marks a request that attaches, at a node that is still to be found.
+constexpr int32_t kAttaches = -3;
 
 /// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the
 /// `smallest` of that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its
@@ -91,8 +94,9 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
 
 /// What the only node costs: all but its pages.
 __device__ __forceinline__ void expect_costs(const PlanParams& p, OnlyNode& only) {
-  only.tile_cost = kv_tile_cost_of_rows(p.config, only.rows, true);
-  only.fixed_cost = fixed_node_cost(p.config, only.rows, 2 * only.rows);
+  const RowsCost cost = rows_cost(p.config, only.rows, true);
+  only.tile_cost = cost.kv_tile;
+  only.fixed_cost = fixed_node_cost(p.config, cost.pairs, 2 * only.rows);
 }
 
 /// What is known of the only node, if all that attach do so at the same one: everything but its pages. Numbers the rows of its requests: merge_begin. Behind it all
@@ -104,7 +108,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   const int32_t leader = attaches ? f[f[i].node].smallest : 0;
   const int32_t first_leader = __reduce_min_sync(0xffffffffu, attaches ? leader : f.size);
   const int32_t last_leader = __reduce_max_sync(0xffffffffu, attaches ? leader : -1);
-  const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? kv_tile_cost_of_rows(p.config, f[i].qo_len, false) : 0);
+  const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? rows_cost(p.config, f[i].qo_len, false).kv_tile : 0);
   const int32_t first_attached = __reduce_min_sync(0xffffffffu, attaches ? i : f.size);
   if (i % 32 == 0) {
     ptx::shared_min(&shared.first_attached, first_attached);
@@ -121,7 +125,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   only.number = shared.first_attached;
   only.rows = total.a + f[only.leader].qo_len;
   only.requests = total.b + 1;
-  only.weight = shared.weight + kv_tile_cost_of_rows(p.config, f[only.leader].qo_len, false);
+  only.weight = shared.weight + rows_cost(p.config, f[only.leader].qo_len, false).kv_tile;
   expect_costs(p, only);
   if (i < f.size) f[i].merge_begin = attaches ? before.a + f[only.leader].qo_len : i == only.leader ? 0 : -1;
   return only;
@@ -139,13 +143,12 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
     alone |= !read_request<true>(p, m, i, errors);
     f[i].node = f[i].pages > 0 ? kGrouped : -1;
     f[i].smallest = i;
-    tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
+    tile_cost = rows_cost(p.config, f[i].qo_len, false).kv_tile;
   });
   const int32_t of_warp = sum_of_lanes(tile_cost);
   if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
   if (thread == 0) {
-    shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_taken_depth = 0;
-    shared.max_depth = 1;
+    shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = -1;
   }
@@ -238,87 +241,103 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
   });
 }
 
-/// What follows from the attachments: nodes, parents, sums.
-__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+/// What is known of a request, and of the node of its number, before the words come; empties the counts of rows.
+__device__ __forceinline__ void prepare_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team) {
+  const Forest& f = m.forest;
+  team.for_each(f.size, [&](int32_t i) {
+    f[i].tile_cost = rows_cost(p.config, f[i].qo_len, false).kv_tile;
+    f[i].leader = f[i].node = f[i].deepest = f[i].next = f[i].top = -1;
+    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
+  });
+  team.for_each(1 << m.slot_bits, [&](int32_t i) { m.slots[i] = 0; });
+}
+
+/// Receives where requests attach, and finds the nodes of each leader's path from the deepest up: all requests of the path say where they attach, and those that do so
+/// further up then say it to the node that they have found. Behind it all threads know all nodes.
+__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team) {
+  const Forest& f = m.forest;
+  bool more = false;
+  team.for_each(f.size, [&](int32_t i) {
+    if (f[i].key == 0) return;
+    const AttachmentMail mail(p.schedule.attachments + i);
+    const Attachment own = mail.wait();
+    mail.clear();
+    f[i].leader = own.leader;
+    f[i].pages = own.pages;
+    f[i].node = kAttaches;
+    ptx::shared_max(&f[own.leader].deepest, f.path_key(i));
+    more = true;
+  });
+  while (team.sync_or(more)) {
+    more = false;
+    team.for_each(f.size, [&](int32_t i) {
+      if (f[i].node != kAttaches) return;
+      const int32_t found = f[i].top < 0 ? f[f[i].leader].deepest : f[f[i].top].next;
+      const int32_t node = Forest::node_of(found);
+      if (Forest::pages_of(found) == f[i].pages) {
+        f[i].node = node;
+      } else {
+        f[i].top = node;
+        ptx::shared_max(&f[node].next, f.path_key(i));
+        more = true;
+      }
+    });
+  }
+}
+
+/// Adds `rows` of a request to node n, -1: to none; whole warps. Lanes of the same node add up first.
+__device__ __forceinline__ void add_to_node(const Forest& f, int32_t n, int32_t rows) {
+  const uint32_t all = __ballot_sync(0xffffffffu, n >= 0);
+  const int32_t first = __ffs(static_cast<int>(all)) - 1;
+  const int32_t of_first = __shfl_sync(0xffffffffu, n, first);
+  int32_t requests = 1;
+  if (__all_sync(0xffffffffu, n < 0 || n == of_first)) {
+    rows = __reduce_add_sync(0xffffffffu, n >= 0 ? rows : 0);
+    requests = __popc(all);
+    if (static_cast<int32_t>(threadIdx.x) % 32 != first) n = -1;
+  }
+  if (n < 0) return;
+  ptx::shared_add(&f[n].rows, rows);
+  ptx::shared_add(&f[n].requests, requests);
+}
+
+/// Adds up what nodes hold, from the requests up.
+__device__ __forceinline__ void add_up_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  group_by_key(m, team);
-  team.for_each(f.size, [&](int32_t i) {
-    const int32_t node = f[i].node >= 0 ? f[f[i].node].smallest : -1;
-    f[i].node = node;
-    if (node != i) {
-      p.schedule.nodes[i].leader = -1;
-      return;
-    }
-    f[i].next = atomicExch(&f[f[i].leader].newest, i);
-    ptx::shared_max(&f[f[i].leader].deepest, f.deepest_key(i));
-  });
-  team.sync();
-  bool deep = false;
 #pragma unroll 1
   for (int32_t i = thread; i - thread < f.size; i += team.count) {
-    if (i < f.size && f.is_node(i)) {
-      const int32_t leader = f[i].leader;
-      int32_t other = f[leader].newest;
-      int32_t parent = -1;
-      if (other != i || f[i].next >= 0) {   // not the only one on its path
+    int32_t at = i < f.size ? f.innermost(i) : -1;
+    const int32_t own = i < f.size ? f[i].node : -1;
+    const int32_t rows = at >= 0 ? f[i].qo_len : 0;
+    if (at >= 0) ptx::shared_add(&f[at].weight, f[i].tile_cost);
+    int32_t nodes = 0;         // on the path so far
+    int32_t below_own = 0;     // of them
 #pragma unroll 1
-        for (; other >= 0; other = f[other].next) parent = closer_parent(f, i, other, parent);
-      }
-      if (parent < 0) parent = f[leader].node;
-      f[i].parent = parent;
-      f[i].depth = 1;
-      deep |= parent >= 0;
+    while (__any_sync(0xffffffffu, at >= 0)) {
+      add_to_node(f, at, rows);
+      if (at < 0) continue;
+      const int32_t parent = f[at].next >= 0 ? Forest::node_of(f[at].next) : f[f[at].leader].node;
+      if (at == own) below_own = nodes;
+      if (at == i) f[i].parent = parent;
+      ++nodes;
+      at = parent;
     }
-    // A warp whose requests are all in the same node adds them up.
-    const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    int32_t rows = innermost >= 0 ? f[i].qo_len : 0;
-    int32_t weight = innermost >= 0 ? f[i].tile_cost : 0;
-    int32_t requests = 1;
-    const int32_t all_rows = __reduce_add_sync(0xffffffffu, rows);
-    const int32_t all_weight = __reduce_add_sync(0xffffffffu, weight);
-    const uint32_t all = __ballot_sync(0xffffffffu, innermost >= 0);
-    if (all == 0) continue;
-    if (thread % 32 == 0) ptx::shared_add(&shared.states, 2 * all_rows);
-    int uniform;
-    const int32_t first = __ffs(static_cast<int>(all)) - 1;
-    const int32_t of_first = __shfl_sync(0xffffffffu, innermost, first);
-    __match_all_sync(0xffffffffu, innermost >= 0 ? innermost : of_first, &uniform);
-    if (uniform) {
-      rows = all_rows;
-      weight = all_weight;
-      requests = __popc(all);
+    if (own == i) f[i].depth = nodes - below_own;
+    const int32_t states = __reduce_add_sync(0xffffffffu, nodes > 0 ? rows * (nodes + 1) : 0);
+    const int32_t deepest = __reduce_max_sync(0xffffffffu, nodes);
+    if (thread % 32 == 0) {
+      ptx::shared_add(&shared.states, states);
+      ptx::shared_max(&shared.max_depth, deepest);
     }
-    if (innermost < 0 || (uniform && thread % 32 != first)) continue;
-    ptx::shared_add(&f[innermost].rows, rows);
-    ptx::shared_add(&f[innermost].requests, requests);
-    ptx::shared_add(&f[innermost].weight, weight);
   }
-  if (!team.sync_or(deep)) return;
-
-  // Nodes below nodes: what was added to each so far are the requests that are in no deeper one. It is kept in `taken` and `group` while all is added to
-  // those above.
-  team.for_each(f.size, [&](int32_t n) {
-    f[n].taken = f[n].rows;
-    f[n].group = f[n].requests;
-  });
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
-    if (!f.is_node(n)) return;
-    int32_t depth = 1;
-#pragma unroll 1
-    for (int32_t at = f[n].parent; at >= 0; at = f[at].parent) {
-      ptx::shared_add(&f[at].rows, f[n].taken);
-      ptx::shared_add(&f[at].requests, f[n].group);
-      ++depth;
-    }
-    f[n].depth = depth;
-    ptx::shared_max(&shared.max_depth, depth);
-    ptx::shared_add(&shared.states, f[n].taken * (depth - 1));
-  });
-  team.sync();
-  team.for_each(f.size, [&](int32_t n) {
-    if (f[n].depth > 1) ptx::shared_add(&f[f[n].parent].weight, kv_tile_cost_of_rows(p.config, f[n].rows, true));
+    if (f[n].depth == 0) return;
+    const RowsCost cost = rows_cost(p.config, f[n].rows, true);
+    f[n].tile_cost = cost.kv_tile;
+    f[n].pair_cost = cost.pairs;
+    if (f[n].parent >= 0) ptx::shared_add(&f[f[n].parent].weight, cost.kv_tile);
   });
   team.sync();
 }
@@ -338,7 +357,7 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
       if (f[n].depth != depth) continue;
       const int64_t saved = decide_node(p, f, n, room);
       if (f[n].taken != n) continue;
-      if (compete) room -= node_states(f, n, f.taken_above(n));
+      if (compete) room -= node_states(f[n].rows, f[n].begin);
       ptx::shared_add(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
       ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
       ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
@@ -348,7 +367,7 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
   if (shared.max_taken_depth == 0) return false;
   if (forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low)) return true;
   team.for_each(f.size, [&](int32_t n) {
-    if (f.is_node(n)) drop_node(p, f, n);
+    if (f[n].depth > 0) drop_node(f, n);
   });
   return false;
 }
@@ -369,7 +388,7 @@ __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t innermost = i < f.size ? f.innermost(i) : -1;
     const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
-    const bool is_taken = i < f.size && f.is_node(i) && f[i].taken == i;
+    const bool is_taken = i < f.size && f[i].depth > 0 && f[i].taken == i;
     const PlanSums<int32_t> own{(top >= 0 ? f[i].qo_len : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f[i].rows : 0};
     PlanSums<int32_t> total;
     bool any = false;
@@ -391,35 +410,23 @@ __device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared
   planned.num_groups += num_taken;
   planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
   planned.num_links = shared.max_taken_depth + 1;
-  if (num_taken > 1) team.for_each(ceil_div(f.size, 32) * count_columns(m, num_taken), [&](int32_t i) { m.slots[i] = 0; });
 }
 
 /// Everything but the links. Returns whether anything was taken.
 __device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong, Planned& planned) {
-  const Forest& f = m.forest;
-  team.for_each(f.size, [&](int32_t i) {
-    f[i].leader = f[i].node = -1;
-    f[i].smallest = i;
-    f[i].tile_cost = kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
-    f[i].deepest = f[i].newest = f[i].merge_begin = -1;
-    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
-    if (f[i].key == 0) return;
-    const AttachmentMail mail(p.schedule.attachments + i);
-    const Attachment own = mail.wait();
-    mail.clear();
-    f[i].leader = own.leader;
-    f[i].pages = own.pages;
-    f[i].node = kGrouped;
-    f[i].key = own.pages << Forest::kNodeBits | own.leader;
-  });
-  if (wrong) {    // what is wrong is not shared; the mail had to be received all the same
-    team.for_each(f.size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
-    return false;
-  }
-  find_nodes(p, m, shared, team);
+  find_nodes(p, m, team);
+  if (wrong) return false;     // what is wrong is not shared; the mail had to be received all the same
+  add_up_nodes(p, m, shared, team);
   if (!decide(p, m, shared, team)) return false;
   place_forest(m, shared, team, planned);
   return true;
+}
+
+/// Writes down all nodes.
+__device__ __forceinline__ void record_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, bool found) {
+  team.for_each(m.forest.size, [&](int32_t i) {
+    if (found && m.forest[i].depth > 0) record_node(p, m.forest, i); else p.schedule.nodes[i].leader = -1;
+  });
 }
 
 /// Counts the rows that every 32 requests have in each taken node from number `begin` on, as many as there are columns.

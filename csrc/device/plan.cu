@@ -18,6 +18,7 @@ struct PlanSharedMemory {
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
   StagedGroups staged[kMaxPlanThreads / 32];
   Planned planned;
+  int32_t finds_nodes;
   int32_t takes_forest;
   uint32_t errors;
   int32_t num_merge_rows;
@@ -359,8 +360,9 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (kSeeksForest && linkers.has_this_thread()) {
     if (is_only) {
       record_only_node(p, m, shared.forest.only, linkers);
-    } else if (shared.takes_forest) {
-      link_forest(p, m, linkers, planned);
+    } else {
+      record_nodes(p, m, linkers, shared.finds_nodes);
+      if (shared.takes_forest) link_forest(p, m, linkers, planned);
     }
   }
 }
@@ -391,7 +393,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     Planned planned = empty_plan(p, size, size);
     OnlyNode only;
     const bool shares = find_sharing(p, m, shared.forest, team, errors, wrong, only);
-    if (!shares) team.for_each(size, [&](int32_t i) { p.schedule.nodes[i].leader = -1; });
+    if (shares) prepare_nodes(p, m, team);
     goes_on = shares;
     if (reports) {     // as if it were taken
       if (only.leader >= 0) {
@@ -425,6 +427,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
         Planned planned = empty_plan(p, size, size);
         const bool taken = make_forest(p, m, shared.forest, team, wrong, planned);
         if (reports) {
+          shared.finds_nodes = !wrong;
           shared.takes_forest = taken;
           shared.planned = planned;
           shared.forest.only.leader = -1;
@@ -457,7 +460,7 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.finds_nodes = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
     plan_with_forest(p, m, shared, tile_begin);
   } else {

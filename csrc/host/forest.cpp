@@ -68,6 +68,12 @@ bool find_attachments(const Tables& tables, const Forest& f) {
   return shares;
 }
 
+/// A node on the same path that could be node n's parent: of those the deepest is. `best`: the best so far, -1: none.
+int32_t closer_parent(const Forest& f, int32_t n, int32_t other, int32_t best) {
+  if (f[other].leader != f[n].leader || f[other].pages >= f[n].pages) return best;
+  return best < 0 || f[other].pages > f[best].pages ? other : best;
+}
+
 /// Fills what follows from attachments. Returns the nodes in order.
 std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
   std::vector<int32_t> nodes;
@@ -83,7 +89,7 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
     f[n].rows = f[n].requests = f[n].weight = 0;
     for (const int32_t other : nodes) f[n].parent = closer_parent(f, n, other, f[n].parent);
     if (f[n].parent < 0) f[n].parent = f[f[n].leader].node;
-    f[f[n].leader].deepest = max_of(f[f[n].leader].deepest, f.deepest_key(n));
+    f[f[n].leader].deepest = max_of(f[f[n].leader].deepest, f.path_key(n));
   }
   for (const int32_t n : nodes) {
     f[n].depth = 0;
@@ -95,10 +101,13 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
       f[at].rows += f[i].qo_len;
       ++f[at].requests;
     }
-    if (innermost >= 0) f[innermost].weight += kv_tile_cost_of_rows(p.config, f[i].qo_len, false);
+    if (innermost >= 0) f[innermost].weight += rows_cost(p.config, f[i].qo_len, false).kv_tile;
   }
   for (const int32_t n : nodes) {
-    if (f[n].parent >= 0) f[f[n].parent].weight += kv_tile_cost_of_rows(p.config, f[n].rows, true);
+    const RowsCost cost = rows_cost(p.config, f[n].rows, true);
+    f[n].tile_cost = cost.kv_tile;
+    f[n].pair_cost = cost.pairs;
+    if (f[n].parent >= 0) f[f[n].parent].weight += cost.kv_tile;
   }
   return nodes;
 }
@@ -113,11 +122,11 @@ bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& no
     for (const int32_t n : nodes) {
       if (f[n].depth != depth) continue;
       saved += decide_node(p, f, n, free_states);
-      if (f[n].taken == n) free_states -= node_states(f, n, f.taken_above(n));
+      if (f[n].taken == n) free_states -= node_states(f[n].rows, f[n].begin);
     }
   }
   if (!forest_pays(p.config, saved)) {
-    for (const int32_t n : nodes) drop_node(p, f, n);
+    for (const int32_t n : nodes) drop_node(f, n);
   }
   return std::any_of(nodes.begin(), nodes.end(), [&](int32_t n) { return f[n].taken == n; });
 }
@@ -139,7 +148,13 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   }
   if (!find_attachments(tables, f)) return;
   const std::vector<int32_t> nodes = find_nodes(p, f);
-  if (!decide(p, f, nodes)) return;
+  const bool any_taken = decide(p, f, nodes);
+  int32_t num_groups = planned.num_groups;
+  for (const int32_t n : nodes) {
+    if (f[n].taken == n) f[n].group = num_groups++;
+    record_node(p, f, n);
+  }
+  if (!any_taken) return;
 
   int32_t own_states = 0;
   for (int32_t i = 0; i < size; ++i) {
@@ -155,7 +170,6 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     if (f[n].taken != n) continue;
     f[n].row_begin = rows;
     rows += f[n].rows;
-    f[n].group = planned.num_groups;
     p.schedule.groups[planned.num_groups++] = node_group(p, f, n, tables.begin[static_cast<size_t>(n)], own_states);
     int32_t rank = 0;
     for (int32_t i = 0; i < size; ++i) {

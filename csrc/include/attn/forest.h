@@ -54,7 +54,7 @@ struct ForestEntry {
   int32_t qo_len;
   int32_t kv_len;
   int32_t node;          // where it attaches; -1: nowhere
-  int32_t deepest;       // deepest node on its own path, as (pages << kNodeBits | node); -1: none
+  int32_t deepest;       // path_key() of the deepest node on its own path; -1: none
   int32_t merge_begin;   // first of its rows among the rows to be merged; -1: none of its nodes was taken
   // Of the node.
   int32_t parent;        // -1: none
@@ -62,16 +62,18 @@ struct ForestEntry {
   int32_t rows;
   int32_t requests;
   int32_t weight;        // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
+  int32_t tile_cost;     // cost of a KV tile for its rows; on the device first for the request's
+  int32_t pair_cost;     // of its row tiles, for each KV head
+  int32_t begin;         // pages that a taken node above it reads
+  int32_t reason;        // NodeReason
   int32_t taken;         // it or the nearest ancestor that was taken; -1: none
   int32_t taken_depth;   // taken nodes on the path from the root to it
   int32_t group;         // of a taken node
   int32_t row_begin;     // of its rows in the row list
   // Of the device planner (device/forest.cuh).
-  int32_t key;           // what requests are grouped by: the first entry of the page table, then what makes a node
+  int32_t key;           // what requests are grouped by, the first entry of the page table; then whether a request attaches
   int32_t smallest;      // of the group that this request stands for
-  int32_t tile_cost;     // cost of a KV tile for the request's rows
-  int32_t newest;        // a node on the path of this leader; -1: none
-  int32_t next;          // another node on the path of this node; -1: none
+  int32_t next;          // path_key() of the next node up on the path of this node's leader; -1: none
   int32_t top;           // the deepest taken node that the request is in; -1: none
   int32_t taken_node;    // the taken node with this number among them
   int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
@@ -83,7 +85,7 @@ struct Forest {
   int32_t size;          // requests
 
   static constexpr int32_t kNodeBits = 10;
-  static_assert(kMaxForestRequests <= 1 << kNodeBits && static_cast<int64_t>(kMaxSharedPages) << kNodeBits <= int64_t{1} << 30, "deepest fits into an int32");
+  static_assert(kMaxForestRequests == 1 << kNodeBits && static_cast<int64_t>(kMaxSharedPages) << kNodeBits <= int64_t{1} << 30, "path_key() fits into an int32");
 
   ATTN_HD ForestEntry& operator[](int32_t i) const { return entries[i]; }
 
@@ -92,10 +94,13 @@ struct Forest {
   /// The deepest node that a request is in: on its own path if others attach there, else where it attaches; -1: none.
   ATTN_HD int32_t innermost(int32_t request) const {
     const ForestEntry& entry = entries[request];
-    return entry.deepest >= 0 ? entry.deepest & ((1 << kNodeBits) - 1) : entry.node;
+    return entry.deepest >= 0 ? node_of(entry.deepest) : entry.node;
   }
 
-  ATTN_HD int32_t deepest_key(int32_t n) const { return entries[n].pages << kNodeBits | n; }
+  /// What a request that attaches says about its node: the largest is that of the deepest node and, of all that attach there, of the smallest request.
+  ATTN_HD int32_t path_key(int32_t request) const { return entries[request].pages << kNodeBits | (kMaxForestRequests - 1 - request); }
+  ATTN_HD static int32_t node_of(int32_t path_key) { return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1)); }
+  ATTN_HD static int32_t pages_of(int32_t path_key) { return path_key >> kNodeBits; }
 
   ATTN_HD int32_t taken_above(int32_t n) const { return entries[n].parent >= 0 ? entries[entries[n].parent].taken : -1; }
 
@@ -123,22 +128,23 @@ ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
   return round_up((4 << forest_slot_bits(requests)) + requests * static_cast<int32_t>(sizeof(int64_t) + sizeof(ForestEntry)), 16);
 }
 
-/// A node on the same path that could be node n's parent: of those the deepest is. `best`: the best so far, -1: none.
-ATTN_HD int32_t closer_parent(const Forest& f, int32_t n, int32_t other, int32_t best) {
-  if (f[other].leader != f[n].leader || f[other].pages >= f[n].pages) return best;
-  return best < 0 || f[other].pages > f[best].pages ? other : best;
-}
+/// What the row tiles of a row group cost together, for each KV head.
+struct RowsCost {
+  int32_t kv_tile;       // for each KV tile
+  int32_t pairs;         // beside them
+};
 
-/// Cost of a KV tile for a row group of `rows` rows; `of_node`: which leave states.
-ATTN_HD int32_t kv_tile_cost_of_rows(const ScheduleConfig& config, int32_t rows, bool of_node) {
+/// Of a row group of `rows` rows; `of_node`: which leave states.
+ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_node) {
   const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
   const int32_t kind = choose_kind(config, packed_rows);
-  return row_tiles_of(packed_rows, kind) * config.kv_tile_cost[cost_kind(kind, of_node ? 0 : -1)];
+  const int32_t tiles = row_tiles_of(packed_rows, kind);
+  const int32_t cost = cost_kind(kind, of_node ? 0 : -1);
+  return RowsCost{tiles * config.kv_tile_cost[cost], tiles * config.pair_cost[cost]};
 }
 
-/// Row states that taking node n needs, `above` being the nearest taken node above it: the first taken node of a path makes its rows' own groups keep states
-/// too.
-ATTN_HD int32_t node_states(const Forest& f, int32_t n, int32_t above) { return f[n].rows * (above < 0 ? 2 : 1); }
+/// Row states that taking a node needs that would read its pages from `begin` on: the first taken node of a path makes its rows' own groups keep states too.
+ATTN_HD int32_t node_states(int32_t rows, int32_t begin) { return rows * (begin == 0 ? 2 : 1); }
 
 /// What taking a node saves and what it adds, for each KV head.
 struct NodeCost {
@@ -147,18 +153,20 @@ struct NodeCost {
 };
 
 /// What a node adds however many pages it reads: row tiles that hold its rows, and row states.
-ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t rows, int32_t states) {
-  const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
-  const int32_t kind = choose_kind(config, packed_rows);
-  return static_cast<int64_t>(row_tiles_of(packed_rows, kind)) * config.pair_cost[cost_kind(kind, 0)] + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
+ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t pair_cost, int32_t states) {
+  return pair_cost + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
 }
 
-/// `pages`: that the node would read; `weight`: see ForestEntry; `tile_cost`: kv_tile_cost_of_rows() of its rows; `fixed`: fixed_node_cost().
+/// `pages`: that the node would read; `weight`, `tile_cost`: see ForestEntry; `fixed`: fixed_node_cost().
 ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, int32_t tile_cost, int64_t fixed) {
   const int32_t tokens = pages * p.levels[0].table.page_size;
   const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
   const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * p.config.kv_tile < tokens);
   return NodeCost{static_cast<int64_t>(whole_kv_tiles) * weight, fixed + static_cast<int64_t>(kv_tiles) * tile_cost};
+}
+
+ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestEntry& node) {
+  return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.rows, node.begin)));
 }
 
 /// A NodeReason but for kForestSavesTooLittle. `depth_above`: taken nodes above it; `free_states`: row states that are left.
@@ -168,18 +176,17 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
   return states > free_states ? kNodeHasNoRoom : kNodeTaken;
 }
 
-/// Decides on a node whose ancestors have been decided on, and records it. Returns what it saves if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on. Returns what it saves if it is taken, else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   const int32_t above = f.taken_above(n);
   const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;
-  const int32_t begin = f.covered_pages(above);
-  const int32_t states = node_states(f, n, above);
-  const NodeCost cost = node_cost(p, f[n].pages - begin, f[n].weight, kv_tile_cost_of_rows(p.config, f[n].rows, true), fixed_node_cost(p.config, f[n].rows, states));
-  const int32_t reason = judge_node(p.config, cost, depth_above, states, free_states);
-  p.schedule.nodes[n] = PrefixNode{f[n].leader, f[n].parent, begin, f[n].pages, f[n].requests, f[n].rows, -1, reason, cost.saved, cost.added};
-  f[n].taken = reason == kNodeTaken ? n : above;
-  f[n].taken_depth = depth_above + (reason == kNodeTaken);
-  return reason == kNodeTaken ? cost.saved - cost.added : 0;
+  f[n].begin = f.covered_pages(above);
+  const NodeCost cost = node_cost(p, f[n]);
+  f[n].reason = judge_node(p.config, cost, depth_above, node_states(f[n].rows, f[n].begin), free_states);
+  const bool taken = f[n].reason == kNodeTaken;
+  f[n].taken = taken ? n : above;
+  f[n].taken_depth = depth_above + taken;
+  return taken ? cost.saved - cost.added : 0;
 }
 
 /// The forest is worth more than what using it costs.
@@ -188,17 +195,23 @@ ATTN_HD bool forest_pays(const ScheduleConfig& config, int64_t saved) {
 }
 
 /// Takes back that node n was taken.
-ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
-  if (f[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
+ATTN_HD void drop_node(const Forest& f, int32_t n) {
+  if (f[n].taken == n) f[n].reason = kForestSavesTooLittle;
   f[n].taken = -1;
+}
+
+/// Writes down node n.
+ATTN_HD void record_node(const PlanParams& p, const Forest& f, int32_t n) {
+  const ForestEntry& node = f[n];
+  const NodeCost cost = node_cost(p, node);
+  p.schedule.nodes[n] = PrefixNode{node.leader, node.parent, node.begin, node.pages, node.requests, node.rows, node.taken == n ? node.group : -1, node.reason, cost.saved, cost.added};
 }
 
 /// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: row states of the requests' own row groups,
 /// which come first.
 ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
-  p.schedule.nodes[n].group = f[n].group;
   const PageTable& table = p.levels[0].table;
-  const int32_t begin = f.covered_pages(f.taken_above(n));
+  const int32_t begin = f[n].begin;
   RowGroup group;
   group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
   group.qo_begin = f[n].row_begin;
