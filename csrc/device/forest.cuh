@@ -40,6 +40,7 @@ struct ForestShared {
   int32_t last_leader;
   int32_t max_depth;
   int32_t max_taken_depth;   // 0: no node was taken
+  int32_t last_taken;        // the largest number of a taken node
 };
 
 constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be added up
@@ -150,7 +151,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   if (thread == 0) {
     shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
     shared.first_attached = shared.first_leader = f.size;
-    shared.last_leader = -1;
+    shared.last_leader = shared.last_taken = -1;
   }
   if (!team.sync_or(alone || errors != 0)) {
     // All attach to request 0, and as nothing is wrong, rows are numbered already.
@@ -342,15 +343,17 @@ __device__ __forceinline__ void add_up_nodes(const PlanParams& p, const ForestMe
   team.sync();
 }
 
-/// Decides which nodes are taken. Returns whether any is.
-__device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+/// Decides which nodes are taken. All threads must have passed a barrier before any of them asks forest_is_taken().
+__device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   const Forest& f = m.forest;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t max_depth = shared.max_depth;
   int32_t room = forest_states(p.config);
   // Nodes compete for room: one after another, in the order of the host.
   const bool compete = shared.states > room;
 #pragma unroll 1
-  for (int32_t depth = 1; depth <= shared.max_depth; ++depth) {
+  for (int32_t depth = 1; depth <= max_depth; ++depth) {
+    if (depth > 1) team.sync();
 #pragma unroll 1
     for (int32_t n = thread; n < f.size; n += compete ? 1 : team.count) {
       if (compete && thread != 0) break;
@@ -361,15 +364,14 @@ __device__ __forceinline__ bool decide(const PlanParams& p, const ForestMemory& 
       ptx::shared_add(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
       ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
       ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
+      ptx::shared_max(&shared.last_taken, n);
     }
-    team.sync();
   }
-  if (shared.max_taken_depth == 0) return false;
-  if (forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low)) return true;
-  team.for_each(f.size, [&](int32_t n) {
-    if (f[n].depth > 0) drop_node(f, n);
-  });
-  return false;
+}
+
+/// Whether nodes were taken, and are worth it together.
+__device__ __forceinline__ bool forest_is_taken(const PlanParams& p, const ForestShared& shared) {
+  return shared.max_taken_depth > 0 && forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low);
 }
 
 /// Columns of the counts of rows: taken nodes that are looked after at a time.
@@ -377,55 +379,24 @@ __device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t 
   return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32));
 }
 
-/// Numbers the taken nodes, their rows and the rows of their requests.
-__device__ __forceinline__ void place_forest(const ForestMemory& m, ForestShared& shared, const PlanTeam& team, Planned& planned) {
-  constexpr int kBits = 20;
-  static_assert(kMaxForestRequests < 1 << (31 - kBits), "rows, of which there are no more than forest_states(), and nodes fit into a sum");
-  const Forest& f = m.forest;
-  PlanSums<int32_t> before_all{0, 0};     // rows of requests in taken nodes, and above them taken nodes; rows of taken nodes
-#pragma unroll 1
-  for (int32_t first = 0; first < f.size; first += team.count) {
-    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
-    const int32_t innermost = i < f.size ? f.innermost(i) : -1;
-    const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
-    const bool is_taken = i < f.size && f[i].depth > 0 && f[i].taken == i;
-    const PlanSums<int32_t> own{(top >= 0 ? f[i].qo_len : 0) + (is_taken ? 1 << kBits : 0), is_taken ? f[i].rows : 0};
-    PlanSums<int32_t> total;
-    bool any = false;
-    if (first > 0) team.sync();
-    const PlanSums<int32_t> before = before_all + sum_before(team, shared.sums, f.size - first, own, total, any);
-    before_all = before_all + total;
-    if (i < f.size) {
-      f[i].top = top;
-      f[i].merge_begin = top >= 0 ? before.a & ((1 << kBits) - 1) : -1;
-    }
-    if (is_taken) {
-      const int32_t number = before.a >> kBits;
-      f[i].row_begin = before.b;
-      f[i].group = f.size + number;
-      f[number].taken_node = i;
-    }
-  }
-  const int32_t num_taken = before_all.a >> kBits;
-  planned.num_groups += num_taken;
-  planned.num_merge_rows = before_all.a & ((1 << kBits) - 1);
-  planned.num_links = shared.max_taken_depth + 1;
-}
-
-/// Everything but the links. Returns whether anything was taken.
-__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong, Planned& planned) {
+/// Finds the nodes and decides on them. Returns whether there are any.
+__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
   find_nodes(p, m, team);
   if (wrong) return false;     // what is wrong is not shared; the mail had to be received all the same
   add_up_nodes(p, m, shared, team);
-  if (!decide(p, m, shared, team)) return false;
-  place_forest(m, shared, team, planned);
+  decide(p, m, shared, team);
   return true;
 }
 
 /// Writes down all nodes.
-__device__ __forceinline__ void record_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, bool found) {
+__device__ __forceinline__ void record_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, bool found, bool taken) {
   team.for_each(m.forest.size, [&](int32_t i) {
-    if (found && m.forest[i].depth > 0) record_node(p, m.forest, i); else p.schedule.nodes[i].leader = -1;
+    if (!found || m.forest[i].depth == 0) {
+      p.schedule.nodes[i].leader = -1;
+      return;
+    }
+    if (!taken) drop_node(m.forest, i);
+    record_node(p, m.forest, i);
   });
 }
 
@@ -489,7 +460,7 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
   }
 }
 
-/// Links all rows of the forest. The rows of the first nodes have been counted, unless there is but one: then all rows to be merged are its rows.
+/// Links all rows of the forest. If there is but one taken node, all rows to be merged are its rows; else those of each 32 requests are counted.
 __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
   const Forest& f = m.forest;
   const int32_t num_taken = planned.num_groups - f.size;
@@ -500,9 +471,9 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
       team.sync();
       team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
       team.sync();
-      count_node_rows(m, team, begin, columns);
-      team.sync();
     }
+    count_node_rows(m, team, begin, columns);
+    team.sync();
     link_node_rows(p, m, team, planned.num_links - 1, num_taken, begin, columns);
   }
   team.for_each(f.size, [&](int32_t i) {

@@ -14,12 +14,12 @@ struct StagedGroups {
 
 struct PlanSharedMemory {
   SumMemory<int64_t> sums;
+  SumMemory<int64_t, int64_t> forest_sums;
   ForestShared forest;
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
   StagedGroups staged[kMaxPlanThreads / 32];
   Planned planned;
   int32_t finds_nodes;
-  int32_t takes_forest;
   uint32_t errors;
   int32_t num_merge_rows;
   int32_t longest_pair;
@@ -128,78 +128,151 @@ struct Line {
 /// What one thread puts on the line: a row group and its row tiles, of which all cost the same.
 struct Piece {
   RowGroup group;      // without tile_begin
-  RowTile tile;        // the first; without cost_begin
+  RowTile tile;        // the first; without group and cost_begin
+  int32_t number = -1; // of the row group; -1: there is none
   int32_t num_tiles;
   int64_t cost;        // of each
   bool differ;         // they do not all cost the same, or are too many for a thread
 };
 
-__device__ __forceinline__ Piece make_piece(const PlanParams& p, const RowGroup& group, int32_t i) {
+__device__ __forceinline__ Piece make_piece(const PlanParams& p, const RowGroup& group, int32_t number) {
   Piece piece{};
   piece.group = group;
+  piece.number = number;
   piece.num_tiles = count_row_tiles(p.config, group);
   if (piece.num_tiles == 0) return piece;
-  piece.tile = make_row_tile(p, group, i, 0);
+  piece.tile = make_row_tile(p, group, number, 0);
   piece.cost = pair_cost(p.config, cost_kind(group.kind, group.state_begin), piece.tile.num_kv_tiles) * p.config.num_kv_heads;
   const PlanLevel& level = p.levels[group.level];
   piece.differ = piece.num_tiles > 1 && (level.causal || level.window_left >= 0 || piece.num_tiles > kTilesOfThread);
   return piece;
 }
 
-/// Reads row group i, as it is before it has a place on the line.
+/// A row group that is to be laid on the line: number i of the composition, or where a forest is taken request i, and from `first_node` on node i - first_node.
+struct Candidates {
+  int32_t count;
+  int32_t first_node;    // whole warps are requests or nodes; 0: no forest of several nodes is taken
+};
+
+/// Reads row group i, as it is before it has a place on the line: its states, if it leaves any, begin at 0. `number`: receives its number if it is known, -1 if there is none.
 template <bool kSeeksForest>
-__device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const PlanSharedMemory& shared, int32_t i, uint32_t& errors) {
+__device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const ForestMemory& m, const Candidates& candidates, int32_t i, int32_t& number, uint32_t& errors) {
+  number = i;
   if constexpr (!kSeeksForest) {
     if (p.config.batch_invariant) return p.schedule.groups[i];
     return read_row_group(p, p.num_levels == 1 ? GroupPlace{0, i} : find_level(p, i), errors);
   }
   const Forest& f = m.forest;
-  if (i >= f.size) return node_group(p, f, f[i - f.size].taken_node, m.table_begin[f[i - f.size].taken_node], shared.planned.num_merge_rows);
+  if (i >= f.size) {
+    const int32_t n = i - candidates.first_node;
+    const bool is_taken = n >= 0 && f[n].depth > 0 && f[n].taken == n;
+    if (!is_taken) number = -1;
+    return is_taken ? node_group(p, f, n, m.table_begin[n]) : RowGroup{};
+  }
   const int32_t kind = choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size);
   RowGroup group{m.table_begin[i], f[i].qo_begin, f[i].qo_len, f[i].kv_len, 0, 0, kind, -1, 0};
-  if (shared.takes_forest) cut_group(p.levels[0].table, f, i, f[i].top, group);
+  if (candidates.first_node > 0) {
+    const int32_t innermost = f.innermost(i);
+    f[i].top = innermost >= 0 ? f[innermost].taken : -1;
+    cut_group(p.levels[0].table, f, f[i].top, group);
+  }
   return group;
 }
 
-/// Writes this thread's row group, number i of `num_groups`.
-__device__ __forceinline__ void write_group(const PlanParams& p, PlanSharedMemory& shared, int32_t i, int32_t num_groups, const RowGroup& group) {
-  if (num_groups <= 128) {    // few are there sooner the direct way
-    if (i < num_groups) store<int2>(p.schedule.groups + i, group);
-    return;
-  }
+/// Writes this thread's row group, of candidate i.
+__device__ __forceinline__ void write_group(const PlanParams& p, PlanSharedMemory& shared, const Candidates& candidates, const Piece& piece, int32_t i) {
   const int32_t of_warp = i - static_cast<int32_t>(threadIdx.x) % 32;
-  if (of_warp < num_groups) store_groups(p.schedule.groups + of_warp, num_groups - of_warp, group, shared.staged[threadIdx.x / 32]);
+  const int32_t in_turn = candidates.first_node > 0 ? p.levels[0].num_groups : candidates.count;    // as many candidates are the row groups of the same numbers
+  if (in_turn > 128 && of_warp < in_turn) {
+    store_groups(p.schedule.groups + of_warp, in_turn - of_warp, piece.group, shared.staged[threadIdx.x / 32]);
+  } else if (piece.number >= 0) {    // few are there sooner the direct way
+    store<int2>(p.schedule.groups + piece.number, piece.group);
+  }
+}
+
+/// Sums over the requests and nodes of a forest, in one number: row tiles, states that row groups leave, and taken nodes.
+struct ForestSum {
+  static constexpr int kTileBits = 21;
+  static constexpr int kStateBits = 20;
+  static_assert(kMaxForestTiles <= 1 << kTileBits && kMaxForestRequests < 1 << (52 - kTileBits - kStateBits), "what sum_of_lanes() adds up");
+  int64_t value;
+
+  __device__ static int64_t pack(int32_t tiles, int32_t states, int32_t nodes) {
+    return static_cast<int64_t>(nodes) << (kTileBits + kStateBits) | static_cast<int64_t>(states) << kTileBits | tiles;
+  }
+  __device__ int32_t tiles() const { return static_cast<int32_t>(value & ((1 << kTileBits) - 1)); }
+  __device__ int32_t states() const { return static_cast<int32_t>(value >> kTileBits & ((1 << kStateBits) - 1)); }
+  __device__ int32_t nodes() const { return static_cast<int32_t>(value >> (kTileBits + kStateBits)); }
+};
+
+/// Gives the row group of candidate i its number and the place of its states, and returns the sums before it. `planned`: numbers and states so far.
+__device__ __forceinline__ PlanSums<int64_t> place_in_forest(const ForestMemory& m, PlanSharedMemory& shared, const Candidates& candidates, int32_t i, Piece& piece,
+                                                             Planned& planned, int32_t& states_so_far, PlanSums<int64_t>& total, bool& differ) {
+  const Forest& f = m.forest;
+  const int32_t lane = i % 32;
+  const bool is_node = i >= f.size && piece.number >= 0;
+  const int32_t states = piece.group.state_begin >= 0 ? piece.group.qo_len : 0;
+  using Sums = PlanSums<int64_t, int64_t>;
+  Sums all;
+  const Sums sums = sum_before(PlanTeam{0, plan_threads()}, shared.forest_sums, candidates.count - (i - static_cast<int32_t>(threadIdx.x)),
+                               Sums{piece.cost * piece.num_tiles, ForestSum::pack(piece.num_tiles, states, is_node)}, all, differ);
+  const ForestSum before{sums.b}, behind{all.b};
+  // Requests' states come first, and whole warps are requests.
+  const int32_t warps = min_of((candidates.first_node - (i - static_cast<int32_t>(threadIdx.x))) / 32, plan_threads() / 32);
+  planned.num_merge_rows += ForestSum{sum_of_lanes(lane < warps ? shared.forest_sums.of_warp[lane].b : 0)}.states();
+  const int32_t state_begin = states_so_far + before.states();
+  if (i < f.size) {
+    f[i].merge_begin = piece.group.state_begin = states > 0 ? state_begin : -1;
+  } else if (is_node) {
+    const int32_t n = i - candidates.first_node;
+    piece.number = planned.num_groups + before.nodes();
+    piece.group.state_begin = state_begin;
+    piece.group.qo_begin = f[n].row_begin = state_begin - planned.num_merge_rows;
+    f[n].group = piece.number;
+  }
+  states_so_far += behind.states();
+  planned.num_groups += behind.nodes();
+  total = PlanSums<int64_t>{all.a, behind.tiles()};
+  return PlanSums<int64_t>{sums.a, before.tiles()};
 }
 
 /// Lays the row groups on the line, a thread a group, and their row tiles where all tiles of a group cost the same. `piece`: this thread's, if `is_known`; then its last.
-/// `tile_begin` receives the first tile of each group.
+/// `tile_begin` receives the first tile of each group; `planned` what is known of a forest then.
 template <bool kSeeksForest>
-__device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, bool is_known, Piece& piece, int32_t* tile_begin,
-                                             const Planned& planned, uint32_t& errors) {
+__device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, const Candidates& candidates, bool is_known, Piece& piece,
+                                             int32_t* tile_begin, Planned& planned, uint32_t& errors) {
   const ScheduleConfig& config = p.config;
   const PlanTeam team{0, plan_threads()};
+  const bool takes_forest = kSeeksForest && candidates.first_node > 0;
   bool differ = false;
   bool has_largest_tiles = false;
+  int32_t states_so_far = 0;
   Line line{};
 #pragma unroll 1
-  for (int32_t first = 0; first < planned.num_groups; first += plan_threads()) {
+  for (int32_t first = 0; first < candidates.count; first += plan_threads()) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     if (!kSeeksForest || !is_known) {
       RowGroup group{};
-      if (i < planned.num_groups) group = find_row_group<kSeeksForest>(p, m, shared, i, errors);
+      int32_t number = -1;
+      if (i < candidates.count) group = find_row_group<kSeeksForest>(p, m, candidates, i, number, errors);
       __syncwarp();    // requests and nodes go on together
-      piece = make_piece(p, group, i);
+      piece = make_piece(p, group, number);
     }
     RowGroup& group = piece.group;
     RowTile& tile = piece.tile;
     has_largest_tiles |= group.kind == config.max_kind && piece.num_tiles > 0;
     differ |= piece.differ;
-    PlanSums<int64_t> total;
+    PlanSums<int64_t> total, before;
     if (first > 0) __syncthreads();
-    const PlanSums<int64_t> before = sum_before(team, shared.sums, planned.num_groups - first, PlanSums<int64_t>{piece.cost * piece.num_tiles, piece.num_tiles}, total, differ);
-    if (i < planned.num_groups) {
+    if (takes_forest) {
+      before = place_in_forest(m, shared, candidates, i, piece, planned, states_so_far, total, differ);
+    } else {
+      before = sum_before(team, shared.sums, candidates.count - first, PlanSums<int64_t>{piece.cost * piece.num_tiles, piece.num_tiles}, total, differ);
+    }
+    if (piece.number >= 0) {
       group.tile_begin = line.num_tiles + before.b;
-      tile_begin[i] = group.tile_begin;
+      tile_begin[piece.number] = group.tile_begin;
+      tile.group = piece.number;
       tile.cost_begin = line.cost + before.a;
 #pragma unroll 1
       for (int32_t index = group.tile_begin; index < group.tile_begin + piece.num_tiles && !differ && index < config.max_tiles; ++index) {
@@ -211,8 +284,8 @@ __device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMe
     }
     line.num_tiles += total.b;
     line.cost += total.a;
-    line.all_known = planned.num_groups <= plan_threads() && !differ && line.num_tiles <= min_of(kCachedTiles, config.max_tiles) && !links_rows(p);
-    if (!line.all_known) write_group(p, shared, i, planned.num_groups, group);
+    line.all_known = candidates.count <= plan_threads() && !differ && line.num_tiles <= min_of(kCachedTiles, config.max_tiles) && !links_rows(p);
+    if (!line.all_known) write_group(p, shared, candidates, piece, i);
   }
   // Behind the barriers of the sums: the first thread has set these to 0.
   if (has_largest_tiles) shared.has_largest_tiles = 1;
@@ -221,9 +294,9 @@ __device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMe
 }
 
 /// Finds the longest pair of all row groups. `own`: this thread's, which has not been written if `all_known`.
-__device__ __forceinline__ void find_longest_pair(const PlanParams& p, PlanSharedMemory& shared, int32_t num_groups, bool all_known, const RowGroup& own) {
+__device__ __forceinline__ void find_longest_pair(const PlanParams& p, PlanSharedMemory& shared, int32_t num_groups, bool all_known, const Piece& own) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  int32_t longest = all_known && thread < num_groups ? longest_pair(p, own) : 0;
+  int32_t longest = all_known && own.number >= 0 ? longest_pair(p, own.group) : 0;
 #pragma unroll 1
   for (int32_t i = thread; !all_known && i < num_groups; i += plan_threads()) longest = max_of(longest, longest_pair(p, p.schedule.groups[i]));
   longest = __reduce_max_sync(0xffffffffu, longest);
@@ -310,8 +383,8 @@ __device__ __forceinline__ void write_positions(const PlanParams& p, const PlanS
 
 /// Everything behind the forest; all threads' work. `m`: of the forest, where one was sought; `is_only`: it is that of one node, and `piece` is this thread's.
 template <bool kSeeksForest>
-__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, bool is_only, Piece& piece,
-                                     int32_t* tile_begin, Planned planned, uint32_t errors) {
+__device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m, const PlanTeam& linkers, PlanSharedMemory& shared, Candidates candidates, bool is_only,
+                                     Piece& piece, int32_t* tile_begin, Planned planned, uint32_t errors) {
   const ScheduleConfig& config = p.config;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   if constexpr (!kSeeksForest) {
@@ -319,8 +392,9 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
       for (int64_t i = thread; i < static_cast<int64_t>(p.num_levels) * config.max_merge_rows; i += plan_threads()) p.schedule.links[i] = RowLink{-1, 0};
     }
     if (config.batch_invariant) make_chunks(p, shared, planned, errors);
+    candidates.count = planned.num_groups;
   }
-  Line line = place_groups<kSeeksForest>(p, m, shared, is_only, piece, tile_begin, planned, errors);
+  Line line = place_groups<kSeeksForest>(p, m, shared, candidates, is_only, piece, tile_begin, planned, errors);
   const bool fits = line.num_tiles <= config.max_tiles;
   if (!fits) {
     errors |= kQoIndptrInvalid;
@@ -339,7 +413,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   planned.has_largest_tiles = shared.has_largest_tiles;
   if (!kSeeksForest && p.num_levels > 1) planned.num_merge_rows = shared.num_merge_rows;
   if (needs_longest_pair(p, planned)) {
-    find_longest_pair(p, shared, planned.num_groups, line.all_known, piece.group);
+    find_longest_pair(p, shared, planned.num_groups, line.all_known, piece);
     __syncthreads();
     planned.longest_pair = shared.longest_pair;
   }
@@ -356,13 +430,14 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
 #pragma unroll 1
     for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level);
   }
-  if (line.all_known) write_group(p, shared, thread, planned.num_groups, piece.group);
+  if (line.all_known) write_group(p, shared, candidates, piece, thread);
   if (kSeeksForest && linkers.has_this_thread()) {
     if (is_only) {
       record_only_node(p, m, shared.forest.only, linkers);
     } else {
-      record_nodes(p, m, linkers, shared.finds_nodes);
-      if (shared.takes_forest) link_forest(p, m, linkers, planned);
+      const bool taken = candidates.first_node > 0;
+      record_nodes(p, m, linkers, shared.finds_nodes, taken);
+      if (taken) link_forest(p, m, linkers, planned);
     }
   }
 }
@@ -416,34 +491,37 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
       }
       if (thread >= size + taken) group = RowGroup{};
       __syncwarp();
-      piece = make_piece(p, group, thread);
+      piece = make_piece(p, group, thread < size + taken ? thread : -1);
     }
   }
   // First words are believed: what is planned by them is planned again if last ones say something else.
   for (bool again = false;; again = true) {
     const bool finds_nodes = __syncthreads_or(goes_on);
+    Planned planned = shared.planned;
+    Candidates candidates{planned.num_groups, 0};
+    bool is_only = shared.forest.only.leader >= 0;
     if (finds_nodes) {
       if (team.has_this_thread()) {
-        Planned planned = empty_plan(p, size, size);
-        const bool taken = make_forest(p, m, shared.forest, team, wrong, planned);
+        const bool found = make_forest(p, m, shared.forest, team, wrong);
         if (reports) {
-          shared.finds_nodes = !wrong;
-          shared.takes_forest = taken;
-          shared.planned = planned;
-          shared.forest.only.leader = -1;
+          shared.finds_nodes = found;
           shared.longest_pair = shared.has_largest_tiles = 0;
         }
       }
       __syncthreads();
+      is_only = false;
+      planned = empty_plan(p, size, size);
+      candidates.count = size;
+      if (forest_is_taken(p, shared.forest)) {
+        planned.num_links = shared.forest.max_taken_depth + 1;
+        candidates.first_node = round_up(size, 32);
+        candidates.count = candidates.first_node + shared.forest.last_taken + 1;
+      }
     } else if (again) {
       if (team.has_this_thread()) clear_mail(p, m, thread);
       return;
     }
-    const Planned planned = shared.planned;
-    const int32_t num_taken = planned.num_groups - size;
-    if (linkers.has_this_thread() && num_taken > 1) count_node_rows(m, linkers, 0, count_columns(m, num_taken));
-    const bool is_only = shared.forest.only.leader >= 0;
-    plan<true>(p, m, linkers, shared, is_only, piece, tile_begin, planned, errors);
+    plan<true>(p, m, linkers, shared, candidates, is_only, piece, tile_begin, planned, errors);
     if (!is_only) return;
     goes_on = team.has_this_thread() && !confirm_only_node(p, m, thread, shared.forest.only);
   }
@@ -460,13 +538,13 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.finds_nodes = shared.takes_forest = shared.longest_pair = shared.has_largest_tiles = 0;
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.finds_nodes = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
     plan_with_forest(p, m, shared, tile_begin);
   } else {
     const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);
     Piece piece{};
-    plan<false>(p, m, PlanTeam{}, shared, false, piece, tile_begin, planned, 0);
+    plan<false>(p, m, PlanTeam{}, shared, Candidates{}, false, piece, tile_begin, planned, 0);
   }
 }
 

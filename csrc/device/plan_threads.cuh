@@ -30,14 +30,14 @@ struct PlanTeam {
 };
 
 /// What is summed up at once.
-template <class A>
+template <class A, class B = int32_t>
 struct PlanSums {
   A a;
-  int32_t b;
+  B b;
 };
 
-template <class A>
-__device__ __forceinline__ PlanSums<A> operator+(PlanSums<A> x, PlanSums<A> y) { return PlanSums<A>{x.a + y.a, x.b + y.b}; }
+template <class A, class B>
+__device__ __forceinline__ PlanSums<A, B> operator+(PlanSums<A, B> x, PlanSums<A, B> y) { return PlanSums<A, B>{x.a + y.a, x.b + y.b}; }
 
 __device__ __forceinline__ int32_t sum_of_lanes(int32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
@@ -50,34 +50,34 @@ __device__ __forceinline__ int64_t sum_of_lanes(int64_t value) {
 }
 
 /// Sums of warps on their way to the others. Between two sums that use it there must be a barrier.
-template <class A>
+template <class A, class B = int32_t>
 struct SumMemory {
-  PlanSums<A> of_warp[kMaxPlanThreads / 32];
+  PlanSums<A, B> of_warp[kMaxPlanThreads / 32];
 };
 
 /// Sums over the threads of a team before this one; `total` receives the sum over all, `any` whether it was true of any thread. Only the first `summands`
 /// threads have something to add: other warps only wait.
-template <class A>
-__device__ __forceinline__ PlanSums<A> sum_before(const PlanTeam& team, SumMemory<A>& memory, int32_t summands, PlanSums<A> own, PlanSums<A>& total,
-                                                  bool& any) {
+template <class A, class B>
+__device__ __forceinline__ PlanSums<A, B> sum_before(const PlanTeam& team, SumMemory<A, B>& memory, int32_t summands, PlanSums<A, B> own, PlanSums<A, B>& total,
+                                                     bool& any) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   const int32_t warps = min_of((summands + 31) / 32, team.count / 32);
-  PlanSums<A> sum = own;
+  PlanSums<A, B> sum = own;
   if (warp < warps) {
 #pragma unroll
     for (int32_t distance = 1; distance < 32; distance *= 2) {
-      const PlanSums<A> below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
+      const PlanSums<A, B> below{__shfl_up_sync(0xffffffffu, sum.a, distance), __shfl_up_sync(0xffffffffu, sum.b, distance)};
       if (lane >= distance) sum = sum + below;
     }
     if (lane == 31) memory.of_warp[warp] = sum;
   }
   any = team.sync_or(any);
   // A lane adds up a warp's: a loop over warps takes 80 cycles for each.
-  const PlanSums<A> of_warp = lane < warps ? memory.of_warp[lane] : PlanSums<A>{0, 0};
+  const PlanSums<A, B> of_warp = lane < warps ? memory.of_warp[lane] : PlanSums<A, B>{0, 0};
   const bool is_before = lane < warp;
-  total = PlanSums<A>{sum_of_lanes(of_warp.a), sum_of_lanes(of_warp.b)};
-  return PlanSums<A>{sum.a - own.a + sum_of_lanes(is_before ? of_warp.a : 0), sum.b - own.b + sum_of_lanes(is_before ? of_warp.b : 0)};
+  total = PlanSums<A, B>{sum_of_lanes(of_warp.a), sum_of_lanes(of_warp.b)};
+  return PlanSums<A, B>{sum.a - own.a + sum_of_lanes(is_before ? of_warp.a : 0), sum.b - own.b + sum_of_lanes(is_before ? of_warp.b : 0)};
 }
 
 }  // namespace attn

@@ -170,7 +170,10 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     if (f[n].taken != n) continue;
     f[n].row_begin = rows;
     rows += f[n].rows;
-    p.schedule.groups[planned.num_groups++] = node_group(p, f, n, tables.begin[static_cast<size_t>(n)], own_states);
+    RowGroup& group = p.schedule.groups[planned.num_groups++];
+    group = node_group(p, f, n, tables.begin[static_cast<size_t>(n)]);
+    group.qo_begin = f[n].row_begin;
+    group.state_begin = own_states + f[n].row_begin;
     int32_t rank = 0;
     for (int32_t i = 0; i < size; ++i) {
       if (f.taken_at(i, f[n].taken_depth) != n) continue;
@@ -180,7 +183,8 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   for (int32_t i = 0; i < size; ++i) {
     const int32_t innermost = f.innermost(i);
     const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
-    cut_group(p.levels[0].table, f, i, top, p.schedule.groups[i]);
+    cut_group(p.levels[0].table, f, top, p.schedule.groups[i]);
+    p.schedule.groups[i].state_begin = f[i].merge_begin;
     for (int32_t row = 0; top >= 0 && row < f[i].qo_len; ++row) link_own_row(p, f, i, row, f[top].taken_depth, planned.num_links);
   }
 }

@@ -207,28 +207,27 @@ ATTN_HD void record_node(const PlanParams& p, const Forest& f, int32_t n) {
   p.schedule.nodes[n] = PrefixNode{node.leader, node.parent, node.begin, node.pages, node.requests, node.rows, node.taken == n ? node.group : -1, node.reason, cost.saved, cost.added};
 }
 
-/// The row group of a taken node; tile_begin is left to the caller. `table_begin`: of request n. `own_states`: row states of the requests' own row groups,
-/// which come first.
-ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin, int32_t own_states) {
+/// The row group of a taken node. qo_begin, state_begin, here 0, and tile_begin are left to the caller. `table_begin`: of request n.
+ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin) {
   const PageTable& table = p.levels[0].table;
   const int32_t begin = f[n].begin;
   RowGroup group;
   group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
-  group.qo_begin = f[n].row_begin;
+  group.qo_begin = 0;
   group.qo_len = f[n].rows;
   group.kv_len = (f[n].pages - begin) * table.page_size;
   group.tile_begin = 0;
   group.level = 1;
   group.kind = choose_kind(p.config, static_cast<int64_t>(f[n].rows) * p.config.group_size);
-  group.state_begin = own_states + f[n].row_begin;
+  group.state_begin = 0;
   group.unused = 0;
   return group;
 }
 
-/// Cuts from the front of a request's own row group what taken nodes cover. `top`: the deepest taken node that it is in, -1: none.
-ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t request, int32_t top, RowGroup& group) {
-  group.state_begin = f[request].merge_begin;
+/// Cuts from the front of a request's own row group what taken nodes cover. `top`: the deepest taken node that it is in, -1: none. state_begin, here 0, is left to the caller.
+ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t top, RowGroup& group) {
   if (top < 0) return;
+  group.state_begin = 0;
   const int32_t pages = f.covered_pages(top);
   group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
   group.kv_len -= pages * table.page_size;

@@ -17,6 +17,9 @@ constexpr int32_t kMaxSearchCtas = 128;
 /// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory (device/plan.cu).
 constexpr int32_t kPlanSharedBytes = 30 * 1024;
 
+/// Row tiles of a plan in which a forest is sought: fewer.
+constexpr int32_t kMaxForestTiles = 1 << 21;
+
 /// Row tiles whose place on the line it keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
 
@@ -58,7 +61,8 @@ inline void prepare_plan(PlanParams& p) {
     p.levels[i].kv_length = table.kv_lens ? table.kv_lens : table.last_page_len ? table.last_page_len : p.levels[i].qo_indptr;
   }
   const PlanLevel& view = p.levels[0];
-  p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes;
+  p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 && view.num_groups <= p.config.max_nodes
+                   && p.config.max_tiles < kMaxForestTiles;
   p.position_threads = min_of(round_up(p.config.num_ctas + 32, 32), plan_threads(p) / 2);   // all at once, if that is no more than half
   if (!p.seeks_forest) return;
   PlanLevel& forest = p.levels[1];
