@@ -346,9 +346,9 @@ __device__ __forceinline__ EvenCut best_even_cut(const PlanParams& p, const Shar
 /// Finds the positions of CTAs; whole warps' work, of which one writes the header instead. `fits`: all row tiles of the line are planned; `from_last`: number of the
 /// thread.
 template <bool kSeeksForest>
-__device__ __forceinline__ void write_positions(const PlanParams& p, const PlanSharedMemory& shared, const int32_t* tile_begin, bool fits, const Line& line, bool writes_header,
-                                                int32_t from_last, Planned planned) {
-  finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, planned);
+__device__ __forceinline__ void write_positions(const PlanParams& p, const PlanSharedMemory& shared, const int32_t* tile_begin, bool fits, const Line& line, const EqualShares& equal,
+                                                bool writes_header, int32_t from_last, Planned planned) {
+  finish_plan(p, line.num_tiles > 0 ? shared.tiles[0] : PlacedTile{}, line.cost, equal, planned);
   const auto tiles = [&](int32_t i) {
     if (i < kCachedTiles) return shared.tiles[i];
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
@@ -408,6 +408,11 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   }
   if (errors) atomicOr(&shared.errors, errors);
   if (!line.placed) place_tiles(p, shared, tile_begin, planned.num_groups, line);
+  // The last warps find positions, one before them writes the header and others the levels.
+  const int32_t from_last = plan_threads() - 1 - thread;
+  const int32_t warp_behind = from_last / 32 - p.position_threads / 32;   // of those before the last ones
+  EqualShares equal{};
+  if (warp_behind <= 0) equal = equal_shares(p, line.num_tiles, line.cost);    // while the first ones lay row tiles
   __syncthreads();
   planned.num_tiles = line.num_tiles;
   planned.has_largest_tiles = shared.has_largest_tiles;
@@ -418,13 +423,10 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
     planned.longest_pair = shared.longest_pair;
   }
 
-  // From here on threads wait for nothing but each other's links: the last warps find positions, one before them writes the header and others the levels, and the
-  // first ones link rows.
-  const int32_t from_last = plan_threads() - 1 - thread;
-  const int32_t warp_behind = from_last / 32 - p.position_threads / 32;   // of those before the last ones
+  // From here on threads wait for nothing but each other's links; the first warps link rows.
   if (warp_behind <= 0) {
     planned.errors = shared.errors;
-    write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, warp_behind == 0, from_last, planned);
+    write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, equal, warp_behind == 0, from_last, planned);
   } else if (from_last % 32 == 0) {
     const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
 #pragma unroll 1

@@ -70,7 +70,7 @@ void plan_on_host(const PlanParams& p) {
   }
 
   const auto tiles = [&](int32_t i) { return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]); };
-  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
+  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, equal_shares(p, planned.num_tiles, total_cost), planned);
   if (p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_tiles == counted) {
     const RowGroup& group = p.schedule.groups[planned.num_groups - 1];
     const SharedPairs shared{group.tile_begin, tiles(group.tile_begin), (planned.num_tiles - group.tile_begin) * config.num_kv_heads};
