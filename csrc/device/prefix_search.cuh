@@ -7,6 +7,7 @@
 #include "attn/forest.h"
 #include "attn/planning.h"
 #include "device/plan_threads.cuh"
+#include "device/ptx/shared_reduction.cuh"
 
 namespace attn {
 
@@ -211,6 +212,74 @@ __device__ __forceinline__ void attach(const PageTable& table, const ForestMemor
   if (team.thread == 0) mail.send(best, true);
 }
 
+/// Compares a request with all before it; whole warps, number `warp` of `warps`, each with some requests at a time. Returns the path_key() of where it attaches, as far as
+/// this warp knows, with the leader in the place of the request; 0: nowhere.
+__device__ __forceinline__ int32_t compare_with_all(const PageTable& table, const ForestMemory& m, int32_t request, int32_t warp, int32_t warps) {
+  constexpr int32_t kOthers = 4;
+  constexpr int32_t kBatch = 8;       // pages of each that a lane compares at a time
+  const Forest& f = m.forest;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t* own = table.indices + m.table_begin[request];
+  int32_t best = 0;
+#pragma unroll 1
+  for (int32_t first = warp * kOthers; first < request; first += warps * kOthers) {
+    const int32_t* entries[kOthers];
+    int32_t common[kOthers];         // at most
+    int32_t most = 0;
+#pragma unroll
+    for (int32_t k = 0; k < kOthers; ++k) {
+      const int32_t other = min_of(first + k, request);
+      common[k] = other < request && f[other].key == f[request].key ? min_of(f[request].pages, f[other].pages) : 0;
+      entries[k] = table.indices + m.table_begin[other];
+      most = max_of(most, common[k]);
+    }
+#pragma unroll 1
+    for (int32_t begin = 0; begin < most; begin += 32 * kBatch) {
+      int32_t of_own[kBatch], of_other[kOthers][kBatch];
+#pragma unroll
+      for (int32_t i = 0; i < kBatch; ++i) {
+        const int32_t page = begin + i * 32 + lane;
+        const int64_t at = static_cast<int64_t>(page) * table.entry_step;
+        of_own[i] = page < most ? __ldg(own + at) : 0;
+#pragma unroll
+        for (int32_t k = 0; k < kOthers; ++k) of_other[k][i] = page < common[k] ? __ldg(entries[k] + at) : of_own[i];
+      }
+      most = 0;
+#pragma unroll
+      for (int32_t k = 0; k < kOthers; ++k) {
+#pragma unroll
+        for (int32_t i = kBatch - 1; i >= 0; --i) {
+          if (of_other[k][i] != of_own[i]) common[k] = begin + i * 32 + lane;
+        }
+        common[k] = __reduce_min_sync(0xffffffffu, common[k]);
+        most = max_of(most, common[k]);
+      }
+    }
+#pragma unroll
+    for (int32_t k = 0; k < kOthers; ++k) {
+      if (common[k] > 0) best = max_of(best, Forest::path_key(first + k, common[k]));
+    }
+  }
+  return best;
+}
+
+/// Finds where the only request of this CTA attaches, and sends it: one team tells the first word, while the others compare.
+__device__ __forceinline__ void attach_among_all(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t& best, const AttachmentMail& mail) {
+  const Forest& f = m.forest;
+  const int32_t other = first_candidate(f, request);
+  if (other == request) return;
+  if (team.index == 0) {
+    const int32_t limit = min_of(f[request].pages, f[other].pages);
+    const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
+    if (team.thread == 0) mail.send(Attachment{other, common}, false);
+  } else {
+    const int32_t found = compare_with_all(table, m, request, static_cast<int32_t>(threadIdx.x) / 32 - SearchTeam::kWarps, plan_threads() / 32 - SearchTeam::kWarps);
+    if (threadIdx.x % 32 == 0) ptx::shared_max(&best, found);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) mail.send(Attachment{Forest::node_of(best), Forest::pages_of(best)}, true);
+}
+
 /// The work of every CTA but the first.
 __device__ __forceinline__ void search_prefixes(const PlanParams& p, const ForestMemory& m) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -219,10 +288,17 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   // A CTA looks after requests from all over the batch: later ones are compared with more.
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   uint32_t errors = 0;     // the first CTA sees them too
+  int32_t& best = m.slots[2 * (kMaxPlanThreads / 32)];
+  if (thread == 0) best = 0;
   PlanTeam{0, plan_threads()}.for_each(size, [&](int32_t i) { read_request<false>(p, m, i, errors); });
   __syncthreads();
+  const int32_t first = static_cast<int32_t>(blockIdx.x) - 1;
+  if (compares_with_all(size, first, m.forest[first].pages)) {
+    if (m.forest[first].pages > 0) attach_among_all(p.levels[0].table, m, team, first, best, AttachmentMail(p.schedule.attachments + first));
+    return;
+  }
 #pragma unroll 1
-  for (int32_t request = static_cast<int32_t>(blockIdx.x) - 1 + team.index * ctas; request < size; request += plan_threads() / SearchTeam::kThreads * ctas) {
+  for (int32_t request = first + team.index * ctas; request < size; request += plan_threads() / SearchTeam::kThreads * ctas) {
     attach(p.levels[0].table, m, team, request, AttachmentMail(p.schedule.attachments + request));
   }
 }

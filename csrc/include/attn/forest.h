@@ -12,6 +12,7 @@
 
 #include "attn/math.h"
 #include "attn/params.h"
+#include "attn/planning.h"
 #include "attn/schedule.h"
 
 namespace attn {
@@ -22,6 +23,14 @@ constexpr int32_t kMaxForestRequests = 1024;
 /// Most requests that one request is compared with, page by page: bounds the time of a plan. A forest found with fewer comparisons than it has branches on a
 /// path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
+
+/// Comparisons of pages with those of the requests before it from which on a request is not compared with all of them.
+constexpr int32_t kFewPages = 1 << 14;
+
+/// Whether a request is compared with all before it, in a batch of so many requests that each has a CTA.
+ATTN_HD bool compares_with_all(int32_t num_requests, int32_t request, int32_t pages) {
+  return num_requests <= kMaxSearchCtas && static_cast<int64_t>(request) * pages < kFewPages;
+}
 
 /// Most leading pages that are compared.
 constexpr int32_t kMaxSharedPages = 1 << 20;
@@ -98,7 +107,8 @@ struct Forest {
   }
 
   /// What a request that attaches says about its node: the largest is that of the deepest node and, of all that attach there, of the smallest request.
-  ATTN_HD int32_t path_key(int32_t request) const { return entries[request].pages << kNodeBits | (kMaxForestRequests - 1 - request); }
+  ATTN_HD static int32_t path_key(int32_t request, int32_t pages) { return pages << kNodeBits | (kMaxForestRequests - 1 - request); }
+  ATTN_HD int32_t path_key(int32_t request) const { return path_key(request, entries[request].pages); }
   ATTN_HD static int32_t node_of(int32_t path_key) { return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1)); }
   ATTN_HD static int32_t pages_of(int32_t path_key) { return path_key >> kNodeBits; }
 
