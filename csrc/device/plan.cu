@@ -366,18 +366,18 @@ __device__ __forceinline__ void write_positions(const PlanParams& p, const PlanS
   }
   // A warp's CTAs run either what is cut evenly or what lies before.
   const int32_t gap = planned.aligned_parts > 0 ? (32 - planned.aligned_cta % 32) % 32 : 0;
-  const auto find_positions = [&](const auto& tiles) {
+  const auto find_positions = [&](const auto& tiles, auto total_cost) {
 #pragma unroll 1
     for (int32_t number = from_last; number <= p.config.num_ctas + gap; number += p.position_threads) {
       if (number >= planned.aligned_cta && number < planned.aligned_cta + gap) continue;
       const int32_t cta = number < planned.aligned_cta ? number : number - gap;
-      store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, line.cost, cta));
+      store<int4>(p.schedule.positions + cta, find_position(p, tiles, planned, total_cost, cta));
     }
   };
-  if (line.num_tiles <= kCachedTiles) {
-    find_positions([&](int32_t i) -> const PlacedTile& { return shared.tiles[i]; });
+  if (line.num_tiles <= kCachedTiles && is_short_line(p, planned, line.cost)) {
+    find_positions([&](int32_t i) -> const PlacedTile& { return shared.tiles[i]; }, static_cast<int32_t>(line.cost));
   } else {
-    find_positions(tiles);
+    find_positions(tiles, line.cost);
   }
 }
 

@@ -12,6 +12,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 template <class Int>
 ATTN_HD constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 
+/// a / b for 0 <= a and 0 < b: for a GPU, unsigned is shorter.
+ATTN_HD int32_t divide(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)); }
+
 /// a / b for 0 <= a and 0 < b: where both fit into 32 bits, as they nearly always do, without a 64-bit division, which costs a GPU a hundred instructions.
 ATTN_HD int64_t divide(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -65,6 +68,7 @@ struct FastDivisor {
 };
 
 /// n / divisor for 0 <= n.
+ATTN_HD int32_t divide(int32_t n, const FastDivisor& divisor) { return divisor.divide(n); }
 ATTN_HD int64_t divide(int64_t n, const FastDivisor& divisor) { return n <= kMaxInt32 ? divisor.divide(static_cast<int32_t>(n)) : n / divisor.divisor; }
 
 }  // namespace attn

@@ -377,10 +377,13 @@ ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const 
   planned.whole_pairs = p.config.batch_invariant;
 }
 
-/// The first KV tile that starts at or after `cost` on the line, of those that an interval may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the
-/// PlacedTile of row tile i.
-template <class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost, int32_t cta) {
+/// Whether no place on the line, nor where a CTA without work would start behind it, exceeds an int32.
+ATTN_HD bool is_short_line(const PlanParams& p, const Planned& planned, int64_t total_cost) { return max_of(total_cost, p.config.num_ctas * planned.share) <= kMaxInt32; }
+
+/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost on the line, of those that an interval may start with; a pair's own cost lies before its KV
+/// tiles. `tiles(i)` is the PlacedTile of row tile i; `Cost`: int64_t, or int32_t if is_short_line().
+template <class Cost, class Tiles>
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, Cost total_cost, int32_t cta) {
   const int32_t num_tiles = planned.aligned_tile;
   if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
     const int32_t number = cta - planned.aligned_cta;
@@ -390,26 +393,26 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
     const int32_t kv_tile = behind == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - behind * planned.aligned_kv_tiles;
     return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
   }
-  if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
-  const int64_t cost = cta * planned.share;
+  if (planned.aligned_parts > 0) total_cost = static_cast<Cost>(tiles(num_tiles).cost_begin);
+  const Cost cost = cta * static_cast<Cost>(planned.share);
   if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;                       // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
     const int32_t half = count / 2;      // of the `count` tiles from `low` on, the one sought is among the first count - half, or those behind `low + half`
-    if (tiles(low + half).cost_begin <= cost) low += half;
+    if (static_cast<Cost>(tiles(low + half).cost_begin) <= cost) low += half;
     count -= half;
   }
   const PlacedTile tile = tiles(low);
   const int32_t own_cost = config.pair_cost[tile.cost_kind];
   const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];
-  const int64_t head_cost = pair_cost(config, tile.cost_kind, tile.num_kv_tiles);
-  const int64_t inside = cost - tile.cost_begin;
+  const Cost head_cost = own_cost + tile.num_kv_tiles * static_cast<Cost>(kv_tile_cost);
+  const Cost inside = cost - static_cast<Cost>(tile.cost_begin);
   Position position;
   position.tile = low;
   position.flags = planned.flags;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
-  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
+  const Cost inside_kv_tiles = max_of<Cost>(inside - position.head * head_cost - own_cost, 0);
   position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
   const bool uncut = planned.whole_pairs || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
   if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
