@@ -48,10 +48,7 @@ constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be 
 /// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
 
-/// Marks a request that attaches, at a node that is still to be found.
-constexpr int32_t kAttaches = -3;
-
-/// Groups requests by their keys: `node`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the
+/// Groups requests by their keys: `same`, kGrouped where a request takes part, receives a request of the same key, the same one for all of that key; the
 /// `smallest` of that one, so far its own number, becomes the smallest of the group. Nothing has to be cleared: whoever writes to a slot last wins it for its
 /// key, and who finds another key there tries another slot. Returns whether any key is that of several requests.
 __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTeam& team) {
@@ -63,7 +60,7 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
   do {
 #pragma unroll 1
     for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
-      int32_t* own = i < f.size && f[i].node == kGrouped ? slot(f[i].key, factor) : nullptr;
+      int32_t* own = i < f.size && f[i].same == kGrouped ? slot(f[i].key, factor) : nullptr;
       // Whole warps of one key, as behind one prefix, would otherwise queue at one slot.
       int same;
       __match_all_sync(0xffffffffu, own == nullptr ? -1 : static_cast<int32_t>(own - m.slots), &same);
@@ -74,10 +71,10 @@ __device__ __forceinline__ bool group_by_key(const ForestMemory& m, const PlanTe
 #pragma unroll 1
     for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
       int32_t other = -1;    // that stands for the group
-      if (i < f.size && f[i].node == kGrouped) {
+      if (i < f.size && f[i].same == kGrouped) {
         const int32_t winner = *slot(f[i].key, factor);
         const bool same = f[winner].key == f[i].key;
-        if (same) f[i].node = winner;
+        if (same) f[i].same = winner;
         if (same && winner != i) other = winner;
         more |= !same;
       }
@@ -106,7 +103,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   const Forest& f = m.forest;
   const int32_t i = team.thread();
   const bool attaches = i < f.size && f[i].key != 0;
-  const int32_t leader = attaches ? f[f[i].node].smallest : 0;
+  const int32_t leader = attaches ? f[f[i].same].smallest : 0;
   const int32_t first_leader = __reduce_min_sync(0xffffffffu, attaches ? leader : f.size);
   const int32_t last_leader = __reduce_max_sync(0xffffffffu, attaches ? leader : -1);
   const int32_t weight = __reduce_add_sync(0xffffffffu, attaches ? rows_cost(p.config, f[i].qo_len, false).kv_tile : 0);
@@ -142,9 +139,9 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   int32_t tile_cost = 0;
   team.for_each(f.size, [&](int32_t i) {
     alone |= !read_request<true>(p, m, i, errors);
-    f[i].node = f[i].pages > 0 ? kGrouped : -1;
+    f[i].same = f[i].pages > 0 ? kGrouped : -1;
     f[i].smallest = i;
-    tile_cost = rows_cost(p.config, f[i].qo_len, false).kv_tile;
+    f[i].tile_cost = tile_cost = rows_cost(p.config, f[i].qo_len, false).kv_tile;
   });
   const int32_t of_warp = sum_of_lanes(tile_cost);
   if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
@@ -170,7 +167,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   }
   if (!team.sync_or(group_by_key(m, team))) return false;
   wrong = team.sync_or(errors != 0);
-  team.for_each(f.size, [&](int32_t i) { f[i].key = f[i].node >= 0 && f[f[i].node].smallest != i; });
+  team.for_each(f.size, [&](int32_t i) { f[i].key = f[i].same >= 0 && f[f[i].same].smallest != i; });
   if (f.size < team.count && !wrong) only = expect_only_node(p, m, shared, team); else team.sync();
   return true;
 }
@@ -242,72 +239,65 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
   });
 }
 
-/// What is known of a request, and of the node of its number, before the words come; empties the counts of rows.
-__device__ __forceinline__ void prepare_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team) {
-  const Forest& f = m.forest;
-  team.for_each(f.size, [&](int32_t i) {
-    f[i].tile_cost = rows_cost(p.config, f[i].qo_len, false).kv_tile;
-    f[i].leader = f[i].node = f[i].deepest = f[i].next = f[i].top = -1;
-    f[i].depth = f[i].rows = f[i].requests = f[i].weight = 0;
+/// What nodes are before any is known: threads that have nothing else to do see to it while requests are read.
+__device__ __forceinline__ void clear_nodes(const Forest& f, const PlanTeam& team) {
+  team.for_each(f.size, [&](int32_t n) {
+    f[n].node = f[n].deepest = f[n].next = -1;
+    f[n].depth = f[n].rows = f[n].requests = f[n].weight = 0;
   });
-  team.for_each(1 << m.slot_bits, [&](int32_t i) { m.slots[i] = 0; });
 }
 
-/// Receives where requests attach, and finds the nodes of each leader's path from the deepest up: all requests of the path say where they attach, and those that do so
-/// further up then say it to the node that they have found. Behind it all threads know all nodes.
-__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team) {
-  const Forest& f = m.forest;
-  bool more = false;
-  team.for_each(f.size, [&](int32_t i) {
-    if (f[i].key == 0) return;
-    const AttachmentMail mail(p.schedule.attachments + i);
-    const Attachment own = mail.wait();
-    mail.clear();
-    f[i].leader = own.leader;
-    f[i].pages = own.pages;
-    f[i].node = kAttaches;
-    ptx::shared_max(&f[own.leader].deepest, f.path_key(i));
-    more = true;
-  });
-  while (team.sync_or(more)) {
-    more = false;
-    team.for_each(f.size, [&](int32_t i) {
-      if (f[i].node != kAttaches) return;
-      const int32_t found = f[i].top < 0 ? f[f[i].leader].deepest : f[f[i].top].next;
-      const int32_t node = Forest::node_of(found);
-      if (Forest::pages_of(found) == f[i].pages) {
-        f[i].node = node;
-      } else {
-        f[i].top = node;
-        ptx::shared_max(&f[node].next, f.path_key(i));
-        more = true;
-      }
-    });
+/// A request on its way to its node. All requests of a leader's path say where they attach; those at the deepest node have found theirs, the others say it to that node, and
+/// so on up.
+struct Seeker {
+  int32_t key;           // path_key(); -1: it seeks nothing (any more)
+  int32_t* nearest;      // path_key() of the deepest of those that could be its node
+};
+
+/// Receives where request i attaches, and says it.
+__device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, int32_t i) {
+  if (i >= f.size || f[i].key == 0) return Seeker{-1, nullptr};
+  const AttachmentMail mail(p.schedule.attachments + i);
+  const Attachment own = mail.wait();
+  mail.clear();
+  f[i].leader = own.leader;
+  f[i].pages = own.pages;
+  const Seeker seeker{Forest::path_key(i, own.pages), &f[own.leader].deepest};
+  ptx::shared_max(seeker.nearest, seeker.key);
+  return seeker;
+}
+
+/// Takes request i one step further, behind a barrier.
+__device__ __forceinline__ void seek_node(const Forest& f, int32_t i, Seeker& seeker) {
+  if (seeker.key < 0) return;
+  const int32_t found = *seeker.nearest;
+  if (Forest::pages_of(found) == Forest::pages_of(seeker.key)) {
+    f[i].node = Forest::node_of(found);
+    seeker.key = -1;
+  } else {
+    seeker.nearest = &f[Forest::node_of(found)].next;
+    ptx::shared_max(seeker.nearest, seeker.key);
   }
 }
 
-/// Adds `rows` of a request to node n, -1: to none; whole warps. Lanes of the same node add up first.
-__device__ __forceinline__ void add_to_node(const Forest& f, int32_t n, int32_t rows) {
-  const uint32_t all = __ballot_sync(0xffffffffu, n >= 0);
-  const int32_t first = __ffs(static_cast<int>(all)) - 1;
-  const int32_t of_first = __shfl_sync(0xffffffffu, n, first);
-  int32_t requests = 1;
-  if (__all_sync(0xffffffffu, n < 0 || n == of_first)) {
-    rows = __reduce_add_sync(0xffffffffu, n >= 0 ? rows : 0);
-    requests = __popc(all);
-    if (static_cast<int32_t>(threadIdx.x) % 32 != first) n = -1;
-  }
-  if (n < 0) return;
-  ptx::shared_add(&f[n].rows, rows);
-  ptx::shared_add(&f[n].requests, requests);
-}
-
-/// Adds up what nodes hold, from the requests up.
-__device__ __forceinline__ void add_up_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
+/// Receives where requests attach, finds the nodes, and adds up what they hold.
+__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
+  static_assert(kMaxForestRequests <= 2 * kMaxPlanThreads, "a thread has no more than two requests");
   const Forest& f = m.forest;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t first = team.thread();
+  const int32_t second = first + team.count;
+  Seeker of_first = receive_attachment(p, f, first);
+  Seeker of_second = receive_attachment(p, f, second);
+  if (wrong) return;     // what is wrong is not shared; the mail had to be received all the same
+  while (team.sync_or(of_first.key >= 0 || of_second.key >= 0)) {
+    seek_node(f, first, of_first);
+    seek_node(f, second, of_second);
+  }
+
+  // Each request adds itself to all nodes that it is in, from the deepest up; where a warp comes to the same node, one lane does for all.
+  const int32_t lane = team.thread() % 32;
 #pragma unroll 1
-  for (int32_t i = thread; i - thread < f.size; i += team.count) {
+  for (int32_t i = team.thread(); i - team.thread() < f.size; i += team.count) {
     int32_t at = i < f.size ? f.innermost(i) : -1;
     const int32_t own = i < f.size ? f[i].node : -1;
     const int32_t rows = at >= 0 ? f[i].qo_len : 0;
@@ -315,19 +305,34 @@ __device__ __forceinline__ void add_up_nodes(const PlanParams& p, const ForestMe
     int32_t nodes = 0;         // on the path so far
     int32_t below_own = 0;     // of them
 #pragma unroll 1
-    while (__any_sync(0xffffffffu, at >= 0)) {
-      add_to_node(f, at, rows);
+    while (true) {
+      const int32_t most = __reduce_max_sync(0xffffffffu, at);
+      const uint32_t least = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(at));
+      if (most < 0) break;
+      if (least == static_cast<uint32_t>(most)) {     // of those that have come to any
+        const int32_t all_rows = sum_of_lanes(at >= 0 ? rows : 0);
+        const int32_t requests = __popc(__ballot_sync(0xffffffffu, at >= 0));
+        if (lane == 0) {
+          ptx::shared_add(&f[most].rows, all_rows);
+          ptx::shared_add(&f[most].requests, requests);
+        }
+      } else if (at >= 0) {
+        ptx::shared_add(&f[at].rows, rows);
+        ptx::shared_add(&f[at].requests, 1);
+      }
       if (at < 0) continue;
-      const int32_t parent = f[at].next >= 0 ? Forest::node_of(f[at].next) : f[f[at].leader].node;
+      const int32_t next = f[at].next;
+      const int32_t of_leader = f[f[at].leader].node;
+      const int32_t parent = next >= 0 ? Forest::node_of(next) : of_leader;
       if (at == own) below_own = nodes;
       if (at == i) f[i].parent = parent;
       ++nodes;
       at = parent;
     }
     if (own == i) f[i].depth = nodes - below_own;
-    const int32_t states = __reduce_add_sync(0xffffffffu, nodes > 0 ? rows * (nodes + 1) : 0);
+    const int32_t states = sum_of_lanes(nodes > 0 ? rows * (nodes + 1) : 0);
     const int32_t deepest = __reduce_max_sync(0xffffffffu, nodes);
-    if (thread % 32 == 0) {
+    if (lane == 0) {
       ptx::shared_add(&shared.states, states);
       ptx::shared_max(&shared.max_depth, deepest);
     }
@@ -381,9 +386,8 @@ __device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t 
 
 /// Finds the nodes and decides on them. Returns whether there are any.
 __device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
-  find_nodes(p, m, team);
-  if (wrong) return false;     // what is wrong is not shared; the mail had to be received all the same
-  add_up_nodes(p, m, shared, team);
+  find_nodes(p, m, shared, team, wrong);
+  if (wrong) return false;
   decide(p, m, shared, team);
   return true;
 }
@@ -467,11 +471,9 @@ __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMem
   const int32_t columns = count_columns(m, num_taken);
 #pragma unroll 1
   for (int32_t begin = 0; num_taken > 1 && begin < num_taken; begin += columns) {
-    if (begin > 0) {
-      team.sync();
-      team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
-      team.sync();
-    }
+    if (begin > 0) team.sync();
+    team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
+    team.sync();
     count_node_rows(m, team, begin, columns);
     team.sync();
     link_node_rows(p, m, team, planned.num_links - 1, num_taken, begin, columns);

@@ -458,19 +458,21 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t size = m.forest.size;
   const PlanTeam team{1, min_of(size / 32 * 32 + 32, plan_threads())};    // a request each, and one behind them
-  const int32_t others = plan_threads() - p.position_threads;
-  PlanTeam linkers{1, min_of((size + 31) / 32 * 32, others)};
-  if (2 * linkers.count <= others) linkers.first = others - linkers.count;    // other threads than those of the requests
+  const int32_t free_threads = plan_threads() - p.position_threads;
+  PlanTeam linkers{1, min_of((size + 31) / 32 * 32, free_threads)};
+  if (2 * linkers.count <= free_threads) linkers.first = free_threads - linkers.count;    // other threads than those of the requests
   const bool reports = thread == min_of(size, plan_threads() - 1);
   uint32_t errors = 0;
   Piece piece{};
   bool wrong = false;
   bool goes_on = false;      // nodes must be found
+  const int32_t idle = plan_threads() - team.count;
+  const PlanTeam clearers{0, idle > 0 ? idle : team.count, idle > 0 ? team.count : 0};
+  if (clearers.has_this_thread()) clear_nodes(m.forest, clearers);
   if (team.has_this_thread()) {
     Planned planned = empty_plan(p, size, size);
     OnlyNode only;
     const bool shares = find_sharing(p, m, shared.forest, team, errors, wrong, only);
-    if (shares) prepare_nodes(p, m, team);
     goes_on = shares;
     if (reports) {     // as if it were taken
       if (only.leader >= 0) {

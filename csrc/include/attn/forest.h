@@ -73,10 +73,11 @@ struct ForestEntry {
   int32_t weight;        // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
   int32_t tile_cost;     // cost of a KV tile for its rows; on the device first for the request's
   int32_t pair_cost;     // of its row tiles, for each KV head
-  int32_t begin;         // pages that a taken node above it reads
+  int32_t begin;         // pages that taken nodes above it read
   int32_t reason;        // NodeReason
   int32_t taken;         // it or the nearest ancestor that was taken; -1: none
   int32_t taken_depth;   // taken nodes on the path from the root to it
+  int32_t covered;       // pages that it and those above it read, as far as they are taken
   int32_t group;         // of a taken node
   int32_t row_begin;     // of its rows in the row list
   // Of the device planner (device/forest.cuh).
@@ -84,8 +85,7 @@ struct ForestEntry {
   int32_t smallest;      // of the group that this request stands for
   int32_t next;          // path_key() of the next node up on the path of this node's leader; -1: none
   int32_t top;           // the deepest taken node that the request is in; -1: none
-  int32_t taken_node;    // the taken node with this number among them
-  int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
+  int32_t same;          // a request of the same first page, the same for all of them
 };
 static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
 
@@ -188,14 +188,17 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
 
 /// Decides on a node whose ancestors have been decided on. Returns what it saves if it is taken, else 0.
 ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
-  const int32_t above = f.taken_above(n);
-  const int32_t depth_above = above >= 0 ? f[above].taken_depth : 0;
-  f[n].begin = f.covered_pages(above);
-  const NodeCost cost = node_cost(p, f[n]);
-  f[n].reason = judge_node(p.config, cost, depth_above, node_states(f[n].rows, f[n].begin), free_states);
-  const bool taken = f[n].reason == kNodeTaken;
-  f[n].taken = taken ? n : above;
-  f[n].taken_depth = depth_above + taken;
+  ForestEntry& node = f[n];
+  const bool is_root = node.parent < 0;
+  const ForestEntry& parent = f[is_root ? n : node.parent];
+  const int32_t depth_above = is_root ? 0 : parent.taken_depth;
+  node.begin = is_root ? 0 : parent.covered;
+  const NodeCost cost = node_cost(p, node);
+  node.reason = judge_node(p.config, cost, depth_above, node_states(node.rows, node.begin), free_states);
+  const bool taken = node.reason == kNodeTaken;
+  node.taken = taken ? n : is_root ? -1 : parent.taken;
+  node.taken_depth = depth_above + taken;
+  node.covered = taken ? node.pages : node.begin;
   return taken ? cost.saved - cost.added : 0;
 }
 
