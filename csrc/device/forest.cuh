@@ -31,8 +31,7 @@ struct OnlyNode {
 struct ForestShared {
   SumMemory<int32_t> sums;
   OnlyNode only;
-  int32_t saved_high;        // what the taken nodes save, in two parts: saved_high << kSavedBits, plus saved_low
-  int32_t saved_low;
+  int32_t saved;             // what the taken nodes save
   int32_t states;            // that taking every node would need
   int32_t weight;            // of OnlyNode, without its leader
   int32_t first_attached;    // smallest request that attaches
@@ -42,8 +41,6 @@ struct ForestShared {
   int32_t max_taken_depth;   // 0: no node was taken
   int32_t last_taken;        // the largest number of a taken node
 };
-
-constexpr int kSavedBits = 20;   // so that kMaxForestRequests low parts can be added up
 
 /// Marks a request that takes part in group_by_key().
 constexpr int32_t kGrouped = -2;
@@ -146,7 +143,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   const int32_t of_warp = sum_of_lanes(tile_cost);
   if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
   if (thread == 0) {
-    shared.saved_high = shared.saved_low = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
+    shared.saved = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = shared.last_taken = -1;
   }
@@ -179,7 +176,7 @@ __device__ __forceinline__ RowGroup expect_group(const PlanParams& p, const Fore
   const bool is_node = i == f.size;
   const int32_t qo_len = is_node ? only.rows : f[i].qo_len;
   return RowGroup{m.table_begin[is_node ? only.number : i], is_node ? 0 : f[i].qo_begin, qo_len, is_node ? 0 : f[i].kv_len, 0, is_node,
-                  choose_kind(p.config, static_cast<int64_t>(qo_len) * p.config.group_size), is_node ? only.rows : f[i].merge_begin, 0};
+                  choose_kind(p.config, packed_rows_of(p.config, qo_len)), is_node ? only.rows : f[i].merge_begin, 0};
 }
 
 /// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Returns whether the request attaches there, as
@@ -193,7 +190,7 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
   only.pages = expected.pages;
   only.cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
   only.reason = judge_node(p.config, only.cost, 0, 2 * only.rows, forest_states(p.config));
-  if (only.reason == kNodeTaken && !forest_pays(p.config, only.cost.saved - only.cost.added)) only.reason = kForestSavesTooLittle;
+  if (only.reason == kNodeTaken && !forest_pays(p.config, bounded_saving(only.cost))) only.reason = kForestSavesTooLittle;
   const int32_t tokens = only.pages * p.levels[0].table.page_size;
   if (only.reason != kNodeTaken) {
     group.state_begin = -1;
@@ -363,11 +360,10 @@ __device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& 
     for (int32_t n = thread; n < f.size; n += compete ? 1 : team.count) {
       if (compete && thread != 0) break;
       if (f[n].depth != depth) continue;
-      const int64_t saved = decide_node(p, f, n, room);
+      const int32_t saved = decide_node(p, f, n, room);
       if (f[n].taken != n) continue;
       if (compete) room -= node_states(f[n].rows, f[n].begin);
-      ptx::shared_add(&shared.saved_high, static_cast<int32_t>(saved >> kSavedBits));
-      ptx::shared_add(&shared.saved_low, static_cast<int32_t>(saved & ((1 << kSavedBits) - 1)));
+      ptx::shared_add(&shared.saved, saved);
       ptx::shared_max(&shared.max_taken_depth, f[n].taken_depth);
       ptx::shared_max(&shared.last_taken, n);
     }
@@ -376,7 +372,7 @@ __device__ __forceinline__ void decide(const PlanParams& p, const ForestMemory& 
 
 /// Whether nodes were taken, and are worth it together.
 __device__ __forceinline__ bool forest_is_taken(const PlanParams& p, const ForestShared& shared) {
-  return shared.max_taken_depth > 0 && forest_pays(p.config, (static_cast<int64_t>(shared.saved_high) << kSavedBits) + shared.saved_low);
+  return shared.max_taken_depth > 0 && forest_pays(p.config, shared.saved);
 }
 
 /// Columns of the counts of rows: taken nodes that are looked after at a time.

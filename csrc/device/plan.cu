@@ -169,7 +169,7 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
     if (!is_taken) number = -1;
     return is_taken ? node_group(p, f, n, m.table_begin[n]) : RowGroup{};
   }
-  const int32_t kind = choose_kind(p.config, static_cast<int64_t>(f[i].qo_len) * p.config.group_size);
+  const int32_t kind = choose_kind(p.config, packed_rows_of(p.config, f[i].qo_len));
   RowGroup group{m.table_begin[i], f[i].qo_begin, f[i].qo_len, f[i].kv_len, 0, 0, kind, -1, 0};
   if (candidates.first_node > 0) {
     const int32_t innermost = f.innermost(i);

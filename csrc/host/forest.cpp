@@ -117,7 +117,7 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
 bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& nodes) {
   int32_t deepest = 0;
   for (const int32_t n : nodes) deepest = max_of(deepest, f[n].depth);
-  int64_t saved = 0;
+  int32_t saved = 0;
   int32_t free_states = forest_states(p.config);
   for (int32_t depth = 1; depth <= deepest; ++depth) {
     for (const int32_t n : nodes) {

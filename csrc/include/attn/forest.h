@@ -146,7 +146,7 @@ struct RowsCost {
 
 /// Of a row group of `rows` rows; `of_node`: which leave states.
 ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_node) {
-  const int64_t packed_rows = static_cast<int64_t>(rows) * config.group_size;
+  const int32_t packed_rows = packed_rows_of(config, rows);
   const int32_t kind = choose_kind(config, packed_rows);
   const int32_t tiles = row_tiles_of(packed_rows, kind);
   const int32_t cost = cost_kind(kind, of_node ? 0 : -1);
@@ -164,7 +164,7 @@ struct NodeCost {
 
 /// What a node adds however many pages it reads: row tiles that hold its rows, and row states.
 ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t pair_cost, int32_t states) {
-  return pair_cost + ((static_cast<int64_t>(states) * config.state_cost + 63) >> 6);
+  return pair_cost + static_cast<int64_t>((multiply(states, config.state_cost) + 63) >> 6);
 }
 
 /// `pages`: that the node would read; `weight`, `tile_cost`: see ForestEntry; `fixed`: fixed_node_cost().
@@ -172,12 +172,18 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, i
   const int32_t tokens = pages * p.levels[0].table.page_size;
   const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
   const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * p.config.kv_tile < tokens);
-  return NodeCost{static_cast<int64_t>(whole_kv_tiles) * weight, fixed + static_cast<int64_t>(kv_tiles) * tile_cost};
+  return NodeCost{static_cast<int64_t>(multiply(whole_kv_tiles, weight)), fixed + static_cast<int64_t>(multiply(kv_tiles, tile_cost))};
 }
 
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestEntry& node) {
   return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.rows, node.begin)));
 }
+
+/// Most that a node counts for in what a forest saves: far more than any forest must save, and the sum over all nodes is an int32.
+constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
+
+/// What a node that is taken counts for. Where everything is taken it may cost more than it saves.
+ATTN_HD int32_t bounded_saving(const NodeCost& cost) { return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved)); }
 
 /// A NodeReason but for kForestSavesTooLittle. `depth_above`: taken nodes above it; `free_states`: row states that are left.
 ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, int32_t depth_above, int32_t states, int32_t free_states) {
@@ -186,8 +192,8 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
   return states > free_states ? kNodeHasNoRoom : kNodeTaken;
 }
 
-/// Decides on a node whose ancestors have been decided on. Returns what it saves if it is taken, else 0.
-ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
+/// Decides on a node whose ancestors have been decided on. Returns what it saves, at most kMostSaved, if it is taken, else 0.
+ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestEntry& node = f[n];
   const bool is_root = node.parent < 0;
   const ForestEntry& parent = f[is_root ? n : node.parent];
@@ -199,12 +205,12 @@ ATTN_HD int64_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   node.taken = taken ? n : is_root ? -1 : parent.taken;
   node.taken_depth = depth_above + taken;
   node.covered = taken ? node.pages : node.begin;
-  return taken ? cost.saved - cost.added : 0;
+  return taken ? bounded_saving(cost) : 0;
 }
 
-/// The forest is worth more than what using it costs.
-ATTN_HD bool forest_pays(const ScheduleConfig& config, int64_t saved) {
-  return config.cascade == kCascadeAlways || saved * config.num_kv_heads >= config.cascade_cost;
+/// The forest is worth more than what using it costs. `saved`: the sum of bounded_saving() over all taken nodes.
+ATTN_HD bool forest_pays(const ScheduleConfig& config, int32_t saved) {
+  return config.cascade == kCascadeAlways || static_cast<int64_t>(saved) * config.num_kv_heads >= config.cascade_cost;
 }
 
 /// Takes back that node n was taken.
@@ -231,7 +237,7 @@ ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int
   group.kv_len = (f[n].pages - begin) * table.page_size;
   group.tile_begin = 0;
   group.level = 1;
-  group.kind = choose_kind(p.config, static_cast<int64_t>(f[n].rows) * p.config.group_size);
+  group.kind = choose_kind(p.config, packed_rows_of(p.config, f[n].rows));
   group.state_begin = 0;
   group.unused = 0;
   return group;

@@ -12,6 +12,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 template <class Int>
 ATTN_HD constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 
+/// a * b for 0 <= a, b: one instruction of a GPU, which with signs takes five.
+ATTN_HD uint64_t multiply(int32_t a, int32_t b) { return static_cast<uint64_t>(static_cast<uint32_t>(a)) * static_cast<uint32_t>(b); }
+
 /// a / b for 0 <= a and 0 < b: for a GPU, unsigned is shorter.
 ATTN_HD int32_t divide(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)); }
 

@@ -142,7 +142,7 @@ ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const Gro
   group.level = place.level;
   // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the batch: all of them use the same kind.
   const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
-  group.kind = choose_kind(p.config, static_cast<int64_t>(group.qo_len) * p.config.group_size, keeps_bits ? p.config.max_kind : 0);
+  group.kind = choose_kind(p.config, packed_rows_of(p.config, group.qo_len), keeps_bits ? p.config.max_kind : 0);
   group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
   group.unused = 0;
   return group;
@@ -193,14 +193,13 @@ ATTN_HD RowGroup make_chunk(const PlanParams& p, const RowGroup& whole, int32_t 
 
 /// Row tiles of a row group.
 ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
-  const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
-  return row_tiles_of(packed_rows, group.kind);
+  return row_tiles_of(packed_rows_of(config, group.qo_len), group.kind);
 }
 
 /// Row tile number `index` of a row group; cost_begin is left to the caller.
 ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
   const ScheduleConfig& config = p.config;
-  const int64_t packed_rows = static_cast<int64_t>(group.qo_len) * config.group_size;
+  const int32_t packed_rows = packed_rows_of(config, group.qo_len);
   RowTile tile;
   tile.cost_begin = 0;
   tile.group = group_index;
@@ -209,8 +208,8 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
 
   const PlanLevel& level = p.levels[group.level];
   const int32_t offset = group.kv_len - group.qo_len;
-  const int64_t packed_end = static_cast<int64_t>(tile.packed_begin) + tile_rows(tile.kind);
-  const int32_t last = packed_end >= packed_rows ? group.qo_len - 1 : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
+  const uint32_t packed_end = static_cast<uint32_t>(tile.packed_begin) + tile_rows(tile.kind);
+  const int32_t last = packed_end >= static_cast<uint32_t>(packed_rows) ? group.qo_len - 1 : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
   const int32_t first = level.window_left >= 0 ? p.group_size.divide(tile.packed_begin) : 0;
   const VariantParams variant{1.0f, 0.0f, level.causal, level.window_left};
   const TokenRange range = StandardVariant::any(variant, offset + first, offset + last, TokenRange{0, group.kv_len});

@@ -182,15 +182,18 @@ struct ScheduleConfig {
   int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };
 
+/// Of a row group of `rows` rows. All rows of Q have fewer than 2^31 (checked when an Attention object is made).
+ATTN_HD int32_t packed_rows_of(const ScheduleConfig& config, int32_t rows) { return rows * config.group_size; }
+
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
-ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int64_t packed_rows, int32_t smallest = 0) {
+ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, int32_t smallest = 0) {
   int32_t kind = 0;      // without a branch: kinds that are too small
   for (int32_t k = 0; k < kNumTileKinds - 1; ++k) kind += tile_rows(k) < packed_rows;
   return max_of(min_of(kind, config.max_kind), smallest);
 }
 
 /// Row tiles of a kind that hold so many packed rows.
-ATTN_HD int32_t row_tiles_of(int64_t packed_rows, int32_t kind) { return static_cast<int32_t>((packed_rows + tile_rows(kind) - 1) >> (4 + kind)); }
+ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) { return static_cast<int32_t>((static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1) >> (4 + kind)); }
 
 /// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile. `group_rows`: rows of all groups together.
 inline int32_t max_row_tiles(int32_t max_groups, int64_t group_rows, int32_t group_size, int32_t max_kind) {
