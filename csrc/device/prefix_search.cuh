@@ -112,20 +112,22 @@ struct SearchTeam {
   }
 };
 
-/// Leading pages that requests a and b share, of the first `limit`; a thread compares kBatch of them at a time.
+/// The first of the first `limit` pages in which this warp sees requests a and b to differ, `limit` if there is none: number `warp` of `warps`, which share the pages. A lane
+/// compares kBatch of them at a time.
 template <int32_t kBatch>
-__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b, int32_t limit) {
+__device__ __forceinline__ int32_t first_difference(const PageTable& table, const ForestMemory& m, int32_t warp, int32_t warps, int32_t a, int32_t b, int32_t limit) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int64_t stride = 32 * static_cast<int64_t>(table.entry_step);   // between entries that a thread reads
-  const int64_t begin = static_cast<int64_t>(team.thread / 32 * 32 * kBatch + team.thread % 32) * table.entry_step;
+  const int64_t begin = static_cast<int64_t>(warp * 32 * kBatch + lane) * table.entry_step;
   const int32_t* x = table.indices + m.table_begin[a] + begin;
   const int32_t* y = table.indices + m.table_begin[b] + begin;
-  int32_t differs = limit;    // the first page that this warp sees to differ
+  int32_t differs = limit;
 #pragma unroll 1
-  for (int32_t first = team.thread / 32 * 32 * kBatch; first < differs; first += SearchTeam::kThreads * kBatch) {
+  for (int32_t first = warp * 32 * kBatch; first < differs; first += warps * 32 * kBatch) {
     int32_t of_x[kBatch], of_y[kBatch];
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
-      const int32_t page = first + i * 32 + team.thread % 32;
+      const int32_t page = first + i * 32 + lane;
       of_x[i] = of_y[i] = 0;
       if (page < limit) {
         of_x[i] = __ldg(x);
@@ -134,15 +136,23 @@ __device__ __forceinline__ int32_t common_pages(const PageTable& table, const Fo
       x += stride;
       y += stride;
     }
-    x += stride * kBatch * (SearchTeam::kWarps - 1);
-    y += stride * kBatch * (SearchTeam::kWarps - 1);
+    x += stride * kBatch * (warps - 1);
+    y += stride * kBatch * (warps - 1);
 #pragma unroll
     for (int32_t i = kBatch - 1; i >= 0; --i) {
-      if (of_x[i] != of_y[i]) differs = first + i * 32 + team.thread % 32;
+      if (of_x[i] != of_y[i]) differs = first + i * 32 + lane;
     }
     differs = __reduce_min_sync(0xffffffffu, differs);
   }
-  return team.minimum(differs);
+  return differs;
+}
+
+/// Leading pages that requests a and b share.
+__device__ __forceinline__ int32_t common_pages(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t a, int32_t b) {
+  const int32_t limit = min_of(m.forest[a].pages, m.forest[b].pages);
+  const int32_t warp = team.thread / 32;
+  return team.minimum(limit <= 2 * SearchTeam::kThreads ? first_difference<2>(table, m, warp, SearchTeam::kWarps, a, b, limit)
+                                                        : first_difference<8>(table, m, warp, SearchTeam::kWarps, a, b, limit));
 }
 
 /// The smallest request with the same first page; `request` itself if there is no smaller one. Each warp finds it for itself: it is nearly always among the
@@ -202,8 +212,7 @@ __device__ __forceinline__ void attach(const PageTable& table, const ForestMemor
   if (other == request) return;
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
-    const int32_t limit = min_of(own, m.forest[other].pages);
-    const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
+    const int32_t common = common_pages(table, m, team, request, other);
     if (common > best.pages) best = Attachment{other, common};
     if (best.pages == own || comparisons == kMaxComparisons) break;
     if (comparisons == 1 && team.thread == 0) mail.send(best, false);
@@ -212,72 +221,61 @@ __device__ __forceinline__ void attach(const PageTable& table, const ForestMemor
   if (team.thread == 0) mail.send(best, true);
 }
 
-/// Compares a request with all before it; whole warps, number `warp` of `warps`, each with some requests at a time. Returns the path_key() of where it attaches, as far as
-/// this warp knows, with the leader in the place of the request; 0: nowhere.
-__device__ __forceinline__ int32_t compare_with_all(const PageTable& table, const ForestMemory& m, int32_t request, int32_t warp, int32_t warps) {
-  constexpr int32_t kOthers = 4;
-  constexpr int32_t kBatch = 8;       // pages of each that a lane compares at a time
-  const Forest& f = m.forest;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t* own = table.indices + m.table_begin[request];
-  int32_t best = 0;
-#pragma unroll 1
-  for (int32_t first = warp * kOthers; first < request; first += warps * kOthers) {
-    const int32_t* entries[kOthers];
-    int32_t common[kOthers];         // at most
-    int32_t most = 0;
-#pragma unroll
-    for (int32_t k = 0; k < kOthers; ++k) {
-      const int32_t other = min_of(first + k, request);
-      common[k] = other < request && f[other].key == f[request].key ? min_of(f[request].pages, f[other].pages) : 0;
-      entries[k] = table.indices + m.table_begin[other];
-      most = max_of(most, common[k]);
-    }
-#pragma unroll 1
-    for (int32_t begin = 0; begin < most; begin += 32 * kBatch) {
-      int32_t of_own[kBatch], of_other[kOthers][kBatch];
-#pragma unroll
-      for (int32_t i = 0; i < kBatch; ++i) {
-        const int32_t page = begin + i * 32 + lane;
-        const int64_t at = static_cast<int64_t>(page) * table.entry_step;
-        of_own[i] = page < most ? __ldg(own + at) : 0;
-#pragma unroll
-        for (int32_t k = 0; k < kOthers; ++k) of_other[k][i] = page < common[k] ? __ldg(entries[k] + at) : of_own[i];
-      }
-      most = 0;
-#pragma unroll
-      for (int32_t k = 0; k < kOthers; ++k) {
-#pragma unroll
-        for (int32_t i = kBatch - 1; i >= 0; --i) {
-          if (of_other[k][i] != of_own[i]) common[k] = begin + i * 32 + lane;
-        }
-        common[k] = __reduce_min_sync(0xffffffffu, common[k]);
-        most = max_of(most, common[k]);
-      }
-    }
-#pragma unroll
-    for (int32_t k = 0; k < kOthers; ++k) {
-      if (common[k] > 0) best = max_of(best, Forest::path_key(first + k, common[k]));
-    }
-  }
-  return best;
-}
+/// What the warps of a CTA that looks after one request tell each other.
+struct SearchMemory {
+  int32_t best;                              // path_key() of where it attaches so far, with the leader in the place of the request
+  uint32_t candidates[kMaxSearchCtas / 32];  // a bit for each request
+};
 
-/// Finds where the only request of this CTA attaches, and sends it: one team tells the first word, while the others compare.
-__device__ __forceinline__ void attach_among_all(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, int32_t& best, const AttachmentMail& mail) {
+/// Finds where the only request of this CTA attaches, and sends it. One team compares it with the first candidate; then each warp compares it with another of those that may
+/// share more.
+__device__ __forceinline__ void attach_alone(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, const AttachmentMail& mail) {
   const Forest& f = m.forest;
-  const int32_t other = first_candidate(f, request);
-  if (other == request) return;
+  SearchMemory& shared = *reinterpret_cast<SearchMemory*>(m.slots + 2 * (kMaxPlanThreads / 32));    // behind what teams use
+  const int32_t own = f[request].pages;
+  const int32_t first = first_candidate(f, request);
+  if (own == 0 || first == request) return;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t warps = plan_threads() / 32;
   if (team.index == 0) {
-    const int32_t limit = min_of(f[request].pages, f[other].pages);
-    const int32_t common = limit <= 2 * SearchTeam::kThreads ? common_pages<2>(table, m, team, request, other, limit) : common_pages<8>(table, m, team, request, other, limit);
-    if (team.thread == 0) mail.send(Attachment{other, common}, false);
-  } else {
-    const int32_t found = compare_with_all(table, m, request, static_cast<int32_t>(threadIdx.x) / 32 - SearchTeam::kWarps, plan_threads() / 32 - SearchTeam::kWarps);
-    if (threadIdx.x % 32 == 0) ptx::shared_max(&best, found);
+    const int32_t common = common_pages(table, m, team, request, first);
+    if (thread == 0) {
+      mail.send(Attachment{first, common}, false);
+      shared.best = Forest::path_key(first, common);
+    }
   }
+  bool is_candidate = thread > first && thread < request && f[thread].key == f[request].key;    // request number `thread`
+  int32_t left;
+  do {
+    __syncthreads();
+    const int32_t pages = Forest::pages_of(shared.best);
+    if (pages == own) break;
+    const int32_t* behind = table.indices + static_cast<int64_t>(pages) * table.entry_step;
+    is_candidate = is_candidate && f[thread].pages > pages && __ldg(behind + m.table_begin[thread]) == __ldg(behind + m.table_begin[request]);
+    const uint32_t candidates = __ballot_sync(0xffffffffu, is_candidate);
+    if (thread % 32 == 0 && thread < kMaxSearchCtas) shared.candidates[thread / 32] = candidates;
+    __syncthreads();
+    int32_t before = 0;          // candidates in the words so far
+    int32_t other = -1;          // that this warp compares
+    int32_t rank = 0;            // of this thread's candidate
+#pragma unroll
+    for (int32_t word = 0; word < kMaxSearchCtas / 32; ++word) {
+      const uint32_t bits = shared.candidates[word];
+      const int32_t below = before + __popc(bits & ((1u << thread % 32) - 1));
+      const uint32_t chosen = __ballot_sync(0xffffffffu, (bits >> thread % 32 & 1) != 0 && below == thread / 32);
+      if (chosen != 0) other = word * 32 + __ffs(static_cast<int>(chosen)) - 1;
+      if (word == thread / 32) rank = below;
+      before += __popc(bits);
+    }
+    is_candidate = is_candidate && rank >= warps;
+    left = before - warps;
+    if (other >= 0) {
+      const int32_t common = first_difference<8>(table, m, 0, 1, request, other, min_of(own, f[other].pages));
+      if (thread % 32 == 0) ptx::shared_max(&shared.best, Forest::path_key(other, common));
+    }
+  } while (left > 0);
   __syncthreads();
-  if (threadIdx.x == 0) mail.send(Attachment{Forest::node_of(best), Forest::pages_of(best)}, true);
+  if (thread == 0) mail.send(Attachment{Forest::node_of(shared.best), Forest::pages_of(shared.best)}, true);
 }
 
 /// The work of every CTA but the first.
@@ -288,13 +286,11 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   // A CTA looks after requests from all over the batch: later ones are compared with more.
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   uint32_t errors = 0;     // the first CTA sees them too
-  int32_t& best = m.slots[2 * (kMaxPlanThreads / 32)];
-  if (thread == 0) best = 0;
   PlanTeam{0, plan_threads()}.for_each(size, [&](int32_t i) { read_request<false>(p, m, i, errors); });
   __syncthreads();
   const int32_t first = static_cast<int32_t>(blockIdx.x) - 1;
-  if (compares_with_all(size, first, m.forest[first].pages)) {
-    if (m.forest[first].pages > 0) attach_among_all(p.levels[0].table, m, team, first, best, AttachmentMail(p.schedule.attachments + first));
+  if (compares_with_all(size, m.forest[first].pages)) {
+    attach_alone(p.levels[0].table, m, team, first, AttachmentMail(p.schedule.attachments + first));
     return;
   }
 #pragma unroll 1

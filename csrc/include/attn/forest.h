@@ -24,13 +24,11 @@ constexpr int32_t kMaxForestRequests = 1024;
 /// path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
 
-/// Comparisons of pages with those of the requests before it from which on a request is not compared with all of them.
-constexpr int32_t kFewPages = 1 << 14;
+/// Most pages of a request that is compared with all before it that may share more, as many at a time as a CTA has warps.
+constexpr int32_t kFewPages = 1024;
 
-/// Whether a request is compared with all before it, in a batch of so many requests that each has a CTA.
-ATTN_HD bool compares_with_all(int32_t num_requests, int32_t request, int32_t pages) {
-  return num_requests <= kMaxSearchCtas && static_cast<int64_t>(request) * pages < kFewPages;
-}
+/// Whether a request is, in a batch of so many requests that each has a CTA.
+ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) { return num_requests <= kMaxSearchCtas && pages <= kFewPages; }
 
 /// Most leading pages that are compared.
 constexpr int32_t kMaxSharedPages = 1 << 20;
