@@ -179,14 +179,14 @@ __device__ __forceinline__ RowGroup expect_group(const PlanParams& p, const Fore
                   choose_kind(p.config, packed_rows_of(p.config, qo_len)), is_node ? only.rows : f[i].merge_begin, 0};
 }
 
-/// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Returns whether the request attaches there, as
-/// all others must.
+/// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Whole warps: returns whether all requests of the
+/// warp attach there, as all others must; if not, nothing is decided.
 __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, int32_t i, OnlyNode& only, RowGroup& group) {
   const Forest& f = m.forest;
-  if (i > f.size) return true;
   const bool attaches = i < f.size && f[i].key != 0;
   Attachment own, expected;
   AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + (attaches ? i : only.number)), AttachmentMail(p.schedule.attachments + only.number), own, expected);
+  if (__any_sync(0xffffffffu, own.leader != expected.leader || own.pages != expected.pages)) return false;
   only.pages = expected.pages;
   only.cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
   only.reason = judge_node(p.config, only.cost, 0, 2 * only.rows, forest_states(p.config));
@@ -200,7 +200,7 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
     group.table_begin += static_cast<int64_t>(only.pages) * p.levels[0].table.entry_step;
     group.kv_len -= tokens;
   }
-  return own.leader == expected.leader && own.pages == expected.pages;
+  return true;
 }
 
 /// Returns whether the last word of request i says what the first did.

@@ -486,16 +486,18 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     if (only.leader >= 0) {
       RowGroup group = expect_group(p, m, only, thread);
       goes_on = !receive_only_node(p, m, thread, only, group);
-      const bool taken = only.reason == kNodeTaken;
-      if (reports) {
-        shared.forest.only.pages = only.pages;
-        shared.forest.only.cost = only.cost;
-        shared.forest.only.reason = only.reason;
-        if (!taken) shared.planned = empty_plan(p, size, size);
+      if (!goes_on) {
+        const bool taken = only.reason == kNodeTaken;
+        if (reports) {
+          shared.forest.only.pages = only.pages;
+          shared.forest.only.cost = only.cost;
+          shared.forest.only.reason = only.reason;
+          if (!taken) shared.planned = empty_plan(p, size, size);
+        }
+        if (thread >= size + taken) group = RowGroup{};
+        __syncwarp();
+        piece = make_piece(p, group, thread < size + taken ? thread : -1);
       }
-      if (thread >= size + taken) group = RowGroup{};
-      __syncwarp();
-      piece = make_piece(p, group, thread < size + taken ? thread : -1);
     }
   }
   // First words are believed: what is planned by them is planned again if last ones say something else.
