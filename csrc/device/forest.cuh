@@ -240,27 +240,31 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
 __device__ __forceinline__ void clear_nodes(const Forest& f, const PlanTeam& team) {
   team.for_each(f.size, [&](int32_t n) {
     f[n].node = f[n].deepest = f[n].next = -1;
+    f[n].shallowest = kMaxInt32;
     f[n].depth = f[n].rows = f[n].requests = f[n].weight = 0;
   });
 }
 
 /// A request on its way to its node. All requests of a leader's path say where they attach; those at the deepest node have found theirs, the others say it to that node, and
-/// so on up.
+/// so on up. Those at the shallowest know theirs at once, and go on only as long as others do.
 struct Seeker {
-  int32_t key;           // path_key(); -1: it seeks nothing (any more)
+  int32_t key;           // path_key(); -1: it has come to its node, or has none
+  bool seeks;            // it does not know its node
   int32_t* nearest;      // path_key() of the deepest of those that could be its node
+  int32_t* shallowest;   // of its path
 };
 
 /// Receives where request i attaches, and says it.
 __device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, int32_t i) {
-  if (i >= f.size || f[i].key == 0) return Seeker{-1, nullptr};
+  if (i >= f.size || f[i].key == 0) return Seeker{-1, false, nullptr, nullptr};
   const AttachmentMail mail(p.schedule.attachments + i);
   const Attachment own = mail.wait();
   mail.clear();
   f[i].leader = own.leader;
   f[i].pages = own.pages;
-  const Seeker seeker{Forest::path_key(i, own.pages), &f[own.leader].deepest};
+  const Seeker seeker{Forest::path_key(i, own.pages), true, &f[own.leader].deepest, &f[own.leader].shallowest};
   ptx::shared_max(seeker.nearest, seeker.key);
+  ptx::shared_min(seeker.shallowest, own.pages << Forest::kNodeBits | i);
   return seeker;
 }
 
@@ -268,12 +272,18 @@ __device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const 
 __device__ __forceinline__ void seek_node(const Forest& f, int32_t i, Seeker& seeker) {
   if (seeker.key < 0) return;
   const int32_t found = *seeker.nearest;
-  if (Forest::pages_of(found) == Forest::pages_of(seeker.key)) {
-    f[i].node = Forest::node_of(found);
+  const int32_t shallowest = *seeker.shallowest;
+  const int32_t pages = Forest::pages_of(seeker.key);
+  const bool is_deepest = Forest::pages_of(found) == pages;
+  if (is_deepest) {
     seeker.key = -1;
   } else {
     seeker.nearest = &f[Forest::node_of(found)].next;
     ptx::shared_max(seeker.nearest, seeker.key);
+  }
+  if (seeker.seeks && (is_deepest || shallowest >> Forest::kNodeBits == pages)) {
+    f[i].node = is_deepest ? Forest::node_of(found) : shallowest & (kMaxForestRequests - 1);
+    seeker.seeks = false;
   }
 }
 
@@ -286,7 +296,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
   Seeker of_first = receive_attachment(p, f, first);
   Seeker of_second = receive_attachment(p, f, second);
   if (wrong) return;     // what is wrong is not shared; the mail had to be received all the same
-  while (team.sync_or(of_first.key >= 0 || of_second.key >= 0)) {
+  while (team.sync_or(of_first.seeks || of_second.seeks)) {
     seek_node(f, first, of_first);
     seek_node(f, second, of_second);
   }

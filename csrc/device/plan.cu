@@ -174,7 +174,7 @@ __device__ __forceinline__ RowGroup find_row_group(const PlanParams& p, const Fo
   if (candidates.first_node > 0) {
     const int32_t innermost = f.innermost(i);
     f[i].top = innermost >= 0 ? f[innermost].taken : -1;
-    cut_group(p.levels[0].table, f, f[i].top, group);
+    cut_group(p.levels[0].table, innermost >= 0 ? f[innermost].covered : 0, group);
   }
   return group;
 }

@@ -184,7 +184,7 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   for (int32_t i = 0; i < size; ++i) {
     const int32_t innermost = f.innermost(i);
     const int32_t top = innermost >= 0 ? f[innermost].taken : -1;
-    cut_group(p.levels[0].table, f, top, p.schedule.groups[i]);
+    cut_group(p.levels[0].table, top >= 0 ? f[top].covered : 0, p.schedule.groups[i]);
     p.schedule.groups[i].state_begin = f[i].merge_begin;
     for (int32_t row = 0; top >= 0 && row < f[i].qo_len; ++row) link_own_row(p, f, i, row, f[top].taken_depth, planned.num_links);
   }

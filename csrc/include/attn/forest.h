@@ -82,6 +82,8 @@ struct ForestEntry {
   int32_t key;           // what requests are grouped by, the first entry of the page table; then whether a request attaches
   int32_t smallest;      // of the group that this request stands for
   int32_t next;          // path_key() of the next node up on the path of this node's leader; -1: none
+  int32_t shallowest;    // of all that attach to this leader: pages << kNodeBits | request, the smallest
+  int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
   int32_t top;           // the deepest taken node that the request is in; -1: none
   int32_t same;          // a request of the same first page, the same for all of them
 };
@@ -111,9 +113,6 @@ struct Forest {
   ATTN_HD static int32_t pages_of(int32_t path_key) { return path_key >> kNodeBits; }
 
   ATTN_HD int32_t taken_above(int32_t n) const { return entries[n].parent >= 0 ? entries[entries[n].parent].taken : -1; }
-
-  /// Leading pages that a taken node and those above it read; -1: no node.
-  ATTN_HD int32_t covered_pages(int32_t taken) const { return taken >= 0 ? entries[taken].pages : 0; }
 
   /// The taken node of a request with `depth` taken nodes on the path from the root to it; -1: there is none.
   ATTN_HD int32_t taken_at(int32_t request, int32_t depth) const {
@@ -241,11 +240,10 @@ ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int
   return group;
 }
 
-/// Cuts from the front of a request's own row group what taken nodes cover. `top`: the deepest taken node that it is in, -1: none. state_begin, here 0, is left to the caller.
-ATTN_HD void cut_group(const PageTable& table, const Forest& f, int32_t top, RowGroup& group) {
-  if (top < 0) return;
+/// Cuts from the front of a request's own row group the pages that taken nodes read. state_begin, here 0, is left to the caller.
+ATTN_HD void cut_group(const PageTable& table, int32_t pages, RowGroup& group) {
+  if (pages == 0) return;
   group.state_begin = 0;
-  const int32_t pages = f.covered_pages(top);
   group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
   group.kv_len -= pages * table.page_size;
 }
