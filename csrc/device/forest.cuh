@@ -220,11 +220,7 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
   const Forest& f = m.forest;
   const bool taken = only.reason == kNodeTaken;
   team.for_each(f.size, [&](int32_t i) {
-    if (i == only.number) {
-      p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, taken ? f.size : -1, only.reason, only.cost.saved, only.cost.added};
-    } else {
-      p.schedule.nodes[i].leader = -1;
-    }
+    if (i == only.number) p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, taken ? f.size : -1, only.reason, only.cost.saved, only.cost.added};
     if (!taken || f[i].merge_begin < 0) return;
 #pragma unroll 1
     for (int32_t row = 0; row < f[i].qo_len; ++row) {
@@ -237,8 +233,9 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
 }
 
 /// What nodes are before any is known: threads that have nothing else to do see to it while requests are read.
-__device__ __forceinline__ void clear_nodes(const Forest& f, const PlanTeam& team) {
+__device__ __forceinline__ void clear_nodes(const PlanParams& p, const Forest& f, const PlanTeam& team) {
   team.for_each(f.size, [&](int32_t n) {
+    p.schedule.nodes[n].leader = -1;
     f[n].node = f[n].deepest = f[n].next = -1;
     f[n].shallowest = kMaxInt32;
     f[n].depth = f[n].rows = f[n].requests = f[n].weight = 0;
@@ -250,36 +247,36 @@ __device__ __forceinline__ void clear_nodes(const Forest& f, const PlanTeam& tea
 struct Seeker {
   int32_t key;           // path_key(); -1: it has come to its node, or has none
   bool seeks;            // it does not know its node
-  int32_t* nearest;      // path_key() of the deepest of those that could be its node
-  int32_t* shallowest;   // of its path
+  int32_t leader;
+  int32_t passed;        // the last node that was not its own; -1: none so far
 };
 
 /// Receives where request i attaches, and says it.
 __device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, int32_t i) {
-  if (i >= f.size || f[i].key == 0) return Seeker{-1, false, nullptr, nullptr};
+  if (i >= f.size || f[i].key == 0) return Seeker{-1, false, -1, -1};
   const AttachmentMail mail(p.schedule.attachments + i);
   const Attachment own = mail.wait();
   mail.clear();
   f[i].leader = own.leader;
   f[i].pages = own.pages;
-  const Seeker seeker{Forest::path_key(i, own.pages), true, &f[own.leader].deepest, &f[own.leader].shallowest};
-  ptx::shared_max(seeker.nearest, seeker.key);
-  ptx::shared_min(seeker.shallowest, own.pages << Forest::kNodeBits | i);
-  return seeker;
+  const int32_t key = Forest::path_key(i, own.pages);
+  ptx::shared_max(&f[own.leader].deepest, key);
+  ptx::shared_min(&f[own.leader].shallowest, own.pages << Forest::kNodeBits | i);
+  return Seeker{key, true, own.leader, -1};
 }
 
 /// Takes request i one step further, behind a barrier.
 __device__ __forceinline__ void seek_node(const Forest& f, int32_t i, Seeker& seeker) {
   if (seeker.key < 0) return;
-  const int32_t found = *seeker.nearest;
-  const int32_t shallowest = *seeker.shallowest;
+  const int32_t found = seeker.passed < 0 ? f[seeker.leader].deepest : f[seeker.passed].next;
+  const int32_t shallowest = f[seeker.leader].shallowest;
   const int32_t pages = Forest::pages_of(seeker.key);
   const bool is_deepest = Forest::pages_of(found) == pages;
   if (is_deepest) {
     seeker.key = -1;
   } else {
-    seeker.nearest = &f[Forest::node_of(found)].next;
-    ptx::shared_max(seeker.nearest, seeker.key);
+    seeker.passed = Forest::node_of(found);
+    ptx::shared_max(&f[seeker.passed].next, seeker.key);
   }
   if (seeker.seeks && (is_deepest || shallowest >> Forest::kNodeBits == pages)) {
     f[i].node = is_deepest ? Forest::node_of(found) : shallowest & (kMaxForestRequests - 1);
@@ -390,23 +387,16 @@ __device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t 
   return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32));
 }
 
-/// Finds the nodes and decides on them. Returns whether there are any.
-__device__ __forceinline__ bool make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
+/// Finds the nodes and decides on them.
+__device__ __forceinline__ void make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
   find_nodes(p, m, shared, team, wrong);
-  if (wrong) return false;
-  decide(p, m, shared, team);
-  return true;
+  if (!wrong) decide(p, m, shared, team);
 }
 
-/// Writes down all nodes.
-__device__ __forceinline__ void record_nodes(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, bool found, bool taken) {
-  team.for_each(m.forest.size, [&](int32_t i) {
-    if (!found || m.forest[i].depth == 0) {
-      p.schedule.nodes[i].leader = -1;
-      return;
-    }
-    if (!taken) drop_node(m.forest, i);
-    record_node(p, m.forest, i);
+/// Takes back what was taken, where it is not worth it together.
+__device__ __forceinline__ void drop_forest(const PlanParams& p, const Forest& f, const PlanTeam& team) {
+  team.for_each(f.size, [&](int32_t n) {
+    if (f[n].depth > 0) drop_node(p, f, n);
   });
 }
 

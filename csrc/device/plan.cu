@@ -19,7 +19,6 @@ struct PlanSharedMemory {
   alignas(16) PlacedTile tiles[kCachedTiles];     // the first row tiles
   StagedGroups staged[kMaxPlanThreads / 32];
   Planned planned;
-  int32_t finds_nodes;
   uint32_t errors;
   int32_t num_merge_rows;
   int32_t longest_pair;
@@ -206,7 +205,7 @@ struct ForestSum {
 };
 
 /// Gives the row group of candidate i its number and the place of its states, and returns the sums before it. `planned`: numbers and states so far.
-__device__ __forceinline__ PlanSums<int64_t> place_in_forest(const ForestMemory& m, PlanSharedMemory& shared, const Candidates& candidates, int32_t i, Piece& piece,
+__device__ __forceinline__ PlanSums<int64_t> place_in_forest(const PlanParams& p, const ForestMemory& m, PlanSharedMemory& shared, const Candidates& candidates, int32_t i, Piece& piece,
                                                              Planned& planned, int32_t& states_so_far, PlanSums<int64_t>& total, bool& differ) {
   const Forest& f = m.forest;
   const int32_t lane = i % 32;
@@ -228,7 +227,7 @@ __device__ __forceinline__ PlanSums<int64_t> place_in_forest(const ForestMemory&
     piece.number = planned.num_groups + before.nodes();
     piece.group.state_begin = state_begin;
     piece.group.qo_begin = f[n].row_begin = state_begin - planned.num_merge_rows;
-    f[n].group = piece.number;
+    f[n].group = p.schedule.nodes[n].group = piece.number;
   }
   states_so_far += behind.states();
   planned.num_groups += behind.nodes();
@@ -265,7 +264,7 @@ __device__ __forceinline__ Line place_groups(const PlanParams& p, const ForestMe
     PlanSums<int64_t> total, before;
     if (first > 0) __syncthreads();
     if (takes_forest) {
-      before = place_in_forest(m, shared, candidates, i, piece, planned, states_so_far, total, differ);
+      before = place_in_forest(p, m, shared, candidates, i, piece, planned, states_so_far, total, differ);
     } else {
       before = sum_before(team, shared.sums, candidates.count - first, PlanSums<int64_t>{piece.cost * piece.num_tiles, piece.num_tiles}, total, differ);
     }
@@ -436,10 +435,8 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (kSeeksForest && linkers.has_this_thread()) {
     if (is_only) {
       record_only_node(p, m, shared.forest.only, linkers);
-    } else {
-      const bool taken = candidates.first_node > 0;
-      record_nodes(p, m, linkers, shared.finds_nodes, taken);
-      if (taken) link_forest(p, m, linkers, planned);
+    } else if (candidates.first_node > 0) {
+      link_forest(p, m, linkers, planned);
     }
   }
 }
@@ -466,9 +463,8 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
   Piece piece{};
   bool wrong = false;
   bool goes_on = false;      // nodes must be found
-  const int32_t idle = plan_threads() - team.count;
-  const PlanTeam clearers{0, idle > 0 ? idle : team.count, idle > 0 ? team.count : 0};
-  if (clearers.has_this_thread()) clear_nodes(m.forest, clearers);
+  const int32_t idle_from = team.count < plan_threads() ? team.count : 0;     // threads that have nothing to do with the forest; if there are none, all
+  if (thread >= idle_from) clear_nodes(p, m.forest, PlanTeam{0, plan_threads() - idle_from, idle_from});
   if (team.has_this_thread()) {
     Planned planned = empty_plan(p, size, size);
     OnlyNode only;
@@ -507,13 +503,8 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     Candidates candidates{planned.num_groups, 0};
     bool is_only = shared.forest.only.leader >= 0;
     if (finds_nodes) {
-      if (team.has_this_thread()) {
-        const bool found = make_forest(p, m, shared.forest, team, wrong);
-        if (reports) {
-          shared.finds_nodes = found;
-          shared.longest_pair = shared.has_largest_tiles = 0;
-        }
-      }
+      if (team.has_this_thread()) make_forest(p, m, shared.forest, team, wrong);
+      if (reports) shared.longest_pair = shared.has_largest_tiles = 0;
       __syncthreads();
       is_only = false;
       planned = empty_plan(p, size, size);
@@ -522,6 +513,8 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
         planned.num_links = shared.forest.max_taken_depth + 1;
         candidates.first_node = round_up(size, 32);
         candidates.count = candidates.first_node + shared.forest.last_taken + 1;
+      } else if (team.has_this_thread()) {
+        drop_forest(p, m.forest, team);
       }
     } else if (again) {
       if (team.has_this_thread()) clear_mail(p, m, thread);
@@ -544,7 +537,7 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.finds_nodes = shared.longest_pair = shared.has_largest_tiles = 0;
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
     plan_with_forest(p, m, shared, tile_begin);
   } else {

@@ -127,7 +127,7 @@ bool decide(const PlanParams& p, const Forest& f, const std::vector<int32_t>& no
     }
   }
   if (!forest_pays(p.config, saved)) {
-    for (const int32_t n : nodes) drop_node(f, n);
+    for (const int32_t n : nodes) drop_node(p, f, n);
   }
   return std::any_of(nodes.begin(), nodes.end(), [&](int32_t n) { return f[n].taken == n; });
 }
@@ -149,13 +149,7 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   }
   if (!find_attachments(tables, f)) return;
   const std::vector<int32_t> nodes = find_nodes(p, f);
-  const bool any_taken = decide(p, f, nodes);
-  int32_t num_groups = planned.num_groups;
-  for (const int32_t n : nodes) {
-    if (f[n].taken == n) f[n].group = num_groups++;
-    record_node(p, f, n);
-  }
-  if (!any_taken) return;
+  if (!decide(p, f, nodes)) return;
 
   int32_t own_states = 0;
   for (int32_t i = 0; i < size; ++i) {
@@ -171,7 +165,8 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     if (f[n].taken != n) continue;
     f[n].row_begin = rows;
     rows += f[n].rows;
-    RowGroup& group = p.schedule.groups[planned.num_groups++];
+    f[n].group = p.schedule.nodes[n].group = planned.num_groups++;
+    RowGroup& group = p.schedule.groups[f[n].group];
     group = node_group(p, f, n, tables.begin[static_cast<size_t>(n)]);
     group.qo_begin = f[n].row_begin;
     group.state_begin = own_states + f[n].row_begin;

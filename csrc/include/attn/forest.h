@@ -72,7 +72,6 @@ struct ForestEntry {
   int32_t tile_cost;     // cost of a KV tile for its rows; on the device first for the request's
   int32_t pair_cost;     // of its row tiles, for each KV head
   int32_t begin;         // pages that taken nodes above it read
-  int32_t reason;        // NodeReason
   int32_t taken;         // it or the nearest ancestor that was taken; -1: none
   int32_t taken_depth;   // taken nodes on the path from the root to it
   int32_t covered;       // pages that it and those above it read, as far as they are taken
@@ -83,7 +82,6 @@ struct ForestEntry {
   int32_t smallest;      // of the group that this request stands for
   int32_t next;          // path_key() of the next node up on the path of this node's leader; -1: none
   int32_t shallowest;    // of all that attach to this leader: pages << kNodeBits | request, the smallest
-  int32_t unused;        // an odd number of words: 32 entries lie in 32 banks
   int32_t top;           // the deepest taken node that the request is in; -1: none
   int32_t same;          // a request of the same first page, the same for all of them
 };
@@ -189,7 +187,7 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
   return states > free_states ? kNodeHasNoRoom : kNodeTaken;
 }
 
-/// Decides on a node whose ancestors have been decided on. Returns what it saves, at most kMostSaved, if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on, and writes it down, but for its row group. Returns what it saves, at most kMostSaved, if it is taken, else 0.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestEntry& node = f[n];
   const bool is_root = node.parent < 0;
@@ -197,8 +195,9 @@ ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   const int32_t depth_above = is_root ? 0 : parent.taken_depth;
   node.begin = is_root ? 0 : parent.covered;
   const NodeCost cost = node_cost(p, node);
-  node.reason = judge_node(p.config, cost, depth_above, node_states(node.rows, node.begin), free_states);
-  const bool taken = node.reason == kNodeTaken;
+  const int32_t reason = judge_node(p.config, cost, depth_above, node_states(node.rows, node.begin), free_states);
+  const bool taken = reason == kNodeTaken;
+  p.schedule.nodes[n] = PrefixNode{node.leader, node.parent, node.begin, node.pages, node.requests, node.rows, -1, reason, cost.saved, cost.added};
   node.taken = taken ? n : is_root ? -1 : parent.taken;
   node.taken_depth = depth_above + taken;
   node.covered = taken ? node.pages : node.begin;
@@ -211,16 +210,9 @@ ATTN_HD bool forest_pays(const ScheduleConfig& config, int32_t saved) {
 }
 
 /// Takes back that node n was taken.
-ATTN_HD void drop_node(const Forest& f, int32_t n) {
-  if (f[n].taken == n) f[n].reason = kForestSavesTooLittle;
+ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
+  if (f[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
   f[n].taken = -1;
-}
-
-/// Writes down node n.
-ATTN_HD void record_node(const PlanParams& p, const Forest& f, int32_t n) {
-  const ForestEntry& node = f[n];
-  const NodeCost cost = node_cost(p, node);
-  p.schedule.nodes[n] = PrefixNode{node.leader, node.parent, node.begin, node.pages, node.requests, node.rows, node.taken == n ? node.group : -1, node.reason, cost.saved, cost.added};
 }
 
 /// The row group of a taken node. qo_begin, state_begin, here 0, and tile_begin are left to the caller. `table_begin`: of request n.
