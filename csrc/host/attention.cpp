@@ -21,7 +21,7 @@ struct Costs {
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35, 50}, 8, 12, 464, 2500};
+constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35, 50}, 8, 12, 176, 2750};
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
