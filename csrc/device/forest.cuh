@@ -334,12 +334,6 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
       at = parent;
     }
     if (own == i) f[i].depth = nodes - below_own;
-    const int32_t states = sum_of_lanes(nodes > 0 ? rows * (nodes + 1) : 0);
-    const int32_t deepest = __reduce_max_sync(0xffffffffu, nodes);
-    if (lane == 0) {
-      ptx::shared_add(&shared.states, states);
-      ptx::shared_max(&shared.max_depth, deepest);
-    }
   }
   team.sync();
   team.for_each(f.size, [&](int32_t n) {
@@ -348,6 +342,8 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     f[n].tile_cost = cost.kv_tile;
     f[n].pair_cost = cost.pairs;
     if (f[n].parent >= 0) ptx::shared_add(&f[f[n].parent].weight, cost.kv_tile);
+    ptx::shared_add(&shared.states, node_states(f[n].rows, f[n].depth - 1));
+    ptx::shared_max(&shared.max_depth, f[n].depth);
   });
   team.sync();
 }
