@@ -378,9 +378,11 @@ __device__ __forceinline__ bool forest_is_taken(const PlanParams& p, const Fores
   return shared.max_taken_depth > 0 && forest_pays(p.config, shared.saved);
 }
 
-/// Columns of the counts of rows: taken nodes that are looked after at a time.
-__device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t num_taken) {
-  return min_of(num_taken, (1 << m.slot_bits) / ceil_div(m.forest.size, 32));
+/// Columns of the counts of rows: taken nodes that are looked after at a time. There is a count for each 32 requests.
+__device__ __forceinline__ int32_t count_columns(const ForestMemory& m, int32_t num_taken) { return min_of(num_taken, m.forest.size <= 512 ? 128 : 64); }
+
+__device__ __forceinline__ void clear_counts(const ForestMemory& m, const PlanTeam& team, int32_t columns) {
+  team.for_each(ceil_div(m.forest.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
 }
 
 /// Finds the nodes and decides on them.
@@ -456,26 +458,34 @@ __device__ __forceinline__ void link_node_rows(const PlanParams& p, const Forest
   }
 }
 
-/// Links all rows of the forest. If there is but one taken node, all rows to be merged are its rows; else those of each 32 requests are counted.
+/// Links the rows of nodes. If there is but one taken node, all rows to be merged are its rows (link_own_rows()); else those of each 32 requests are counted, for as many
+/// nodes at a time as there are columns, of which those of the first are empty.
 __device__ __forceinline__ void link_forest(const PlanParams& p, const ForestMemory& m, const PlanTeam& team, const Planned& planned) {
-  const Forest& f = m.forest;
-  const int32_t num_taken = planned.num_groups - f.size;
+  const int32_t num_taken = planned.num_groups - m.forest.size;
   const int32_t columns = count_columns(m, num_taken);
 #pragma unroll 1
   for (int32_t begin = 0; num_taken > 1 && begin < num_taken; begin += columns) {
-    if (begin > 0) team.sync();
-    team.for_each(ceil_div(f.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
-    team.sync();
+    if (begin > 0) {
+      team.sync();
+      clear_counts(m, team, columns);
+      team.sync();
+    }
     count_node_rows(m, team, begin, columns);
     team.sync();
     link_node_rows(p, m, team, planned.num_links - 1, num_taken, begin, columns);
   }
-  team.for_each(f.size, [&](int32_t i) {
+}
+
+/// Links all rows to their requests' own row groups.
+__device__ __forceinline__ void link_own_rows(const PlanParams& p, const ForestMemory& m, const Planned& planned) {
+  const Forest& f = m.forest;
+  const bool single = planned.num_groups == f.size + 1;
+  PlanTeam{0, plan_threads()}.for_each(f.size, [&](int32_t i) {
     if (f[i].merge_begin < 0) return;
     const int32_t depth = f[f[i].top].taken_depth;
 #pragma unroll 1
     for (int32_t row = 0; row < f[i].qo_len; ++row) {
-      if (num_taken == 1) link_node_row(p, f, f[i].top, i, row, f[i].merge_begin + row);
+      if (single) link_node_row(p, f, f[i].top, i, row, f[i].merge_begin + row);
       link_own_row(p, f, i, row, depth, planned.num_links);
     }
   });

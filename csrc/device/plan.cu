@@ -411,7 +411,15 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   const int32_t from_last = plan_threads() - 1 - thread;
   const int32_t warp_behind = from_last / 32 - p.position_threads / 32;   // of those before the last ones
   EqualShares equal{};
-  if (warp_behind <= 0) equal = equal_shares(p, line.num_tiles, line.cost);    // while the first ones lay row tiles
+  if (warp_behind <= 0) {
+    equal = equal_shares(p, line.num_tiles, line.cost);    // while the first ones lay row tiles
+  } else if (from_last % 32 == 0) {
+    const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
+#pragma unroll 1
+    for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level);
+  }
+  const bool takes_forest = kSeeksForest && candidates.first_node > 0;
+  if (takes_forest && linkers.has_this_thread()) clear_counts(m, linkers, count_columns(m, planned.num_groups - m.forest.size));
   __syncthreads();
   planned.num_tiles = line.num_tiles;
   planned.has_largest_tiles = shared.has_largest_tiles;
@@ -422,22 +430,16 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
     planned.longest_pair = shared.longest_pair;
   }
 
-  // From here on threads wait for nothing but each other's links; the first warps link rows.
+  // From here on threads wait for nothing but each other's links.
   if (warp_behind <= 0) {
     planned.errors = shared.errors;
     write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, equal, warp_behind == 0, from_last, planned);
-  } else if (from_last % 32 == 0) {
-    const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
-#pragma unroll 1
-    for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level);
   }
   if (line.all_known) write_group(p, shared, candidates, piece, thread);
-  if (kSeeksForest && linkers.has_this_thread()) {
-    if (is_only) {
-      record_only_node(p, m, shared.forest.only, linkers);
-    } else if (candidates.first_node > 0) {
-      link_forest(p, m, linkers, planned);
-    }
+  if (kSeeksForest && is_only && linkers.has_this_thread()) record_only_node(p, m, shared.forest.only, linkers);
+  if (takes_forest) {
+    if (linkers.has_this_thread()) link_forest(p, m, linkers, planned);
+    link_own_rows(p, m, planned);
   }
 }
 
@@ -457,7 +459,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
   const PlanTeam team{1, min_of(size / 32 * 32 + 32, plan_threads())};    // a request each, and one behind them
   const int32_t free_threads = plan_threads() - p.position_threads;
   PlanTeam linkers{1, min_of((size + 31) / 32 * 32, free_threads)};
-  if (2 * linkers.count <= free_threads) linkers.first = free_threads - linkers.count;    // other threads than those of the requests
+  if (2 * linkers.count <= free_threads) linkers.first = min_of(linkers.count, free_threads - linkers.count);    // other threads than those of the requests
   const bool reports = thread == min_of(size, plan_threads() - 1);
   uint32_t errors = 0;
   Piece piece{};

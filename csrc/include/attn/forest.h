@@ -121,7 +121,7 @@ struct Forest {
   }
 };
 
-/// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many.
+/// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many. So there are 128 for each 32 requests, or 64 of very many.
 ATTN_HD int32_t forest_slot_bits(int32_t requests) {
   return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
 }
