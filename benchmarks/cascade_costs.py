@@ -5,8 +5,9 @@ hand-made levels (on) and as one view of all requests (off). In the schedule's c
 
     saved > state_cost / 64 * states + cascade_cost
 
-`saved`: the line of work of the one view less that of the levels, from their schedules, as if requests' own pairs cost the same in both. For a prefix of n KV tiles that is n * the sum of the requests'
-kv_tile_cost, less n * the sum of kv_tile_cost and the sum of pair_cost over the row tiles of the groups. `states`: two for each row and KV head, one a level.
+`saved`: the line of work of the one view less that of the levels, from their schedules, as if requests' own pairs cost the same in both. For a prefix of n
+KV tiles that is n * the sum of the requests' kv_tile_cost, less n * the sum of kv_tile_cost and the sum of pair_cost over the row tiles of the groups.
+`states`: two for each row and KV head, one a level.
 
 Least squares: on - off [µs] = fixed - unit * (saved - state_cost / 64 * states) / num_ctas, each batch weighted by 1 / off, and
 cascade_cost = fixed / unit * num_ctas. Regret: the state_cost and cascade_cost of a grid by which choosing loses least against the better of on and off:
