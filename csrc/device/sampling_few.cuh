@@ -20,72 +20,72 @@ struct FewSurvivors {
   __device__ __forceinline__ explicit FewSurvivors(const Row<Source>& row) : row(row), shared(row.shared) {}
 
   static constexpr int32_t kMostTopK = 64;
-  static constexpr int32_t kTokensOfK = 7;          // tokens at or above the bounds, of each that top-k asks for
   static constexpr int32_t kMostSurvivors = kSamplingThreads / 2;
   static constexpr int32_t kValueBins = 256;
   static constexpr int32_t kLaneBins = kValueBins / 32;
+  static constexpr int32_t kMostWarps = kMaxClusterCtas * kSamplingWarps;
 
-  /// What a CTA tells the first one of its candidates, which lie in its part of the list.
+  // Warps take the row's lines of 128 bytes in turn: the likely tokens of a model lie together, most at low ids.
+  static constexpr int32_t kLineLanes = 8;
+  static constexpr int32_t kLineTokens = kLineLanes * Source::kVectorTokens;
+  static constexpr int32_t kRoundLines = kLaneTokens * 32 / kLineTokens;      // that a warp reads at a time
+
+  /// What a warp tells the first CTA of its candidates, which lie in its part of the list.
   struct Told {
     uint32_t bound;         // they are complete from here on; kNoBound: they are not
     uint32_t best_key;
-    uint32_t count;
-    uint32_t unused;
+    uint64_t count;
   };
 
   /// key << 32 | token of each.
   __device__ __forceinline__ uint64_t* list() const { return reinterpret_cast<uint64_t*>(shared.keys); }
-  __device__ __forceinline__ Told* told() const { return reinterpret_cast<Told*>(shared.summaries); }
   __device__ __forceinline__ uint32_t mailbox() const { return ptx::shared_address(&shared.mailboxes[0]); }       // of candidates, in the first CTA
   __device__ __forceinline__ uint32_t answer() const { return ptx::shared_address(&shared.mailboxes[1]); }        // of whether they were enough, in the others
   __device__ __forceinline__ uint32_t* bins() const { return shared.bins; }
   __device__ __forceinline__ Survivor* survivors() const { return reinterpret_cast<Survivor*>(shared.bins + kValueBins); }
   __device__ __forceinline__ Racer* racers() const { return reinterpret_cast<Racer*>(survivors() + kMostSurvivors); }
+  __device__ __forceinline__ Told* told() const { return reinterpret_cast<Told*>(racers() + kMostSurvivors); }
+
+  __device__ __forceinline__ int32_t num_warps() const { return row.num_ctas * kSamplingWarps; }
+  __device__ __forceinline__ int32_t warp_of_row() const { return row.rank * kSamplingWarps + row.warp(); }
+  /// Candidates that a warp has room for.
+  __device__ __forceinline__ int32_t room() const { return row.candidate_room() / kSamplingWarps; }
 
   /// Of the row; the host has looked at the launch (may_leave_few in csrc/host/sampling.cpp).
-  __device__ __forceinline__ bool suits() const {
-    const RowSettings& settings = shared.settings;
-    return settings.valid && !settings.greedy && settings.top_k > 0 && settings.top_k <= kMostTopK && !(settings.has_top_p && row.params.joint != 0);
+  __device__ __forceinline__ bool suits(const RowParameters& own) const {
+    const bool is_valid = own.temperature > 0.0f && !is_nan(own.top_p) && !is_nan(own.min_p);
+    return is_valid && own.top_k.value() > 0 && own.top_k.value() <= kMostTopK && !(own.top_p < 1.0f && row.params.joint != 0);
   }
 
   /// Before the cluster's first barrier.
   __device__ __forceinline__ void prepare() const {
     if (row.rank == 0) bins()[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-      const SamplingParams& params = row.params;
-      for (const float* of_all : {params.temperature.data, params.top_p.data, params.min_p.data}) {
-        if (of_all != nullptr) ptx::prefetch_l2(of_all + row.row);
-      }
-      for (const IndexArray& of_all : {params.top_k.array, params.seed.array, params.position.array}) {
-        if (of_all) ptx::prefetch_l2(static_cast<const int32_t*>(of_all.data) + (static_cast<int64_t>(row.row) << of_all.is_int64));
-      }
-      ptx::mailbox_init(mailbox(), row.num_ctas);
+      ptx::mailbox_init(mailbox(), num_warps());
       ptx::mailbox_init(answer(), 1);
       shared.num_listed = 0;
-      shared.summary.num_candidates = 0;
     }
   }
 
-  // Segments are dealt out one by one: the likely tokens of a model lie together, most at low ids.
-  __device__ __forceinline__ int32_t first_segment() const { return row.rank + row.num_ctas * row.warp(); }
-  __device__ __forceinline__ int32_t segment_step() const { return row.num_ctas * kSamplingWarps; }
-
-  /// The largest key of what this lane reads of the row. It waits for no parameter, so it is done while those are on their way.
-  __device__ __forceinline__ uint32_t read_largest() const {
-    for (int32_t segment = first_segment() + segment_step(); segment < row.num_segments(); segment += segment_step()) row.prefetch(segment);
-    uint32_t key = 0;
-#pragma unroll 1
-    for (int32_t segment = first_segment(); segment < row.num_segments(); segment += segment_step()) {
-      typename Source::Vector raw[Source::kVectors];
-      float v[kLaneTokens];
-      row.load(segment, raw);
-      row.values(raw, v);
-      key = max_of(key, row.lane_max_key(v));
-    }
-    return key;
+  /// First token of this lane's vector j in a round of reading.
+  __device__ __forceinline__ int32_t vector_token(int32_t round, int32_t j) const {
+    const int32_t line = round * kRoundLines + j * (32 / kLineLanes) + row.lane() / kLineLanes;
+    return (line * num_warps() + warp_of_row()) * kLineTokens + row.lane() % kLineLanes * Source::kVectorTokens;
   }
 
-  /// A value that about `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less.
+  __device__ __forceinline__ int32_t num_rounds() const { return row.share_of_cta(ceil_div(row.params.vocab, kSamplingWarps * kRoundLines * kLineTokens) + row.num_ctas - 1); }
+
+  __device__ __forceinline__ void load(int32_t round, typename Source::Vector (&raw)[Source::kVectors]) const {
+    if (__builtin_expect(row.source.reader.has_whole_vectors(), 1)) {
+#pragma unroll
+      for (int32_t j = 0; j < Source::kVectors; ++j) row.source.load(vector_token(round, j), true, raw[j]);
+    } else {
+#pragma unroll
+      for (int32_t j = 0; j < Source::kVectors; ++j) row.source.load(vector_token(round, j), false, raw[j]);
+    }
+  }
+
+  /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less.
   __device__ __forceinline__ static uint32_t warp_bound(uint32_t lane_key, int32_t wanted) {
     uint32_t own = (lane_key & ~31u) | static_cast<uint32_t>(ptx::lane_id()), bound = 0;
 #pragma unroll 1
@@ -93,82 +93,77 @@ struct FewSurvivors {
       bound = ptx::warp_max(own);
       own = own == bound ? 0 : own;
     }
-    return bound & ~31u;
+    return max_of(bound & ~31u, kWholeRow);
   }
 
-  /// The CTA's part: sends its candidates to the first one, with the bound from which on they are complete. lane_key: of read_largest().
-  __device__ __forceinline__ void send_candidates(uint32_t lane_key) const {
-    const int32_t warps = min_of(segment_step(), row.num_segments());
-    const int32_t wanted = max_of(ceil_div(kTokensOfK * shared.settings.top_k, warps), 2);
-    const uint32_t of_warp = warp_bound(lane_key, wanted);
-    const uint32_t most = ptx::warp_max(lane_key);
-    if (row.lane() == 0) shared.warp_best[row.warp()] = static_cast<uint64_t>(most) << 32 | of_warp;
-    __syncthreads();
-    // The fourth largest of the warps' bounds: one of them alone says little.
-    const uint64_t of_lane = shared.warp_best[row.lane() % kSamplingWarps];
-    const uint32_t ranked = (static_cast<uint32_t>(of_lane) & ~31u) | static_cast<uint32_t>(row.lane() % kSamplingWarps);
-    uint32_t above = 0;
-#pragma unroll
-    for (int32_t w = 0; w < kSamplingWarps; ++w) above += (static_cast<uint32_t>(shared.warp_best[w]) | static_cast<uint32_t>(w)) > ranked ? 1 : 0;
-    const uint32_t bound = max_of(ptx::warp_max(above == 3 ? ranked & ~31u : 0), kWholeRow);
+  /// How many lanes make a warp's bound: so many that hardly ever as many as these of the k largest lie in one warp's lines. With more the lists are longer.
+  __device__ __forceinline__ int32_t lanes_at_bound(int32_t top_k) const { return 5 + row.share_of_cta(ceil_div(3 * top_k, kSamplingWarps) + row.num_ctas - 1); }
+
+  /// Sends the warp's candidates to the first CTA, with the bound from which on they are complete. v: of the last round.
+  __device__ __forceinline__ void send_candidates(int32_t top_k, uint32_t lane_key, float (&v)[kLaneTokens]) const {
+    const uint32_t bound = warp_bound(lane_key, lanes_at_bound(top_k));
+    const uint32_t best_key = ptx::warp_max(lane_key);
+    const float least = key_value(bound);
     const uint32_t to = ptx::cluster_address(mailbox(), 0);
-    const uint32_t places = ptx::cluster_address(ptx::shared_address(list() + row.rank * row.candidate_room()), 0);
-    if (__any_sync(ptx::kAllLanes, lane_key >= bound)) {
-      const float least = key_value(bound);
+    const uint32_t places = ptx::cluster_address(ptx::shared_address(list() + warp_of_row() * room()), 0);
+    const uint32_t before = (1u << row.lane()) - 1;
+    int32_t count = 0;
 #pragma unroll 1
-      for (int32_t segment = first_segment(); segment < row.num_segments(); segment += segment_step()) {
-        typename Source::Vector raw[Source::kVectors];
-        float v[kLaneTokens];
-        row.load(segment, raw);
-        row.values(raw, v);
-        uint32_t chosen = 0;
+    for (int32_t round = num_rounds() - 1;;) {
 #pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
-#pragma unroll 1
-        for (; chosen != 0; chosen &= chosen - 1) {
-          const int32_t token = row.token(segment, __ffs(static_cast<int32_t>(chosen)) - 1);
-          const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-          if (at < row.candidate_room()) ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(row.source.one(token))) << 32 | static_cast<uint32_t>(token));
+      for (int32_t i = 0; i < kLaneTokens; ++i) {
+        const bool is_one = v[i] >= least;
+        const uint32_t ones = __ballot_sync(ptx::kAllLanes, is_one);
+        const int32_t at = count + __popc(ones & before);
+        if (is_one && at < room()) {
+          const int32_t token = vector_token(round, i / Source::kVectorTokens) + i % Source::kVectorTokens;
+          ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(v[i])) << 32 | static_cast<uint32_t>(token));
         }
+        count += __popc(ones);
       }
+      if (--round < 0) break;
+      typename Source::Vector raw[Source::kVectors];
+      load(round, raw);
+      row.values(raw, v);
     }
-    __syncthreads();
-    if (row.warp() != 0) return;
-    const uint32_t best_key = ptx::warp_max(static_cast<uint32_t>(of_lane >> 32));
     if (row.lane() == 0) {
-      const int32_t count = shared.summary.num_candidates, room = row.candidate_room();
-      const uint32_t place = ptx::cluster_address(ptx::shared_address(told() + row.rank), 0);
-      ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room ? bound : kNoBound));
-      ptx::mailbox_send(to, place + 8, static_cast<uint64_t>(count));
-      ptx::mailbox_announce(to, sizeof(Told) + 8 * min_of(count, room));
+      const uint32_t place = ptx::cluster_address(ptx::shared_address(told() + warp_of_row()), 0);
+      ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room() ? bound : kNoBound), static_cast<uint64_t>(count));
+      ptx::mailbox_announce(to, sizeof(Told) + 8 * min_of(count, room()));
     }
   }
 
   /// The first CTA's part. False, the same in all threads: the candidates do not tell.
-  __device__ __forceinline__ bool list_survivors(int32_t& num_survivors, float& reference) const {
-    const bool has = row.lane() < row.num_ctas;
-    const uint32_t bound = ptx::warp_max(has ? told()[row.lane()].bound : 0);
-    const uint32_t best_key = ptx::warp_max(has ? told()[row.lane()].best_key : 0);
+  __device__ __forceinline__ bool list_survivors(const RowSettings& settings, int32_t& num_survivors, float& reference) const {
+    uint32_t bound = 0, best_key = 0;
+#pragma unroll
+    for (int32_t w = 0; w < kMostWarps; w += 32) {
+      if (w >= num_warps()) break;
+      bound = max_of(bound, told()[w + row.lane()].bound);
+      best_key = max_of(best_key, told()[w + row.lane()].best_key);
+    }
+    bound = ptx::warp_max(bound);
+    best_key = ptx::warp_max(best_key);
     if (bound == kNoBound || best_key >= kInfiniteKey || best_key <= kExcludedKey) return false;
     reference = key_value(best_key);
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
     const float bins_of_one = range > 0.0f ? (kValueBins - 1) / range : 0.0f;
-    // body(key, token) of the candidates, a warp taking those of one CTA at a time.
-    const auto for_candidates = [&](const auto& body) {
-#pragma unroll 1
-      for (int32_t cta = row.warp(); cta < row.num_ctas; cta += kSamplingWarps) {
-        const int32_t count = static_cast<int32_t>(told()[cta].count);
-#pragma unroll 1
-        for (int32_t i = row.lane(); i < count; i += 32) {
-          const uint64_t one = list()[cta * row.candidate_room() + i];
-          const uint32_t key = static_cast<uint32_t>(one >> 32);
-          if (key >= bound) body(key, static_cast<int32_t>(one));
-        }
-      }
-    };
     const auto bin_of = [&](uint32_t key) { return static_cast<int32_t>((reference - key_value(key)) * bins_of_one); };
-    for_candidates([&](uint32_t key, int32_t) { atomicAdd(&bins()[bin_of(key)], 1u); });
+    // A warp's candidates are looked at by the same few threads, each of which has room for as many.
+    constexpr int32_t kOfThread = kMaxCandidates / kSamplingThreads;
+    const int32_t readers = kSamplingThreads / num_warps();
+    const int32_t sender = static_cast<int32_t>(threadIdx.x) / readers;
+    const int32_t count = static_cast<int32_t>(told()[sender].count);
+    uint64_t candidates[kOfThread];       // 0: none
+#pragma unroll
+    for (int32_t i = 0; i < kOfThread; ++i) {
+      const int32_t at = static_cast<int32_t>(threadIdx.x) % readers + i * readers;
+      const uint64_t one = at < count ? list()[sender * room() + at] : 0;
+      const uint32_t key = static_cast<uint32_t>(one >> 32);
+      candidates[i] = key >= bound ? one : 0;
+      if (key >= bound) atomicAdd(&bins()[bin_of(key)], 1u);
+    }
     __syncthreads();
     // Each warp for itself: the bin in which the k-th largest lies.
     uint32_t counts[kLaneBins], sum = 0;
@@ -183,37 +178,41 @@ struct FewSurvivors {
       const uint32_t before = __shfl_up_sync(ptx::kAllLanes, through, step);
       through += row.lane() >= step ? before : 0;
     }
-    const uint32_t wanted = static_cast<uint32_t>(shared.settings.top_k);
-    uint32_t last = 0, count = through - sum;         // of this lane
+    const uint32_t wanted = static_cast<uint32_t>(settings.top_k);
+    uint32_t last = 0, listed = through - sum;        // of this lane
 #pragma unroll
     for (int32_t i = 0; i < kLaneBins; ++i) {
-      const bool before = count < wanted;
-      count += before ? counts[i] : 0;
+      const bool before = listed < wanted;
+      listed += before ? counts[i] : 0;
       last += before ? 1 : 0;
     }
     const uint32_t reached = __ballot_sync(ptx::kAllLanes, through >= wanted);
     if (reached == 0) return false;
     const int32_t lane = __ffs(static_cast<int32_t>(reached)) - 1;
-    num_survivors = static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, count, lane));
+    num_survivors = static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, listed, lane));
     const int32_t last_bin = lane * kLaneBins + static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, last, lane)) - 1;
     if (num_survivors > kMostSurvivors) return false;
-    const Weights weights(reference, shared.settings.scale, shared.settings.floor);
-    for_candidates([&](uint32_t key, int32_t token) {
-      if (bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, token};
-    });
+    const Weights weights(reference, settings.scale, settings.floor);
+#pragma unroll 1
+    for (int32_t i = 0; i < kOfThread; ++i) {
+      const uint64_t one = candidates[0];
+      const uint32_t key = static_cast<uint32_t>(one >> 32);
+      if (one != 0 && bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, static_cast<int32_t>(one)};
+#pragma unroll
+      for (int32_t j = 0; j + 1 < kOfThread; ++j) candidates[j] = candidates[j + 1];
+    }
     return true;
   }
 
   /// Tells in the bins, which nobody needs any more, who survives the filters, two threads for each; the other half of the CTA has them race.
-  __device__ __forceinline__ void filter_and_race(int32_t num_survivors, const Weights& weights) const {
-    const RowSettings& settings = shared.settings;
+  __device__ __forceinline__ void filter_and_race(const RowParameters& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights) const {
     constexpr int32_t kHalf = kSamplingThreads / 2;
     const int32_t thread = threadIdx.x;
     if (thread >= kHalf) {
       const int32_t at = thread - kHalf;
       if (at >= num_survivors) return;
       const Survivor own = survivors()[at];
-      racers()[at] = enter_race(weights, shared.seed, shared.position, own.token, key_value(own.key));
+      racers()[at] = enter_race<kPhiloxRounds>(weights, draw.seed.value(), draw.position.value(), own.token, key_value(own.key));
       return;
     }
     const uint32_t min_p = min_p_key(weights, settings);
@@ -262,17 +261,32 @@ struct FewSurvivors {
   }
 
   /// All of it. True, the same in all threads of the row: the token is written. prepare() came before.
-  __device__ __forceinline__ bool run(uint32_t lane_key) const {
+  __device__ __forceinline__ bool run() const {
+    typename Source::Vector raw[Source::kVectors];
+    load(0, raw);
+    const RowParameters own(row.params, row.row);
     ptx::cluster_wait();      // the mailboxes are there
-    send_candidates(lane_key);
+    float v[kLaneTokens];
+    uint32_t lane_key = 0;
+#pragma unroll 1
+    for (int32_t round = 1;; ++round) {
+      row.values(raw, v);
+      lane_key = max_of(lane_key, row.lane_max_key(v));
+      if (round >= num_rounds()) break;
+      load(round, raw);
+    }
+    if (!suits(own)) return false;
+    send_candidates(static_cast<int32_t>(own.top_k.value()), lane_key, v);
     if (row.rank != 0) {
       ptx::mailbox_wait(answer());
       return shared.is_enough != 0;
     }
+    const RowSettings settings = row_settings(own, row.params.vocab);
+    __syncthreads();          // the bins are empty
     ptx::mailbox_wait(mailbox());
     int32_t num_survivors = 0;
     float reference = 0.0f;
-    const bool is_enough = list_survivors(num_survivors, reference);
+    const bool is_enough = list_survivors(settings, num_survivors, reference);
     if (0 < threadIdx.x && threadIdx.x < row.num_ctas) {
       const uint32_t to = ptx::cluster_address(answer(), threadIdx.x);
       ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), threadIdx.x), is_enough ? 1 : 0);
@@ -280,8 +294,8 @@ struct FewSurvivors {
     }
     if (!is_enough) return false;
     __syncthreads();          // survivors are listed
-    const Weights weights(reference, shared.settings.scale, shared.settings.floor);
-    filter_and_race(num_survivors, weights);
+    const Weights weights(reference, settings.scale, settings.floor);
+    filter_and_race(own, settings, num_survivors, weights);
     __syncthreads();
     if (row.warp() != 0) return true;
     Racer best = nobody();
@@ -290,7 +304,7 @@ struct FewSurvivors {
     }
     best = best_of_warp(best);
     if (row.lane() == 0) {
-      row.store_token(shared.token_index, best.token);
+      row.store_token(row.row, best.token);
       row.params.valid[row.row] = 1;
     }
     return true;

@@ -33,12 +33,13 @@ __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint
   }
 }
 
-template <class Weights>
+/// kUnrolled: rounds of Philox that are written out. All of them is faster and more code.
+template <int32_t kUnrolled = 1, class Weights>
 __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token, float value) {
   uint32_t block[4], tail[4];
   set_counter(block, position, race_block(token), kDrawStream);
   set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox_pair<1>(seed, block, tail);
+  philox_pair<kUnrolled>(seed, block, tail);
   const uint32_t which = race_word(token);
   const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
   const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
