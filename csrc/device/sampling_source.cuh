@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/sampling.h"
+#include "device/ptx/special_registers.cuh"
 
 namespace attn {
 
@@ -235,6 +236,12 @@ struct ProbSource {
     return prob_value(prob);
   }
 };
+
+/// Token i of this lane in a segment, i < kLaneTokens.
+template <class Source>
+__device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
+  return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
+}
 
 /// A lane's vectors of a segment.
 template <class Source>
