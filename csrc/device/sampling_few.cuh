@@ -76,13 +76,7 @@ struct FewSurvivors {
   __device__ __forceinline__ int32_t num_rounds() const { return row.share_of_cta(ceil_div(row.params.vocab, kSamplingWarps * kRoundLines * kLineTokens) + row.num_ctas - 1); }
 
   __device__ __forceinline__ void load(int32_t round, typename Source::Vector (&raw)[Source::kVectors]) const {
-    if (__builtin_expect(row.source.reader.has_whole_vectors(), 1)) {
-#pragma unroll
-      for (int32_t j = 0; j < Source::kVectors; ++j) row.source.load(vector_token(round, j), true, raw[j]);
-    } else {
-#pragma unroll
-      for (int32_t j = 0; j < Source::kVectors; ++j) row.source.load(vector_token(round, j), false, raw[j]);
-    }
+    load_vectors(row.source, [&](int32_t j) { return vector_token(round, j); }, raw);
   }
 
   /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less.

@@ -250,6 +250,18 @@ __device__ __forceinline__ void load_segment(const Source& source, int32_t segme
   for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
 }
 
+/// A lane's vectors at once, which begin with the tokens first(j).
+template <class Source, class First>
+__device__ __forceinline__ void load_vectors(const Source& source, const First& first, typename Source::Vector (&raw)[Source::kVectors]) {
+  if (__builtin_expect(source.reader.has_whole_vectors(), 1)) {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), true, raw[j]);
+  } else {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), false, raw[j]);
+  }
+}
+
 /// What they hold.
 template <class Source>
 __device__ __forceinline__ void segment_values(const Source& source, const typename Source::Vector (&raw)[Source::kVectors], float (&v)[kLaneTokens]) {

@@ -15,6 +15,7 @@ struct UnfilteredRow {
   const Source& source;
   const int32_t row;
   const int32_t rank;       // of the CTA among the row's
+  const int32_t num_ctas;
 
   static constexpr uint32_t kArrived = 1;       // of a mail's word: it is there, though 0 everywhere else
   static constexpr uint32_t kSpoilt = 2;        // a value that no row may hold was seen
@@ -37,7 +38,7 @@ struct UnfilteredRow {
   }
 
   /// The CTA's part of the row: the best of this lane's tokens, and the largest key of them, NaN's included.
-  __device__ __forceinline__ Racer read(int32_t num_ctas, uint32_t& most_key) const {
+  __device__ __forceinline__ Racer read(uint32_t& most_key) const {
     const int32_t segments = ceil_div(params.vocab, kSegmentTokens), warps = num_ctas * kSamplingWarps;
     const int32_t first = rank * kSamplingWarps + warp();
     Racer best = nobody();
@@ -49,7 +50,7 @@ struct UnfilteredRow {
 #pragma unroll 1
     for (int32_t segment = first; segment < segments; segment += warps) {
       typename Source::Vector raw[Source::kVectors];
-      load_segment(source, segment, lane(), raw);
+      load_vectors(source, [&](int32_t j) { return Source::Reader::vector_token(segment, lane(), j); }, raw);
       if (segment == first) {           // what does not wait for the values
         const float temperature = params.temperature[row];
         seed = params.seed[row];
@@ -83,10 +84,9 @@ struct UnfilteredRow {
   };
 
   __device__ __forceinline__ void run(Shared& shared) const {
-    const int32_t num_ctas = params.row_ctas;
     uint32_t most_key;
     {
-      const Racer own = read(num_ctas, most_key);
+      const Racer own = read(most_key);
       const Racer of_warp = best_of_warp(own);
       most_key = ptx::warp_max(most_key);
       if (lane() == 0) {
@@ -145,9 +145,9 @@ struct UnfilteredRow {
 template <class Source>
 __device__ __forceinline__ void sample_unfiltered(const SamplingParams& params) {
   __shared__ typename UnfilteredRow<Source>::Shared shared;
-  const int32_t row = static_cast<int32_t>(blockIdx.x) / params.row_ctas;
+  const int32_t row = blockIdx.y;
   const Source source(params, row);
-  UnfilteredRow<Source>{params, source, row, static_cast<int32_t>(blockIdx.x) - row * params.row_ctas}.run(shared);
+  UnfilteredRow<Source>{params, source, row, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)}.run(shared);
 }
 
 }  // namespace attn

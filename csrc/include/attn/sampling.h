@@ -131,7 +131,6 @@ struct SamplingParams {
   float* written;                     // [batch, vocab]: what kRenorm and kMaskLogits write
   int64_t written_stride;
   void* workspace;                    // 0 everywhere between launches: what the CTAs of an unfiltered row tell each other; nullptr: there is none
-  int32_t row_ctas;                   // CTAs of an unfiltered row
   // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
   const float* draft_probs;           // [batch, num_draft_tokens, vocab], contiguous
   const void* draft_token_ids;        // [batch, num_draft_tokens]
