@@ -37,6 +37,12 @@ struct FewSurvivors {
     uint64_t count;
   };
 
+  /// Of a segment, for the mass of the row.
+  struct SegmentMass {
+    uint64_t mass;          // relative to its largest value
+    uint64_t best_key;
+  };
+
   /// key << 32 | token of each.
   __device__ __forceinline__ uint64_t* list() const { return reinterpret_cast<uint64_t*>(shared.keys); }
   __device__ __forceinline__ uint32_t mailbox() const { return ptx::shared_address(&shared.mailboxes[0]); }       // of candidates, in the first CTA
@@ -45,6 +51,11 @@ struct FewSurvivors {
   __device__ __forceinline__ Survivor* survivors() const { return reinterpret_cast<Survivor*>(shared.bins + kValueBins); }
   __device__ __forceinline__ Racer* racers() const { return reinterpret_cast<Racer*>(survivors() + kMostSurvivors); }
   __device__ __forceinline__ Told* told() const { return reinterpret_cast<Told*>(racers() + kMostSurvivors); }
+  __device__ __forceinline__ SegmentMass* masses() const { return reinterpret_cast<SegmentMass*>(told() + kMostWarps); }
+
+  static constexpr int32_t kMostSegments = kMostFewSegments * kMostWarps;
+  static_assert(kValueBins * 4 + kMostSurvivors * (sizeof(Survivor) + sizeof(Racer)) + kMostWarps * sizeof(Told) + kMostSegments * sizeof(SegmentMass) <= kBins * 4,
+                "all have the bins' room");
 
   __device__ __forceinline__ int32_t num_warps() const { return row.num_ctas * kSamplingWarps; }
   __device__ __forceinline__ int32_t warp_of_row() const { return row.rank * kSamplingWarps + row.warp(); }
@@ -54,8 +65,11 @@ struct FewSurvivors {
   /// Of the row; the host has looked at the launch (may_leave_few in csrc/host/sampling.cpp).
   __device__ __forceinline__ bool suits(const RowParameters& own) const {
     const bool is_valid = own.temperature > 0.0f && !is_nan(own.top_p) && !is_nan(own.min_p);
-    return is_valid && own.top_k.value() > 0 && own.top_k.value() <= kMostTopK && !(own.top_p < 1.0f && row.params.joint != 0);
+    return is_valid && own.top_k.value() > 0 && own.top_k.value() <= kMostTopK;
   }
+
+  /// Whether top-p is a share of the whole row's mass.
+  __device__ __forceinline__ bool needs_row_mass(const RowParameters& own) const { return own.top_p < 1.0f && row.params.joint != 0; }
 
   /// Before the cluster's first barrier.
   __device__ __forceinline__ void prepare() const {
@@ -93,8 +107,8 @@ struct FewSurvivors {
   /// How many lanes make a warp's bound: so many that hardly ever as many as these of the k largest lie in one warp's lines. With more the lists are longer.
   __device__ __forceinline__ int32_t lanes_at_bound(int32_t top_k) const { return 5 + row.share_of_cta(ceil_div(3 * top_k, kSamplingWarps) + row.num_ctas - 1); }
 
-  /// Sends the warp's candidates to the first CTA, with the bound from which on they are complete. v: of the last round.
-  __device__ __forceinline__ void send_candidates(int32_t top_k, uint32_t lane_key, float (&v)[kLaneTokens]) const {
+  /// Sends the warp's candidates to the first CTA, with the bound from which on they are complete. v: of the last round. Returns how many bytes.
+  __device__ __forceinline__ uint32_t send_candidates(int32_t top_k, uint32_t lane_key, float (&v)[kLaneTokens]) const {
     const uint32_t bound = warp_bound(lane_key, lanes_at_bound(top_k));
     const uint32_t best_key = ptx::warp_max(lane_key);
     const float least = key_value(bound);
@@ -123,8 +137,36 @@ struct FewSurvivors {
     if (row.lane() == 0) {
       const uint32_t place = ptx::cluster_address(ptx::shared_address(told() + warp_of_row()), 0);
       ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room() ? bound : kNoBound), static_cast<uint64_t>(count));
-      ptx::mailbox_announce(to, sizeof(Told) + 8 * min_of(count, room()));
     }
+    return sizeof(Told) + 8 * min_of(count, room());
+  }
+
+  /// Sends the masses of whole segments, which a warp reads one by one, to the first CTA: as they are defined. Returns how many bytes.
+  __device__ __forceinline__ uint32_t send_masses(float temperature) const {
+    const uint32_t to = ptx::cluster_address(mailbox(), 0);
+    uint32_t bytes = 0;
+#pragma unroll 1
+    for (int32_t segment = warp_of_row(); segment < row.num_segments(); segment += num_warps()) {
+      typename Source::Vector raw[Source::kVectors];
+      float v[kLaneTokens];
+      row.load(segment, raw);
+      row.values(raw, v);
+      const uint32_t key = ptx::warp_max(row.lane_max_key(v));
+      const uint64_t mass = row.is_drawable(key) ? row.warp_mass(v, Weights(key_value(key), temperature_scale(temperature))) : 0;
+      if (row.lane() == 0) ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(masses() + segment), 0), mass, key);
+      bytes += sizeof(SegmentMass);
+    }
+    return bytes;
+  }
+
+  /// The first CTA's part: the mass of the row.
+  __device__ __forceinline__ uint64_t row_mass(const Weights& weights) const {
+    uint64_t sum = 0;
+    for (int32_t segment = threadIdx.x; segment < row.num_segments(); segment += kSamplingThreads) {
+      const SegmentMass& own = masses()[segment];
+      if (own.mass != 0) sum += scale_mass(own.mass, segment_factor(weights, key_value(static_cast<uint32_t>(own.best_key))));
+    }
+    return BlockSums(shared.scratch)(sum);
   }
 
   /// The first CTA's part. False, the same in all threads: the candidates do not tell.
@@ -199,7 +241,9 @@ struct FewSurvivors {
   }
 
   /// Tells in the bins, which nobody needs any more, who survives the filters, two threads for each; the other half of the CTA has them race.
-  __device__ __forceinline__ void filter_and_race(const RowParameters& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights) const {
+  /// row_mass: if top-p is a share of it, else 0.
+  __device__ __forceinline__ void filter_and_race(const RowParameters& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights,
+                                                  uint64_t row_mass) const {
     constexpr int32_t kHalf = kSamplingThreads / 2;
     const int32_t thread = threadIdx.x;
     if (thread >= kHalf) {
@@ -236,13 +280,15 @@ struct FewSurvivors {
       if (survives[round]) most = max_of(most, mass + equal);
     }
     if (settings.has_top_p) {
-      const uint32_t high = ptx::warp_max(static_cast<uint32_t>(most >> 32));
-      const uint64_t of_warp = static_cast<uint64_t>(high) << 32 | ptx::warp_max(static_cast<uint32_t>(most >> 32) == high ? static_cast<uint32_t>(most) : 0);
-      if (row.lane() == 0) shared.scratch.sums[0][row.warp()] = of_warp;
-      ptx::barrier_sync<1, kHalf>();
-      uint64_t total = 0;
+      uint64_t total = row_mass;
+      if (row_mass == 0) {
+        const uint32_t high = ptx::warp_max(static_cast<uint32_t>(most >> 32));
+        const uint64_t of_warp = static_cast<uint64_t>(high) << 32 | ptx::warp_max(static_cast<uint32_t>(most >> 32) == high ? static_cast<uint32_t>(most) : 0);
+        if (row.lane() == 0) shared.scratch.sums[0][row.warp()] = of_warp;
+        ptx::barrier_sync<1, kHalf>();
 #pragma unroll
-      for (int32_t w = 0; w < kSamplingWarps / 2; ++w) total = max_of(total, shared.scratch.sums[0][w]);
+        for (int32_t w = 0; w < kSamplingWarps / 2; ++w) total = max_of(total, shared.scratch.sums[0][w]);
+      }
       const uint64_t target = top_p_target(settings, total);
 #pragma unroll
       for (int32_t round = 0; round < 2; ++round) survives[round] &= above[round] < target;
@@ -270,7 +316,9 @@ struct FewSurvivors {
       load(round, raw);
     }
     if (!suits(own)) return false;
-    send_candidates(static_cast<int32_t>(own.top_k.value()), lane_key, v);
+    uint32_t bytes = send_candidates(static_cast<int32_t>(own.top_k.value()), lane_key, v);
+    if (needs_row_mass(own)) bytes += send_masses(own.temperature);
+    if (row.lane() == 0) ptx::mailbox_announce(ptx::cluster_address(mailbox(), 0), bytes);
     if (row.rank != 0) {
       ptx::mailbox_wait(answer());
       return shared.is_enough != 0;
@@ -289,7 +337,7 @@ struct FewSurvivors {
     if (!is_enough) return false;
     __syncthreads();          // survivors are listed
     const Weights weights(reference, settings.scale, settings.floor);
-    filter_and_race(own, settings, num_survivors, weights);
+    filter_and_race(own, settings, num_survivors, weights, needs_row_mass(own) ? row_mass(weights) : 0);
     __syncthreads();
     if (row.warp() != 0) return true;
     Racer best = nobody();

@@ -224,18 +224,21 @@ struct Row {
 
   __device__ __forceinline__ static bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
 
+  /// What the warp's values of a segment weigh together.
+  __device__ __forceinline__ static uint64_t warp_mass(const float (&v)[kLaneTokens], const Weights& weights) {
+    uint64_t sum = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) sum += weights(v[i]);
+    return ptx::warp_add(sum);
+  }
+
   /// Puts the segment's masses relative to `reference` into the tables. key: of its largest value.
   __device__ __forceinline__ void sum_segment(int32_t segment, const float (&v)[kLaneTokens], uint32_t key, float reference) const {
     const ReadTask& task = shared.task;
 #pragma unroll 1
     for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
-      uint64_t sum = 0;
-      if (is_drawable(key)) {
-        const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
-      }
-      sum = ptx::warp_add(sum);
+      const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
+      const uint64_t sum = is_drawable(key) ? warp_mass(v, local) : 0;
       if (lane() == 0) mass_table(which)[segment] = sum;
     }
   }
