@@ -104,6 +104,15 @@ struct FewSurvivors {
     return max_of(bound & ~31u, kWholeRow);
   }
 
+  /// v[i]; registers have no index.
+  template <class T, int32_t kCount>
+  __device__ __forceinline__ static T pick(const T (&v)[kCount], int32_t i) {
+    T picked = v[0];
+#pragma unroll
+    for (int32_t j = 1; j < kCount; ++j) picked = i == j ? v[j] : picked;
+    return picked;
+  }
+
   /// How many lanes make a warp's bound: so many that hardly ever as many as these of the k largest lie in one warp's lines. With more the lists are longer.
   __device__ __forceinline__ int32_t lanes_at_bound(int32_t top_k) const { return 5 + row.share_of_cta(ceil_div(3 * top_k, kSamplingWarps) + row.num_ctas - 1); }
 
@@ -118,14 +127,17 @@ struct FewSurvivors {
     int32_t count = 0;
 #pragma unroll 1
     for (int32_t round = num_rounds() - 1;;) {
+      uint32_t chosen = 0;
 #pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; ++i) {
-        const bool is_one = v[i] >= least;
-        const uint32_t ones = __ballot_sync(ptx::kAllLanes, is_one);
+      for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
+      // Most lanes have none or one.
+#pragma unroll 1
+      for (uint32_t ones; (ones = __ballot_sync(ptx::kAllLanes, chosen != 0)) != 0; chosen &= chosen - 1) {
         const int32_t at = count + __popc(ones & before);
-        if (is_one && at < room()) {
+        if (chosen != 0 && at < room()) {
+          const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1;
           const int32_t token = vector_token(round, i / Source::kVectorTokens) + i % Source::kVectorTokens;
-          ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(v[i])) << 32 | static_cast<uint32_t>(token));
+          ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(pick(v, i))) << 32 | static_cast<uint32_t>(token));
         }
         count += __popc(ones);
       }
@@ -184,21 +196,24 @@ struct FewSurvivors {
     reference = key_value(best_key);
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
-    const float bins_of_one = range > 0.0f ? (kValueBins - 1) / range : 0.0f;
-    const auto bin_of = [&](uint32_t key) { return static_cast<int32_t>((reference - key_value(key)) * bins_of_one); };
+    const float bins_of_one = range > 0.0f ? __fdividef(kValueBins - 1, range) : 0.0f;
     // A warp's candidates are looked at by the same few threads, each of which has room for as many.
     constexpr int32_t kOfThread = kMaxCandidates / kSamplingThreads;
-    const int32_t readers = kSamplingThreads / num_warps();
-    const int32_t sender = static_cast<int32_t>(threadIdx.x) / readers;
+    const int32_t readers = row.share_of_cta(kSamplingThreads / kSamplingWarps), first = static_cast<int32_t>(threadIdx.x) & (readers - 1);
+    const int32_t sender = static_cast<int32_t>(threadIdx.x) * row.num_ctas / (kSamplingThreads / kSamplingWarps);
     const int32_t count = static_cast<int32_t>(told()[sender].count);
     uint64_t candidates[kOfThread];       // 0: none
 #pragma unroll
+    for (int32_t i = 0; i < kOfThread; ++i) candidates[i] = first + i * readers < count ? list()[sender * room() + first + i * readers] : 0;
+    int32_t bin[kOfThread];
+#pragma unroll
     for (int32_t i = 0; i < kOfThread; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) % readers + i * readers;
-      const uint64_t one = at < count ? list()[sender * room() + at] : 0;
-      const uint32_t key = static_cast<uint32_t>(one >> 32);
-      candidates[i] = key >= bound ? one : 0;
-      if (key >= bound) atomicAdd(&bins()[bin_of(key)], 1u);
+      const uint32_t key = static_cast<uint32_t>(candidates[i] >> 32);
+      bin[i] = kValueBins;
+      if (key >= bound) {
+        bin[i] = static_cast<int32_t>((reference - key_value(key)) * bins_of_one);
+        atomicAdd(&bins()[bin[i]], 1u);
+      }
     }
     __syncthreads();
     // Each warp for itself: the bin in which the k-th largest lies.
@@ -229,13 +244,14 @@ struct FewSurvivors {
     const int32_t last_bin = lane * kLaneBins + static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, last, lane)) - 1;
     if (num_survivors > kMostSurvivors) return false;
     const Weights weights(reference, settings.scale, settings.floor);
-#pragma unroll 1
-    for (int32_t i = 0; i < kOfThread; ++i) {
-      const uint64_t one = candidates[0];
-      const uint32_t key = static_cast<uint32_t>(one >> 32);
-      if (one != 0 && bin_of(key) <= last_bin) survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, static_cast<int32_t>(one)};
+    uint32_t chosen = 0;
 #pragma unroll
-      for (int32_t j = 0; j + 1 < kOfThread; ++j) candidates[j] = candidates[j + 1];
+    for (int32_t i = 0; i < kOfThread; ++i) chosen |= bin[i] <= last_bin ? 1u << i : 0u;
+#pragma unroll 1
+    for (; chosen != 0; chosen &= chosen - 1) {
+      const uint64_t one = pick(candidates, __ffs(static_cast<int32_t>(chosen)) - 1);
+      const uint32_t key = static_cast<uint32_t>(one >> 32);
+      survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, static_cast<int32_t>(one)};
     }
     return true;
   }
