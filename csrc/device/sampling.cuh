@@ -131,9 +131,10 @@ struct RowSampler : Row<Source> {
     this->prefetch_first();             // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
       const RowParameters own(params, row);
+      const RowDraw draw(params, row);
       shared.settings = row_settings(own, params.vocab);
-      shared.seed = own.seed.value();
-      shared.position = own.position.value() + ahead;
+      shared.seed = draw.seed.value();
+      shared.position = draw.position.value() + ahead;
       shared.token_index = token_index;
       shared.task = first_task();
       shared.bands.used = false;

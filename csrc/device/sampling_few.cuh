@@ -24,6 +24,8 @@ struct FewSurvivors {
   static constexpr int32_t kValueBins = 256;
   static constexpr int32_t kLaneBins = kValueBins / 32;
   static constexpr int32_t kMostWarps = kMaxClusterCtas * kSamplingWarps;
+  static constexpr int32_t kListed = 2048;          // candidates that there is room for
+  static constexpr int32_t kOfThread = kListed / kSamplingThreads;
 
   // Warps take the row's lines of 128 bytes in turn: the likely tokens of a model lie together, most at low ids.
   static constexpr int32_t kLineLanes = 8;
@@ -43,24 +45,38 @@ struct FewSurvivors {
     uint64_t best_key;
   };
 
-  /// key << 32 | token of each.
-  __device__ __forceinline__ uint64_t* list() const { return reinterpret_cast<uint64_t*>(shared.keys); }
+  /// In the place of candidates and bins: what warps send to the first CTA, and in each CTA a word of each thread.
+  struct Memory {
+    uint64_t list[kListed];                 // key << 32 | token of each candidate
+    uint32_t bins[kValueBins];
+    Told told[kMostWarps];
+    SegmentMass masses[kMostFewSegments * kMostWarps];
+    uint32_t words[kSamplingThreads];
+  };
+
+  /// In the place of the list, once every thread has what it looks at.
+  struct Survivors {
+    uint32_t keys[kMostSurvivors];          // 0 behind the last
+    int32_t tokens[kMostSurvivors];
+    Racer racers[kMostSurvivors];
+    uint64_t weights[kMostTopK];            // of all that have this rank; 0: nobody has
+    uint8_t survives[kMostSurvivors];
+  };
+
+  static_assert(sizeof(Memory) <= offsetof(SamplingShared, scratch) && sizeof(Survivors) <= sizeof(Memory::list), "they have that room");
+
+  __device__ __forceinline__ Memory& memory() const { return *reinterpret_cast<Memory*>(shared.keys); }
+  __device__ __forceinline__ Survivors& survivors() const { return *reinterpret_cast<Survivors*>(memory().list); }
   __device__ __forceinline__ uint32_t mailbox() const { return ptx::shared_address(&shared.mailboxes[0]); }       // of candidates, in the first CTA
   __device__ __forceinline__ uint32_t answer() const { return ptx::shared_address(&shared.mailboxes[1]); }        // of whether they were enough, in the others
-  __device__ __forceinline__ uint32_t* bins() const { return shared.bins; }
-  __device__ __forceinline__ Survivor* survivors() const { return reinterpret_cast<Survivor*>(shared.bins + kValueBins); }
-  __device__ __forceinline__ Racer* racers() const { return reinterpret_cast<Racer*>(survivors() + kMostSurvivors); }
-  __device__ __forceinline__ Told* told() const { return reinterpret_cast<Told*>(racers() + kMostSurvivors); }
-  __device__ __forceinline__ SegmentMass* masses() const { return reinterpret_cast<SegmentMass*>(told() + kMostWarps); }
-
-  static constexpr int32_t kMostSegments = kMostFewSegments * kMostWarps;
-  static_assert(kValueBins * 4 + kMostSurvivors * (sizeof(Survivor) + sizeof(Racer)) + kMostWarps * sizeof(Told) + kMostSegments * sizeof(SegmentMass) <= kBins * 4,
-                "all have the bins' room");
+  /// Where something of this CTA's lies in the first one.
+  template <class T>
+  __device__ __forceinline__ static uint32_t in_first(const T* own) { return ptx::cluster_address(ptx::shared_address(own), 0); }
 
   __device__ __forceinline__ int32_t num_warps() const { return row.num_ctas * kSamplingWarps; }
   __device__ __forceinline__ int32_t warp_of_row() const { return row.rank * kSamplingWarps + row.warp(); }
   /// Candidates that a warp has room for.
-  __device__ __forceinline__ int32_t room() const { return row.candidate_room() / kSamplingWarps; }
+  __device__ __forceinline__ int32_t room() const { return row.share_of_cta(kListed / kSamplingWarps); }
 
   /// Of the row; the host has looked at the launch (may_leave_few in csrc/host/sampling.cpp).
   __device__ __forceinline__ bool suits(const RowParameters& own) const {
@@ -73,7 +89,7 @@ struct FewSurvivors {
 
   /// Before the cluster's first barrier.
   __device__ __forceinline__ void prepare() const {
-    if (row.rank == 0) bins()[threadIdx.x] = 0;
+    if (row.rank == 0) memory().bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       ptx::mailbox_init(mailbox(), num_warps());
       ptx::mailbox_init(answer(), 1);
@@ -93,15 +109,20 @@ struct FewSurvivors {
     load_vectors(row.source, [&](int32_t j) { return vector_token(round, j); }, raw);
   }
 
-  /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less.
-  __device__ __forceinline__ static uint32_t warp_bound(uint32_t lane_key, int32_t wanted) {
-    uint32_t own = (lane_key & ~31u) | static_cast<uint32_t>(ptx::lane_id()), bound = 0;
-#pragma unroll 1
-    for (int32_t i = 0; i < wanted; ++i) {
-      bound = ptx::warp_max(own);
-      own = own == bound ? 0 : own;
+  /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less. Every lane counts who is before it.
+  __device__ __forceinline__ uint32_t warp_bound(uint32_t lane_key, int32_t wanted) const {
+    uint32_t* of_warp = memory().words + row.warp() * 32;
+    const uint32_t own = (lane_key & ~31u) | static_cast<uint32_t>(row.lane());
+    of_warp[row.lane()] = own;
+    __syncwarp();
+    int32_t before = 0;
+#pragma unroll
+    for (int32_t i = 0; i < 32; i += 4) {
+      const uint4 others = *reinterpret_cast<const uint4*>(of_warp + i);
+      before += (others.x > own ? 1 : 0) + (others.y > own ? 1 : 0) + (others.z > own ? 1 : 0) + (others.w > own ? 1 : 0);
     }
-    return max_of(bound & ~31u, kWholeRow);
+    const uint32_t which = __ballot_sync(ptx::kAllLanes, before == wanted - 1);
+    return max_of(__shfl_sync(ptx::kAllLanes, own, __ffs(static_cast<int32_t>(which)) - 1) & ~31u, kWholeRow);
   }
 
   /// v[i]; registers have no index.
@@ -122,7 +143,7 @@ struct FewSurvivors {
     const uint32_t best_key = ptx::warp_max(lane_key);
     const float least = key_value(bound);
     const uint32_t to = ptx::cluster_address(mailbox(), 0);
-    const uint32_t places = ptx::cluster_address(ptx::shared_address(list() + warp_of_row() * room()), 0);
+    const uint32_t places = in_first(memory().list + warp_of_row() * room());
     const uint32_t before = (1u << row.lane()) - 1;
     int32_t count = 0;
 #pragma unroll 1
@@ -147,7 +168,7 @@ struct FewSurvivors {
       row.values(raw, v);
     }
     if (row.lane() == 0) {
-      const uint32_t place = ptx::cluster_address(ptx::shared_address(told() + warp_of_row()), 0);
+      const uint32_t place = in_first(memory().told + warp_of_row());
       ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room() ? bound : kNoBound), static_cast<uint64_t>(count));
     }
     return sizeof(Told) + 8 * min_of(count, room());
@@ -165,7 +186,7 @@ struct FewSurvivors {
       row.values(raw, v);
       const uint32_t key = ptx::warp_max(row.lane_max_key(v));
       const uint64_t mass = row.is_drawable(key) ? row.warp_mass(v, Weights(key_value(key), temperature_scale(temperature))) : 0;
-      if (row.lane() == 0) ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(masses() + segment), 0), mass, key);
+      if (row.lane() == 0) ptx::mailbox_send(to, in_first(memory().masses + segment), mass, key);
       bytes += sizeof(SegmentMass);
     }
     return bytes;
@@ -174,8 +195,9 @@ struct FewSurvivors {
   /// The first CTA's part: the mass of the row.
   __device__ __forceinline__ uint64_t row_mass(const Weights& weights) const {
     uint64_t sum = 0;
+#pragma unroll 1
     for (int32_t segment = threadIdx.x; segment < row.num_segments(); segment += kSamplingThreads) {
-      const SegmentMass& own = masses()[segment];
+      const SegmentMass& own = memory().masses[segment];
       if (own.mass != 0) sum += scale_mass(own.mass, segment_factor(weights, key_value(static_cast<uint32_t>(own.best_key))));
     }
     return BlockSums(shared.scratch)(sum);
@@ -187,8 +209,8 @@ struct FewSurvivors {
 #pragma unroll
     for (int32_t w = 0; w < kMostWarps; w += 32) {
       if (w >= num_warps()) break;
-      bound = max_of(bound, told()[w + row.lane()].bound);
-      best_key = max_of(best_key, told()[w + row.lane()].best_key);
+      bound = max_of(bound, memory().told[w + row.lane()].bound);
+      best_key = max_of(best_key, memory().told[w + row.lane()].best_key);
     }
     bound = ptx::warp_max(bound);
     best_key = ptx::warp_max(best_key);
@@ -198,13 +220,12 @@ struct FewSurvivors {
     if (!(range < 1e30f)) return false;
     const float bins_of_one = range > 0.0f ? __fdividef(kValueBins - 1, range) : 0.0f;
     // A warp's candidates are looked at by the same few threads, each of which has room for as many.
-    constexpr int32_t kOfThread = kMaxCandidates / kSamplingThreads;
     const int32_t readers = row.share_of_cta(kSamplingThreads / kSamplingWarps), first = static_cast<int32_t>(threadIdx.x) & (readers - 1);
     const int32_t sender = static_cast<int32_t>(threadIdx.x) * row.num_ctas / (kSamplingThreads / kSamplingWarps);
-    const int32_t count = static_cast<int32_t>(told()[sender].count);
+    const int32_t count = static_cast<int32_t>(memory().told[sender].count);
     uint64_t candidates[kOfThread];       // 0: none
 #pragma unroll
-    for (int32_t i = 0; i < kOfThread; ++i) candidates[i] = first + i * readers < count ? list()[sender * room() + first + i * readers] : 0;
+    for (int32_t i = 0; i < kOfThread; ++i) candidates[i] = first + i * readers < count ? memory().list[sender * room() + first + i * readers] : 0;
     int32_t bin[kOfThread];
 #pragma unroll
     for (int32_t i = 0; i < kOfThread; ++i) {
@@ -212,7 +233,7 @@ struct FewSurvivors {
       bin[i] = kValueBins;
       if (key >= bound) {
         bin[i] = static_cast<int32_t>((reference - key_value(key)) * bins_of_one);
-        atomicAdd(&bins()[bin[i]], 1u);
+        atomicAdd(&memory().bins[bin[i]], 1u);
       }
     }
     __syncthreads();
@@ -220,7 +241,7 @@ struct FewSurvivors {
     uint32_t counts[kLaneBins], sum = 0;
 #pragma unroll
     for (int32_t i = 0; i < kLaneBins; ++i) {
-      counts[i] = bins()[row.lane() * kLaneBins + i];
+      counts[i] = memory().bins[row.lane() * kLaneBins + i];
       sum += counts[i];
     }
     uint32_t through = sum;
@@ -243,77 +264,54 @@ struct FewSurvivors {
     num_survivors = static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, listed, lane));
     const int32_t last_bin = lane * kLaneBins + static_cast<int32_t>(__shfl_sync(ptx::kAllLanes, last, lane)) - 1;
     if (num_survivors > kMostSurvivors) return false;
-    const Weights weights(reference, settings.scale, settings.floor);
+    Survivors& out = survivors();
+    if (threadIdx.x < kMostTopK) out.weights[threadIdx.x] = 0;
     uint32_t chosen = 0;
 #pragma unroll
     for (int32_t i = 0; i < kOfThread; ++i) chosen |= bin[i] <= last_bin ? 1u << i : 0u;
 #pragma unroll 1
     for (; chosen != 0; chosen &= chosen - 1) {
       const uint64_t one = pick(candidates, __ffs(static_cast<int32_t>(chosen)) - 1);
-      const uint32_t key = static_cast<uint32_t>(one >> 32);
-      survivors()[atomicAdd(&shared.num_listed, 1)] = Survivor{weights(key_value(key)), key, static_cast<int32_t>(one)};
+      const int32_t at = atomicAdd(&shared.num_listed, 1);
+      out.keys[at] = static_cast<uint32_t>(one >> 32);
+      out.tokens[at] = static_cast<int32_t>(one);
     }
+    if (static_cast<int32_t>(threadIdx.x) >= num_survivors && threadIdx.x < kMostSurvivors) out.keys[threadIdx.x] = 0;
     return true;
   }
 
-  /// Tells in the bins, which nobody needs any more, who survives the filters, two threads for each; the other half of the CTA has them race.
-  /// row_mass: if top-p is a share of it, else 0.
-  __device__ __forceinline__ void filter_and_race(const RowParameters& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights,
-                                                  uint64_t row_mass) const {
-    constexpr int32_t kHalf = kSamplingThreads / 2;
-    const int32_t thread = threadIdx.x;
-    if (thread >= kHalf) {
-      const int32_t at = thread - kHalf;
-      if (at >= num_survivors) return;
-      const Survivor own = survivors()[at];
-      racers()[at] = enter_race<kPhiloxRounds>(weights, draw.seed.value(), draw.position.value(), own.token, key_value(own.key));
+  /// Where rank and top-p end what survives: the first rank that does not. row_mass: if top-p is a share of it, else 0. The same in all lanes.
+  __device__ __forceinline__ uint32_t end_of_top_p(const RowSettings& settings, uint64_t row_mass) const {
+    const ulonglong2 own = *reinterpret_cast<const ulonglong2*>(survivors().weights + 2 * row.lane());
+    const uint64_t through = ptx::warp_inclusive_sum(own.x + own.y, row.lane());
+    const uint64_t total = row_mass != 0 ? row_mass : __shfl_sync(ptx::kAllLanes, through, 31);
+    const uint64_t target = top_p_target(settings, total), before = through - own.x - own.y;
+    return __popc(__ballot_sync(ptx::kAllLanes, before < target)) + __popc(__ballot_sync(ptx::kAllLanes, before + own.x < target));
+  }
+
+  /// Tells who of those listed survives the filters, a thread for each; the other half of the CTA has them race.
+  __device__ __forceinline__ void filter_and_race(const RowDraw& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights, uint64_t row_mass) const {
+    Survivors& all = survivors();
+    const int32_t at = static_cast<int32_t>(threadIdx.x) & (kMostSurvivors - 1);
+    const uint32_t key = all.keys[at];
+    if (threadIdx.x >= kMostSurvivors) {
+      if (at < num_survivors) all.racers[at] = enter_race<kPhiloxRounds>(weights, draw.seed.value(), draw.position.value(), all.tokens[at], key_value(key));
       return;
     }
-    const uint32_t min_p = min_p_key(weights, settings);
-    const int32_t part = thread % 2;
-    uint64_t above[2] = {}, most = 0;                 // of survivors thread / 2 and thread / 2 + 64
-    bool survives[2] = {};
-#pragma unroll
-    for (int32_t round = 0; round < 2; ++round) {
-      const int32_t at = thread / 2 + round * (kHalf / 2);
-      if (round * (kHalf / 2) >= num_survivors) break;
-      const bool is_one = at < num_survivors;
-      const uint32_t own_key = is_one ? survivors()[at].key : 0;
-      uint64_t mass = 0, equal = 0;
-      uint32_t rank = 0;
+    uint32_t rank = 0, equal = 0;
 #pragma unroll 4
-      for (int32_t i = part; i < num_survivors; i += 2) {
-        const Survivor other = survivors()[i];
-        mass += other.key > own_key ? other.weight : 0;
-        equal += other.key == own_key ? other.weight : 0;
-        rank += other.key > own_key ? 1 : 0;
-      }
-      mass += __shfl_xor_sync(ptx::kAllLanes, mass, 1);
-      equal += __shfl_xor_sync(ptx::kAllLanes, equal, 1);
-      rank += __shfl_xor_sync(ptx::kAllLanes, rank, 1);
-      above[round] = mass;
-      survives[round] = is_one && rank < static_cast<uint32_t>(settings.top_k) && own_key >= min_p;
-      if (survives[round]) most = max_of(most, mass + equal);
+    for (int32_t i = 0; i < num_survivors; i += 4) {
+      const uint4 others = *reinterpret_cast<const uint4*>(all.keys + i);
+      rank += (others.x > key ? 1 : 0) + (others.y > key ? 1 : 0) + (others.z > key ? 1 : 0) + (others.w > key ? 1 : 0);
+      equal += (others.x == key ? 1 : 0) + (others.y == key ? 1 : 0) + (others.z == key ? 1 : 0) + (others.w == key ? 1 : 0);
     }
+    bool survives = at < num_survivors && rank < static_cast<uint32_t>(settings.top_k) && key >= min_p_key(weights, settings);
     if (settings.has_top_p) {
-      uint64_t total = row_mass;
-      if (row_mass == 0) {
-        const uint32_t high = ptx::warp_max(static_cast<uint32_t>(most >> 32));
-        const uint64_t of_warp = static_cast<uint64_t>(high) << 32 | ptx::warp_max(static_cast<uint32_t>(most >> 32) == high ? static_cast<uint32_t>(most) : 0);
-        if (row.lane() == 0) shared.scratch.sums[0][row.warp()] = of_warp;
-        ptx::barrier_sync<1, kHalf>();
-#pragma unroll
-        for (int32_t w = 0; w < kSamplingWarps / 2; ++w) total = max_of(total, shared.scratch.sums[0][w]);
-      }
-      const uint64_t target = top_p_target(settings, total);
-#pragma unroll
-      for (int32_t round = 0; round < 2; ++round) survives[round] &= above[round] < target;
+      if (survives) all.weights[rank] = weights(key_value(key)) * equal;
+      ptx::barrier_sync<1, kMostSurvivors>();
+      survives &= rank < end_of_top_p(settings, row_mass);
     }
-#pragma unroll
-    for (int32_t round = 0; round < 2; ++round) {
-      const int32_t at = thread / 2 + round * (kHalf / 2);
-      if (part == 0 && at < num_survivors) bins()[at] = survives[round] ? 1 : 0;
-    }
+    all.survives[at] = survives ? 1 : 0;
   }
 
   /// All of it. True, the same in all threads of the row: the token is written. prepare() came before.
@@ -339,6 +337,7 @@ struct FewSurvivors {
       ptx::mailbox_wait(answer());
       return shared.is_enough != 0;
     }
+    const RowDraw draw(row.params, row.row);      // needed late
     const RowSettings settings = row_settings(own, row.params.vocab);
     __syncthreads();          // the bins are empty
     ptx::mailbox_wait(mailbox());
@@ -353,12 +352,12 @@ struct FewSurvivors {
     if (!is_enough) return false;
     __syncthreads();          // survivors are listed
     const Weights weights(reference, settings.scale, settings.floor);
-    filter_and_race(own, settings, num_survivors, weights, needs_row_mass(own) ? row_mass(weights) : 0);
+    filter_and_race(draw, settings, num_survivors, weights, needs_row_mass(own) ? row_mass(weights) : 0);
     __syncthreads();
     if (row.warp() != 0) return true;
     Racer best = nobody();
     for (int32_t i = row.lane(); i < num_survivors; i += 32) {
-      if (bins()[i] != 0 && racers()[i].beats(best)) best = racers()[i];
+      if (survivors().survives[i] != 0 && survivors().racers[i].beats(best)) best = survivors().racers[i];
     }
     best = best_of_warp(best);
     if (row.lane() == 0) {

@@ -37,8 +37,8 @@ struct UnfilteredRow {
     if (most > kMinusInfinity && own.beats(best)) best = own;
   }
 
-  /// The CTA's part of the row: the best of this lane's tokens, and the largest key of them, NaN's included.
-  __device__ __forceinline__ Racer read(uint32_t& most_key) const {
+  /// The CTA's part of the row: the best of this lane's tokens, and whether it saw what no row may hold.
+  __device__ __forceinline__ Racer read(bool& is_spoilt) const {
     const int32_t segments = ceil_div(params.vocab, kSegmentTokens), warps = num_ctas * kSamplingWarps;
     const int32_t first = rank * kSamplingWarps + warp();
     Racer best = nobody();
@@ -46,7 +46,7 @@ struct UnfilteredRow {
     float scale = 0.0f;
     int64_t seed = 0, position = 0;
     bool greedy = true;
-    most_key = 0;
+    is_spoilt = false;
 #pragma unroll 1
     for (int32_t segment = first; segment < segments; segment += warps) {
       typename Source::Vector raw[Source::kVectors];
@@ -57,7 +57,7 @@ struct UnfilteredRow {
         position = params.position[row];
         greedy = temperature == 0.0f;
         scale = temperature_scale(temperature);
-        if (!(temperature >= 0.0f)) most_key = kInfiniteKey;
+        is_spoilt = !(temperature >= 0.0f);
       }
       uint32_t words[kLaneTokens / 2] = {};
       if (!greedy) first_bits<Source, 2>(seed, position, segment, words);
@@ -67,7 +67,7 @@ struct UnfilteredRow {
 #pragma unroll
       for (int32_t i = 1; i < kLaneTokens; ++i) most = ptx::max_nan(most, v[i]);
       const uint32_t lane_key = order_key(most);
-      most_key = max_of(most_key, lane_key);
+      is_spoilt |= lane_key >= kInfiniteKey;
       if (greedy) {
         take_largest(segment, v, best);
         continue;
@@ -78,27 +78,15 @@ struct UnfilteredRow {
     return best;
   }
 
-  struct Shared {
-    Racer racers[kSamplingWarps];
-    uint32_t most_keys[kSamplingWarps];
-  };
-
-  __device__ __forceinline__ void run(Shared& shared) const {
-    uint32_t most_key;
+  __device__ __forceinline__ void run(Racer (&of_warps)[kSamplingWarps]) const {
+    bool is_spoilt;
     {
-      const Racer own = read(most_key);
-      const Racer of_warp = best_of_warp(own);
-      most_key = ptx::warp_max(most_key);
-      if (lane() == 0) {
-        shared.racers[warp()] = of_warp;
-        shared.most_keys[warp()] = most_key;
-      }
+      const Racer of_warp = best_of_warp(read(is_spoilt));
+      if (lane() == 0) of_warps[warp()] = of_warp;
     }
-    __syncthreads();
+    is_spoilt = __syncthreads_or(is_spoilt) != 0;
     if (warp() != 0) return;
-    const bool has = lane() < kSamplingWarps;
-    Racer best = best_of_warp(has ? shared.racers[lane()] : nobody());
-    bool is_spoilt = ptx::warp_max(has ? shared.most_keys[lane()] : 0) >= kInfiniteKey;
+    Racer best = best_of_warp(lane() < kSamplingWarps ? of_warps[lane()] : nobody());
     ptx::Mail* mails = static_cast<ptx::Mail*>(params.workspace) + static_cast<int64_t>(row) * (num_ctas - 1);
     if (rank + 1 < num_ctas) {
       if (lane() == 0) ptx::send(mails + rank, ptx::Mail{best.order, static_cast<uint64_t>(kArrived | (is_spoilt ? kSpoilt : 0)) << 32 | static_cast<uint32_t>(best.token)});
@@ -144,10 +132,10 @@ struct UnfilteredRow {
 
 template <class Source>
 __device__ __forceinline__ void sample_unfiltered(const SamplingParams& params) {
-  __shared__ typename UnfilteredRow<Source>::Shared shared;
+  __shared__ Racer of_warps[kSamplingWarps];
   const int32_t row = blockIdx.y;
   const Source source(params, row);
-  UnfilteredRow<Source>{params, source, row, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)}.run(shared);
+  UnfilteredRow<Source>{params, source, row, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)}.run(of_warps);
 }
 
 }  // namespace attn

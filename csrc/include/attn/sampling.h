@@ -390,15 +390,17 @@ ATTN_HD float temperature_scale(float temperature) { return temperature > 0.0f ?
 /// The same as they are loaded.
 struct RowParameters {
   float temperature, top_p, min_p;
-  PendingInt top_k, seed, position;
+  PendingInt top_k;
 
   ATTN_HD RowParameters(const SamplingParams& params, int64_t row)
-      : temperature(params.temperature[row]),
-        top_p(params.top_p[row]),
-        min_p(params.min_p[row]),
-        top_k(params.top_k.load(row)),
-        seed(params.seed.load(row)),
-        position(params.position.load(row)) {}
+      : temperature(params.temperature[row]), top_p(params.top_p[row]), min_p(params.min_p[row]), top_k(params.top_k.load(row)) {}
+};
+
+/// What its random numbers follow from.
+struct RowDraw {
+  PendingInt seed, position;
+
+  ATTN_HD RowDraw(const SamplingParams& params, int64_t row) : seed(params.seed.load(row)), position(params.position.load(row)) {}
 };
 
 ATTN_HD RowSettings row_settings(const RowParameters& own, int32_t vocab) {
