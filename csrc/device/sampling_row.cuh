@@ -182,7 +182,7 @@ struct Row {
     const int32_t top_k = filters() ? settings.top_k : 0;
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
-    const int32_t wanted = needed > 0 ? clamp(3 * needed, 384, kMaxCandidates / 2) : kMaxCandidates / 2;
+    const int32_t wanted = needed > 0 ? clamp(3 * needed, 480, kMaxCandidates / 2) : kMaxCandidates / 2;
     const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
