@@ -34,7 +34,7 @@ struct FewSurvivors {
 
   /// What a warp tells the first CTA of its candidates, which lie in its part of the list.
   struct Told {
-    uint32_t bound;         // they are complete from here on; kNoBound: they are not
+    uint32_t bound;         // they are complete from here on
     uint32_t best_key;
     uint64_t count;
   };
@@ -139,13 +139,14 @@ struct FewSurvivors {
 
   /// Sends the warp's candidates to the first CTA, with the bound from which on they are complete. v: of the last round. Returns how many bytes.
   __device__ __forceinline__ uint32_t send_candidates(int32_t top_k, uint32_t lane_key, float (&v)[kLaneTokens]) const {
-    const uint32_t bound = warp_bound(lane_key, lanes_at_bound(top_k));
+    uint32_t bound = warp_bound(lane_key, lanes_at_bound(top_k));
     const uint32_t best_key = ptx::warp_max(lane_key);
     const float least = key_value(bound);
     const uint32_t to = ptx::cluster_address(mailbox(), 0);
     const uint32_t places = in_first(memory().list + warp_of_row() * room());
     const uint32_t before = (1u << row.lane()) - 1;
     int32_t count = 0;
+    uint32_t left_out = 0;    // the largest for which there was no room
 #pragma unroll 1
     for (int32_t round = num_rounds() - 1;;) {
       uint32_t chosen = 0;
@@ -155,10 +156,12 @@ struct FewSurvivors {
 #pragma unroll 1
       for (uint32_t ones; (ones = __ballot_sync(ptx::kAllLanes, chosen != 0)) != 0; chosen &= chosen - 1) {
         const int32_t at = count + __popc(ones & before);
-        if (chosen != 0 && at < room()) {
+        if (chosen != 0) {
           const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1;
           const int32_t token = vector_token(round, i / Source::kVectorTokens) + i % Source::kVectorTokens;
-          ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(order_key(pick(v, i))) << 32 | static_cast<uint32_t>(token));
+          const uint32_t key = order_key(pick(v, i));
+          if (at < room()) ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(token));
+          else left_out = max_of(left_out, key);
         }
         count += __popc(ones);
       }
@@ -167,11 +170,12 @@ struct FewSurvivors {
       load(round, raw);
       row.values(raw, v);
     }
-    if (row.lane() == 0) {
-      const uint32_t place = in_first(memory().told + warp_of_row());
-      ptx::mailbox_send(to, place, static_cast<uint64_t>(best_key) << 32 | (count <= room() ? bound : kNoBound), static_cast<uint64_t>(count));
+    if (count > room()) {
+      bound = max_of(bound, ptx::warp_max(left_out) + 1);
+      count = room();
     }
-    return sizeof(Told) + 8 * min_of(count, room());
+    if (row.lane() == 0) ptx::mailbox_send(to, in_first(memory().told + warp_of_row()), static_cast<uint64_t>(best_key) << 32 | bound, static_cast<uint64_t>(count));
+    return sizeof(Told) + 8 * count;
   }
 
   /// Sends the masses of whole segments, which a warp reads one by one, to the first CTA: as they are defined. Returns how many bytes.
@@ -214,7 +218,7 @@ struct FewSurvivors {
     }
     bound = ptx::warp_max(bound);
     best_key = ptx::warp_max(best_key);
-    if (bound == kNoBound || best_key >= kInfiniteKey || best_key <= kExcludedKey) return false;
+    if (best_key >= kInfiniteKey || best_key <= kExcludedKey) return false;
     reference = key_value(best_key);
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
