@@ -58,9 +58,10 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
   uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
   if ((best & (best - 1)) != 0) {
     const bool may_be = (best >> ptx::lane_id() & 1) != 0;
-    const bool is_most = may_be && low == ptx::warp_max(may_be ? low : 0);
-    const uint32_t token = static_cast<uint32_t>(own.token);
-    best = __ballot_sync(ptx::kAllLanes, is_most && token == ptx::warp_min(is_most ? token : 0xffffffffu));
+    const uint32_t most_low = ptx::warp_max(may_be ? low : 0);
+    const bool is_most = may_be && low == most_low;
+    const uint32_t token = static_cast<uint32_t>(own.token), first = ptx::warp_min(is_most ? token : 0xffffffffu);
+    best = __ballot_sync(ptx::kAllLanes, is_most && token == first);
   }
   const int32_t lane = __ffs(static_cast<int32_t>(best)) - 1;
   return Racer{__shfl_sync(ptx::kAllLanes, own.order, lane), __shfl_sync(ptx::kAllLanes, own.token, lane), __shfl_sync(ptx::kAllLanes, own.key, lane)};
