@@ -57,11 +57,9 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
   const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
   uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
   if ((best & (best - 1)) != 0) {
-    const bool may_be = (best >> ptx::lane_id() & 1) != 0;
-    const uint32_t most_low = ptx::warp_max(may_be ? low : 0);
-    const bool is_most = may_be && low == most_low;
-    const uint32_t token = static_cast<uint32_t>(own.token), first = ptx::warp_min(is_most ? token : 0xffffffffu);
-    best = __ballot_sync(ptx::kAllLanes, is_most && token == first);
+    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
+    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0 ? static_cast<uint32_t>(own.token) : 0xffffffffu;
+    best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
   }
   const int32_t lane = __ffs(static_cast<int32_t>(best)) - 1;
   return Racer{__shfl_sync(ptx::kAllLanes, own.order, lane), __shfl_sync(ptx::kAllLanes, own.token, lane), __shfl_sync(ptx::kAllLanes, own.key, lane)};
