@@ -56,7 +56,7 @@ struct FewSurvivors {
 
   /// In the place of the list, once every thread has what it looks at.
   struct Survivors {
-    uint32_t keys[kMostSurvivors];          // 0 behind the last
+    float values[kMostSurvivors];           // -inf behind the last
     int32_t tokens[kMostSurvivors];
     Racer racers[kMostSurvivors];
     uint64_t weights[kMostTopK];            // of all that have this rank; 0: nobody has
@@ -109,20 +109,26 @@ struct FewSurvivors {
     load_vectors(row.source, [&](int32_t j) { return vector_token(round, j); }, raw);
   }
 
-  /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less. Every lane counts who is before it.
+  /// A value that `wanted` of the warp's lanes have reached: the wanted-th largest of the lanes' largest, or a little less. Every lane counts who is before it,
+  /// by the signs of differences of numbers of 31 bits.
   __device__ __forceinline__ uint32_t warp_bound(uint32_t lane_key, int32_t wanted) const {
     uint32_t* of_warp = memory().words + row.warp() * 32;
-    const uint32_t own = (lane_key & ~31u) | static_cast<uint32_t>(row.lane());
+    const uint32_t own = lane_key >> 6 << 5 | static_cast<uint32_t>(row.lane());
     of_warp[row.lane()] = own;
     __syncwarp();
-    int32_t before = 0;
+    uint4 others[8];
 #pragma unroll
-    for (int32_t i = 0; i < 32; i += 4) {
-      const uint4 others = *reinterpret_cast<const uint4*>(of_warp + i);
-      before += (others.x > own ? 1 : 0) + (others.y > own ? 1 : 0) + (others.z > own ? 1 : 0) + (others.w > own ? 1 : 0);
+    for (int32_t i = 0; i < 8; ++i) others[i] = reinterpret_cast<const uint4*>(of_warp)[i];
+    uint32_t before[4] = {};
+#pragma unroll
+    for (const uint4& four : others) {
+      before[0] += (own - four.x) >> 31;
+      before[1] += (own - four.y) >> 31;
+      before[2] += (own - four.z) >> 31;
+      before[3] += (own - four.w) >> 31;
     }
-    const uint32_t which = __ballot_sync(ptx::kAllLanes, before == wanted - 1);
-    return max_of(__shfl_sync(ptx::kAllLanes, own, __ffs(static_cast<int32_t>(which)) - 1) & ~31u, kWholeRow);
+    const uint32_t which = __ballot_sync(ptx::kAllLanes, before[0] + before[1] + before[2] + before[3] + 1 == static_cast<uint32_t>(wanted));
+    return max_of(__shfl_sync(ptx::kAllLanes, own, __ffs(static_cast<int32_t>(which)) - 1) >> 5 << 6, kWholeRow);
   }
 
   /// v[i]; registers have no index.
@@ -277,10 +283,10 @@ struct FewSurvivors {
     for (; chosen != 0; chosen &= chosen - 1) {
       const uint64_t one = pick(candidates, __ffs(static_cast<int32_t>(chosen)) - 1);
       const int32_t at = atomicAdd(&shared.num_listed, 1);
-      out.keys[at] = static_cast<uint32_t>(one >> 32);
+      out.values[at] = key_value(static_cast<uint32_t>(one >> 32));
       out.tokens[at] = static_cast<int32_t>(one);
     }
-    if (static_cast<int32_t>(threadIdx.x) >= num_survivors && threadIdx.x < kMostSurvivors) out.keys[threadIdx.x] = 0;
+    if (static_cast<int32_t>(threadIdx.x) >= num_survivors && threadIdx.x < kMostSurvivors) out.values[threadIdx.x] = kMinusInfinity;
     return true;
   }
 
@@ -297,21 +303,29 @@ struct FewSurvivors {
   __device__ __forceinline__ void filter_and_race(const RowDraw& draw, const RowSettings& settings, int32_t num_survivors, const Weights& weights, uint64_t row_mass) const {
     Survivors& all = survivors();
     const int32_t at = static_cast<int32_t>(threadIdx.x) & (kMostSurvivors - 1);
-    const uint32_t key = all.keys[at];
+    const float value = all.values[at];
     if (threadIdx.x >= kMostSurvivors) {
-      if (at < num_survivors) all.racers[at] = enter_race<kPhiloxRounds>(weights, draw.seed.value(), draw.position.value(), all.tokens[at], key_value(key));
+      if (at < num_survivors) all.racers[at] = enter_race<kPhiloxRounds>(weights, draw.seed.value(), draw.position.value(), all.tokens[at], value);
       return;
     }
-    uint32_t rank = 0, equal = 0;
+    float ahead[4] = {}, equals[4] = {};      // floats: they are added without predicates
 #pragma unroll 4
     for (int32_t i = 0; i < num_survivors; i += 4) {
-      const uint4 others = *reinterpret_cast<const uint4*>(all.keys + i);
-      rank += (others.x > key ? 1 : 0) + (others.y > key ? 1 : 0) + (others.z > key ? 1 : 0) + (others.w > key ? 1 : 0);
-      equal += (others.x == key ? 1 : 0) + (others.y == key ? 1 : 0) + (others.z == key ? 1 : 0) + (others.w == key ? 1 : 0);
+      const float4 others = *reinterpret_cast<const float4*>(all.values + i);
+      ahead[0] += others.x > value ? 1.0f : 0.0f;
+      ahead[1] += others.y > value ? 1.0f : 0.0f;
+      ahead[2] += others.z > value ? 1.0f : 0.0f;
+      ahead[3] += others.w > value ? 1.0f : 0.0f;
+      equals[0] += others.x == value ? 1.0f : 0.0f;
+      equals[1] += others.y == value ? 1.0f : 0.0f;
+      equals[2] += others.z == value ? 1.0f : 0.0f;
+      equals[3] += others.w == value ? 1.0f : 0.0f;
     }
-    bool survives = at < num_survivors && rank < static_cast<uint32_t>(settings.top_k) && key >= min_p_key(weights, settings);
+    const uint32_t rank = static_cast<uint32_t>(ahead[0] + ahead[1] + ahead[2] + ahead[3]);
+    const uint32_t equal = static_cast<uint32_t>(equals[0] + equals[1] + equals[2] + equals[3]);
+    bool survives = at < num_survivors && rank < static_cast<uint32_t>(settings.top_k) && order_key(value) >= min_p_key(weights, settings);
     if (settings.has_top_p) {
-      if (survives) all.weights[rank] = weights(key_value(key)) * equal;
+      if (survives) all.weights[rank] = weights(value) * equal;
       ptx::barrier_sync<1, kMostSurvivors>();
       survives &= rank < end_of_top_p(settings, row_mass);
     }
