@@ -362,20 +362,25 @@ struct FewSurvivors {
     int32_t num_survivors = 0;
     float reference = 0.0f;
     const bool is_enough = list_survivors(settings, num_survivors, reference);
-    if (0 < threadIdx.x && threadIdx.x < row.num_ctas) {
-      const uint32_t to = ptx::cluster_address(answer(), threadIdx.x);
-      ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), threadIdx.x), is_enough ? 1 : 0);
+    if (is_enough) __syncthreads();       // survivors are listed
+    const int32_t told_cta = row.warp() == kSamplingWarps - 1 ? row.lane() : 0;      // the last warp has the least to do
+    if (0 < told_cta && told_cta < row.num_ctas) {
+      const uint32_t to = ptx::cluster_address(answer(), told_cta);
+      ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), told_cta), is_enough ? 1 : 0);
       ptx::mailbox_announce(to, 8);
     }
     if (!is_enough) return false;
-    __syncthreads();          // survivors are listed
     const Weights weights(reference, settings.scale, settings.floor);
     filter_and_race(draw, settings, num_survivors, weights, needs_row_mass(own) ? row_mass(weights) : 0);
     __syncthreads();
     if (row.warp() != 0) return true;
     Racer best = nobody();
-    for (int32_t i = row.lane(); i < num_survivors; i += 32) {
-      if (survivors().survives[i] != 0 && survivors().racers[i].beats(best)) best = survivors().racers[i];
+#pragma unroll
+    for (int32_t i = 0; i < kMostSurvivors; i += 32) {
+      if (i >= num_survivors) break;
+      const int32_t at = i + row.lane();
+      const Racer racer = at < num_survivors && survivors().survives[at] != 0 ? survivors().racers[at] : nobody();
+      if (racer.beats(best)) best = racer;
     }
     best = best_of_warp(best);
     if (row.lane() == 0) {
