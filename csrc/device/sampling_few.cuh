@@ -1,7 +1,7 @@
 // Rows of which top-k leaves few tokens, in batches so small that a row has many CTAs: there the time is that of the longest chain of dependent steps, so this way
-// has few of them. Each CTA takes a bound that about its share of some hundreds of tokens reach and sends those to the first CTA, which finds the survivors of all
-// filters at one look at a histogram and one comparison of all pairs. Where that does not do (many equal values, what survives lies in one CTA's segments), the
-// row goes the usual way (sampling.cuh).
+// has few of them. Each warp takes a bound that a few of its lanes reach and sends what reaches it to the first CTA, which finds the survivors of all filters at one
+// look at a histogram, one comparison of all pairs and one scan. Where that does not do (equal values, likely tokens all in one warp's lines), the row goes the usual
+// way (sampling.cuh).
 #pragma once
 
 #include "device/ptx/cluster_mail.cuh"
