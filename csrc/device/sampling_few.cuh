@@ -228,7 +228,7 @@ struct FewSurvivors {
     reference = key_value(best_key);
     const float range = reference - key_value(bound);
     if (!(range < 1e30f)) return false;
-    const float bins_of_one = range > 0.0f ? __fdividef(kValueBins - 1, range) : 0.0f;
+    const float bins_of_one = range > 1e-30f ? __fdividef(kValueBins - 1, range) : 0.0f;
     // A warp's candidates are looked at by the same few threads, each of which has room for as many.
     const int32_t readers = row.share_of_cta(kSamplingThreads / kSamplingWarps), first = static_cast<int32_t>(threadIdx.x) & (readers - 1);
     const int32_t sender = static_cast<int32_t>(threadIdx.x) * row.num_ctas / (kSamplingThreads / kSamplingWarps);

@@ -22,6 +22,7 @@ struct UnfilteredRow {
 
   __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
   __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
+
   /// Replaces `best` by this lane's best of the segment, if that is better: the largest value, the first among equals.
   __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[kLaneTokens], Racer& best) const {
     float most = v[0];

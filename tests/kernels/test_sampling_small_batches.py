@@ -36,14 +36,15 @@ def rows(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch
         "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.995, -torch.inf),
         "far below zero": logits - 100,
         "about zero": logits * 1e-30,
+        "next to zero": logits * 1e-38,
         "far apart": logits * 1e38,
         "bad": torch.where(torch.rand(batch, vocab, generator=generator) < 0.5 / vocab, torch.nan, logits),
         "nothing allowed": torch.full((batch, vocab), -torch.inf),
     }[kind]
 
 
-KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero", "far apart"]
-KINDS += ["bad", "nothing allowed"]
+KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero"]
+KINDS += ["next to zero", "far apart", "bad", "nothing allowed"]
 
 
 def some_settings(choose: random.Random, batch: int, vocab: int, generator: torch.Generator) -> dict[str, Any]:
