@@ -19,13 +19,13 @@ def capture(launch: Launch) -> torch.cuda.CUDAGraph:
     """A CUDA graph of one call, which is made once before: what compiles, loads or allocates for good does so outside the capture."""
     launch()
     torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):      # torch.cuda.graph() would collect garbage first: most of a board's time
-        graph.capture_begin()
-        try:
+    stream = torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
             launch()
-        finally:
-            graph.capture_end()
+    finally:
+        torch.cuda.set_stream(stream)     # a capture that fails would leave its own stream the current one
     return graph
 
 
