@@ -274,7 +274,7 @@ void store_token(const SamplingParams& params, int64_t index, int64_t token) {
 
 template <class Weights>
 void finish_row(const SamplingParams& params, int64_t row, Scratch& scratch) {
-  const RowSettings settings = row_settings(params, row);
+  const RowSettings settings = row_settings(RowParameters(params, row), params.vocab);
   Row<Weights> prepared(params, row, settings, scratch);
   if (params.task == RowTask::kRenorm || params.task == RowTask::kMaskLogits) {
     prepared.write_values();
@@ -303,7 +303,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
   const auto fill = [&](bool residual) {
     for (int32_t i = 0; i < vocab; ++i) scratch.values[static_cast<size_t>(i)] = prob_value(residual ? residual_prob(target[i], draft[i]) : target[i]);
   };
-  RowSettings settings = row_settings(params, row);
+  RowSettings settings = row_settings(RowParameters(params, row), params.vocab);
   SamplingParams drawn = params;
   drawn.position.array = IndexArray{};
   drawn.position.value = position + accepted;

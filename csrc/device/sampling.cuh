@@ -119,18 +119,22 @@ struct RowSampler : Row<Source> {
     });
   }
 
-  /// All of it. kMayBeFew: FewSurvivors may be tried. token_index: where in token_ids the token goes.
+  /// All of it. kMayBeFew: FewSurvivors may be tried. token_index: where in token_ids the token goes. ahead: of the request's position, tokens.
   template <bool kMayBeFew>
-  __device__ __forceinline__ void run(int64_t seed, int64_t position, int64_t token_index) {
-    uint32_t lane_key = 0;
+  __device__ __forceinline__ void run(int64_t token_index, int32_t ahead) {
     if constexpr (kMayBeFew) FewSurvivors<Source>(*this).prepare();
     if (num_ctas > 1) ptx::cluster_arrive();
-    if constexpr (kMayBeFew) lane_key = FewSurvivors<Source>(*this).read_largest();
-    else this->prefetch_first();        // while the row's parameters are on their way too
+    if constexpr (kMayBeFew) {
+      if (FewSurvivors<Source>(*this).run()) return;
+      ptx::cluster_arrive();
+    }
+    this->prefetch_first();             // while the row's parameters are on their way too
     if (threadIdx.x == 0) {
-      shared.settings = row_settings(params, row);
-      shared.seed = seed;
-      shared.position = position;
+      const RowParameters own(params, row);
+      const RowDraw draw(params, row);
+      shared.settings = row_settings(own, params.vocab);
+      shared.seed = draw.seed.value();
+      shared.position = draw.position.value() + ahead;
       shared.token_index = token_index;
       shared.task = first_task();
       shared.bands.used = false;
@@ -140,12 +144,6 @@ struct RowSampler : Row<Source> {
       shared.segment_end = this->cta_begin(rank + 1);
     }
     __syncthreads();
-    if constexpr (kMayBeFew) {
-      if (FewSurvivors<Source>(*this).suits()) {
-        if (FewSurvivors<Source>(*this).run(lane_key)) return;
-        ptx::cluster_arrive();
-      }
-    }
     if constexpr (!Source::kHasDraft) {       // speculation has no filters
       if (may_have_bands()) {
         BandSearch<Source>(*this).survey();
@@ -354,10 +352,10 @@ struct RowSampler : Row<Source> {
 template <class Source, bool kMayBeFew>
 __device__ __forceinline__ void sample(const SamplingParams& params) {
   extern __shared__ __align__(16) char shared_bytes[];
-  const int32_t row = blockIdx.x / ptx::cluster_size();
+  const int32_t row = ptx::cluster_id();
   const Source source(params, row);
   RowSampler<Source> sampler(params, *reinterpret_cast<SamplingShared*>(shared_bytes), source, row);
-  sampler.template run<kMayBeFew>(params.seed[row], params.position[row], row);
+  sampler.template run<kMayBeFew>(row, 0);
 }
 
 }  // namespace attn

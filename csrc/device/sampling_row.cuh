@@ -52,10 +52,7 @@ struct Row {
     else __syncthreads();
   }
 
-  /// Token i of this lane, i < kLaneTokens.
-  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t i) {
-    return Source::Reader::vector_token(segment, lane(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
-  }
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t i) { return lane_token<Source>(segment, i); }
 
   __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const {
     return shared.segment_begin + segments() * of_warp / kSamplingWarps;
@@ -185,7 +182,7 @@ struct Row {
     const int32_t top_k = filters() ? settings.top_k : 0;
     const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
     if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
-    const int32_t wanted = needed > 0 ? clamp(3 * needed, 384, kMaxCandidates / 2) : kMaxCandidates / 2;
+    const int32_t wanted = needed > 0 ? clamp(3 * needed, 480, kMaxCandidates / 2) : kMaxCandidates / 2;
     const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;     // tokens that the lanes' maxima are of
     return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
   }
@@ -206,21 +203,8 @@ struct Row {
     uint32_t known = 0;       // what the best of the CTA's racers has reached, about
     if (lane() == 0) known = atomicMax(&shared.race_bound, 0u);
     const int64_t seed = shared.seed, position = shared.position;
-    uint32_t words[kLaneTokens / 8][4];               // two tokens' first bits each
-    if constexpr (Source::kVectorTokens == 4) {       // a block's tokens are in two of this lane's vectors
-      race_words<kPhiloxRounds>(seed, position, race_block(token(segment, 0)), race_block(token(segment, 8)), words[0], words[1]);
-    } else {                                          // in vectors of two lanes
-#pragma unroll
-      for (int32_t i = 0; i < kLaneTokens; i += 8) {
-        uint32_t a[4], b[4];
-        race_words<2>(seed, position, race_block(token(segment, i)), race_block(token(segment, i + 4)), a, b);
-        const bool is_first = race_word(token(segment, i)) == 0;
-        words[i / 8][0] = is_first ? a[0] : a[2];
-        words[i / 8][1] = is_first ? a[1] : a[3];
-        words[i / 8][2] = is_first ? b[0] : b[2];
-        words[i / 8][3] = is_first ? b[1] : b[3];
-      }
-    }
+    uint32_t words[kLaneTokens / 2];
+    first_bits<Source, Source::kVectorTokens == 4 ? kPhiloxRounds : 2>(seed, position, segment, words);
     known = __shfl_sync(ptx::kAllLanes, known, 0);
     const ApproximateShare<Weights> share(weights);
     const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
@@ -228,65 +212,33 @@ struct Row {
     uint32_t lost = 0xffffffffu;
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; i += 2) {
-      const uint32_t word = words[i / 8][i / 2 % 4];
+      const uint32_t word = words[i / 2];
       lost &= has_lost<false>(share(v[i]), most_bits, word, magic) & has_lost<true>(share(v[i + 1]), most_bits, word, magic);
     }
     const bool tells = share.error < 1.0f;            // not with a temperature next to nothing
     if (!__any_sync(ptx::kAllLanes, (lost >> 31) == 0 || !tells)) return;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; i += 2) {
-      const uint32_t word = words[i / 8][i / 2 % 4];
-      v[i] = approximate_rise(weights, v[i]) + approximate_gain(word << 16);
-      v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(word & 0xffff0000u);
-    }
-    float most = v[0];
-#pragma unroll
-    for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
-    const double level = weights.strength(reference);
-    // Each round evaluates every lane's best. One is enough mostly.
-#pragma unroll 1
-    for (int32_t round = 0; round < kLaneTokens; ++round) {
-      const float bound = __double2float_rd(static_cast<double>(key_value(known)) - level) - (32.0f + kRaceTolerance);
-      const bool may_win = most >= bound && most > kMinusInfinity;
-      if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
-      uint32_t reached = kExcludedKey;
-      if (may_win) {
-        int32_t index = -1;
-        float rest = kMinusInfinity;
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) {
-          const bool is_it = index < 0 && v[i] == most;
-          index = is_it ? i : index;
-          v[i] = is_it ? kMinusInfinity : v[i];
-          rest = fmaxf(rest, v[i]);
-        }
-        most = rest;
-        const int32_t entered = token(segment, max_of(index, 0));
-        const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
-        if (own.beats(best)) best = own;
-        reached = order_key(__double2float_rd(value_of(own)));
-      }
-      reached = ptx::warp_max(reached);
-      if (reached <= known) continue;
-      known = reached;
-      if (lane() == 0) atomicMax(&shared.race_bound, known);
-    }
+    uint32_t reached = known;
+    race_segment(source, weights, seed, position, segment, words, v, reached, best);
+    if (lane() == 0 && reached > known) atomicMax(&shared.race_bound, reached);
   }
 
   __device__ __forceinline__ static bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
+
+  /// What the warp's values of a segment weigh together.
+  __device__ __forceinline__ static uint64_t warp_mass(const float (&v)[kLaneTokens], const Weights& weights) {
+    uint64_t sum = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) sum += weights(v[i]);
+    return ptx::warp_add(sum);
+  }
 
   /// Puts the segment's masses relative to `reference` into the tables. key: of its largest value.
   __device__ __forceinline__ void sum_segment(int32_t segment, const float (&v)[kLaneTokens], uint32_t key, float reference) const {
     const ReadTask& task = shared.task;
 #pragma unroll 1
     for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
-      uint64_t sum = 0;
-      if (is_drawable(key)) {
-        const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
-#pragma unroll
-        for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
-      }
-      sum = ptx::warp_add(sum);
+      const Weights local(reference, which == 0 ? task.scale : kLog2E, which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
+      const uint64_t sum = is_drawable(key) ? warp_mass(v, local) : 0;
       if (lane() == 0) mass_table(which)[segment] = sum;
     }
   }

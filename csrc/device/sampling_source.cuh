@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/sampling.h"
+#include "device/ptx/special_registers.cuh"
 
 namespace attn {
 
@@ -85,6 +86,16 @@ struct RowReader {
     }
   }
 
+  /// Whether each vector lies in the row or behind it, and can be read at once.
+  __device__ __forceinline__ bool has_whole_vectors() const { return reinterpret_cast<uint64_t>(row) % 16 == 0 && vocab % kVectorTokens == 0; }
+
+  /// A vector of such a row.
+  __device__ __forceinline__ void load_whole(int32_t first, uint32_t (&words)[4]) const {
+    uint4 vector = make_uint4(Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord);
+    if (first < vocab) vector = __ldg(reinterpret_cast<const uint4*>(row + first));
+    take(vector, words);
+  }
+
   __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) { return Element::from_word(words[i / kWordTokens], i % kWordTokens); }
 
   /// One token's value; token < vocab.
@@ -115,10 +126,15 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
+  /// The vector that begins with the token `first`. is_whole: Reader::has_whole_vectors().
+  __device__ __forceinline__ void load(int32_t first, bool is_whole, Vector& vector) const {
+    if (is_whole) reader.load_whole(first, vector.words);
+    else reader.load(first, vector.words);
     load_mask(first, vector);
+  }
+
+  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
+    load(Reader::vector_token(segment, lane, j), false, vector);
   }
 
   /// The same of a vector that was brought to shared memory.
@@ -221,11 +237,29 @@ struct ProbSource {
   }
 };
 
+/// Token i of this lane in a segment, i < kLaneTokens.
+template <class Source>
+__device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
+  return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
+}
+
 /// A lane's vectors of a segment.
 template <class Source>
 __device__ __forceinline__ void load_segment(const Source& source, int32_t segment, int32_t lane, typename Source::Vector (&raw)[Source::kVectors]) {
 #pragma unroll
   for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
+}
+
+/// A lane's vectors at once, which begin with the tokens first(j).
+template <class Source, class First>
+__device__ __forceinline__ void load_vectors(const Source& source, const First& first, typename Source::Vector (&raw)[Source::kVectors]) {
+  if (__builtin_expect(source.reader.has_whole_vectors(), 1)) {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), true, raw[j]);
+  } else {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), false, raw[j]);
+  }
 }
 
 /// What they hold.

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int
 __device__ __forceinline__ void speculate(const SamplingParams& params) {
   extern __shared__ __align__(16) char shared_bytes[];
   SamplingShared& shared = *reinterpret_cast<SamplingShared*>(shared_bytes);
-  const int32_t row = blockIdx.x / ptx::cluster_size();
+  const int32_t row = ptx::cluster_id();
   const int64_t seed = params.seed[row], position = params.position[row];
   const int32_t drafts = params.num_draft_tokens;
   const int32_t accepted = count_accepted(params, row, seed, position);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void speculate(const SamplingParams& params) {
     }
     if (threadIdx.x == 0) params.num_accepted[row] = accepted;
   }
-  sampler.template run<false>(seed, position + accepted, static_cast<int64_t>(row) * (drafts + 1) + accepted);
+  sampler.template run<false>(static_cast<int64_t>(row) * (drafts + 1) + accepted, accepted);
 }
 
 }  // namespace attn

@@ -182,11 +182,10 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
 void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas, int64_t row_ctas) {
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   if (params.workspace != nullptr && is_unfiltered(params)) {
-    SamplingParams with_ctas = params;
-    with_ctas.row_ctas = row_ctas > 0 ? static_cast<int32_t>(row_ctas) : choose_unfiltered_ctas(params, device.device_id);
-    if (with_ctas.row_ctas > 0 && params.batch * with_ctas.row_ctas <= kWorkspaceWords / 2) {
+    const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
+    if (ctas > 0 && params.batch * ctas <= kWorkspaceWords / 2) {
       const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
-      driver::launch(kernel, driver::Launch{static_cast<uint32_t>(params.batch * with_ctas.row_ctas), 1, kSamplingThreads}, &with_ctas, stream);
+      driver::launch(kernel, driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads}, &params, stream);
       return;
     }
   }

@@ -36,14 +36,15 @@ def rows(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch
         "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.995, -torch.inf),
         "far below zero": logits - 100,
         "about zero": logits * 1e-30,
+        "next to zero": logits * 1e-38,
         "far apart": logits * 1e38,
         "bad": torch.where(torch.rand(batch, vocab, generator=generator) < 0.5 / vocab, torch.nan, logits),
         "nothing allowed": torch.full((batch, vocab), -torch.inf),
     }[kind]
 
 
-KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero", "far apart"]
-KINDS += ["bad", "nothing allowed"]
+KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero"]
+KINDS += ["next to zero", "far apart", "bad", "nothing allowed"]
 
 
 def some_settings(choose: random.Random, batch: int, vocab: int, generator: torch.Generator) -> dict[str, Any]:
@@ -122,3 +123,20 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
         on_cpu = sample(logits, **settings)
         for row_ctas in (0, 1, 2, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0, 1):
             assert_same(sample(logits.cuda(), row_ctas=row_ctas, **moved(settings)), on_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["flat", "peaked", "largest at low ids", "few values", "mostly excluded", "far below zero"])
+def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
+    """SGLang's order: the mass of the whole row is part of the answer."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + KINDS.index(kind))
+    for vocab in VOCABS[4:]:
+        logits = rows(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        settings = some_settings(choose, 6, vocab, generator)
+        settings["temperature"] = torch.tensor([0.2, 0.6, 0.6, 1.0, 1.0, 2.0])
+        settings["top_k"] = torch.tensor([choose.choice([1, 20, 50, 64]) for _ in range(6)])
+        settings["top_p"] = torch.tensor([0.001, 0.01, 0.1, 0.3, 0.6, 0.9])
+        settings["min_p"] = choose.choice([0.0, 0.05])
+        on_cpu = sample(logits, filter_order="joint", **settings)
+        for row_ctas in (0, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0,):
+            assert_same(sample(logits.cuda(), filter_order="joint", row_ctas=row_ctas, **moved(settings)), on_cpu)

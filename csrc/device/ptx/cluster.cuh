@@ -25,6 +25,17 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
+/// Of the cluster in a grid of one dimension.
+__device__ __forceinline__ uint32_t cluster_id() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t id;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  return id;
+#else
+  return blockIdx.x;
+#endif
+}
+
 /// Barrier of all threads of the cluster; what was written before, to shared memory of any CTA, is visible behind it.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900

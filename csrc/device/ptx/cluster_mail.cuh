@@ -29,10 +29,17 @@ __device__ __forceinline__ void mailbox_send(uint32_t mailbox, uint32_t address,
 #endif
 }
 
-/// Announces bytes that are sent in this phase, before or after.
+/// Sends 16 bytes.
+__device__ __forceinline__ void mailbox_send(uint32_t mailbox, uint32_t address, uint64_t low, uint64_t high) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(address), "l"(low), "l"(high), "r"(mailbox) : "memory");
+#endif
+}
+
+/// Announces bytes that are sent in this phase, before or after. It orders nothing else: a release would wait for every store to arrive first.
 __device__ __forceinline__ void mailbox_announce(uint32_t mailbox, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(mailbox), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(mailbox), "r"(bytes) : "memory");
 #endif
 }
 

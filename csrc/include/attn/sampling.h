@@ -38,19 +38,70 @@ constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
   return kSamplingStateBytes + ceil_div(ceil_div(vocab, kSegmentTokens), ctas) * kSegmentBytes;
 }
 
+// ---- Bits ----
+
+ATTN_HD uint32_t float_bits(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+#endif
+}
+
+ATTN_HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
+#endif
+}
+
+/// The word at `address`, or `otherwise` where that is nullptr. On a GPU nothing waits for it before it is used: a choice between two values would.
+ATTN_HD uint32_t load_or(const void* address, uint32_t otherwise) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm volatile("{\n.reg .pred has;\nsetp.ne.u64 has, %1, 0;\nmov.b32 %0, %2;\n@has ld.global.b32 %0, [%1];\n}" : "=&r"(word) : "l"(address), "r"(otherwise));
+  return word;
+#else
+  if (address != nullptr) __builtin_memcpy(&otherwise, address, sizeof(otherwise));
+  return otherwise;
+#endif
+}
+
 /// A parameter of requests: one value for each row, or one for all.
 struct RowFloat {
   const float* data = nullptr;
   float value = 0.0f;
 
-  ATTN_HD float operator[](int64_t row) const { return data != nullptr ? data[row] : value; }
+  ATTN_HD float operator[](int64_t row) const { return bits_float(load_or(data != nullptr ? data + row : nullptr, float_bits(value))); }
+};
+
+/// An integer whose words may still be on their way from memory.
+struct PendingInt {
+  int32_t low;
+  int32_t high;
+  bool is_int32;      // `high` says nothing
+
+  ATTN_HD int64_t value() const { return static_cast<int64_t>(is_int32 ? low >> 31 : high) << 32 | static_cast<uint32_t>(low); }
 };
 
 struct RowInt {
   IndexArray array;
   int64_t value = 0;
 
-  ATTN_HD int64_t operator[](int64_t row) const { return array ? array[row] : value; }
+  ATTN_HD PendingInt load(int64_t row) const {
+    const int32_t* words = array ? static_cast<const int32_t*>(array.data) + (row << array.is_int64) : nullptr;
+    const bool is_int64 = words == nullptr || array.is_int64 != 0;
+    return PendingInt{static_cast<int32_t>(load_or(words, static_cast<uint32_t>(value))),
+                      static_cast<int32_t>(load_or(words != nullptr && is_int64 ? words + 1 : nullptr, static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32))),
+                      !is_int64};
+  }
+
+  ATTN_HD int64_t operator[](int64_t row) const { return load(row).value(); }
 };
 
 /// What a launch does with each row.
@@ -80,7 +131,6 @@ struct SamplingParams {
   float* written;                     // [batch, vocab]: what kRenorm and kMaskLogits write
   int64_t written_stride;
   void* workspace;                    // 0 everywhere between launches: what the CTAs of an unfiltered row tell each other; nullptr: there is none
-  int32_t row_ctas;                   // CTAs of an unfiltered row
   // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
   const float* draft_probs;           // [batch, num_draft_tokens, vocab], contiguous
   const void* draft_token_ids;        // [batch, num_draft_tokens]
@@ -95,28 +145,6 @@ struct SamplingParams {
   int32_t tempered_logprobs;          // log-probabilities of logits / temperature instead of logits
   RowTask task;
 };
-
-// ---- Bits ----
-
-ATTN_HD uint32_t float_bits(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(x);
-#else
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return bits;
-#endif
-}
-
-ATTN_HD float bits_float(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof(x));
-  return x;
-#endif
-}
 
 ATTN_HD float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
@@ -359,19 +387,33 @@ struct RowSettings {
 /// log2(e) / temperature, within bounds that keep every product finite; beyond them a row is uniform, or has one token, anyway.
 ATTN_HD float temperature_scale(float temperature) { return temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f; }
 
-ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
+/// The same as they are loaded.
+struct RowParameters {
+  float temperature, top_p, min_p;
+  PendingInt top_k;
+
+  ATTN_HD RowParameters(const SamplingParams& params, int64_t row)
+      : temperature(params.temperature[row]), top_p(params.top_p[row]), min_p(params.min_p[row]), top_k(params.top_k.load(row)) {}
+};
+
+/// What its random numbers follow from.
+struct RowDraw {
+  PendingInt seed, position;
+
+  ATTN_HD RowDraw(const SamplingParams& params, int64_t row) : seed(params.seed.load(row)), position(params.position.load(row)) {}
+};
+
+ATTN_HD RowSettings row_settings(const RowParameters& own, int32_t vocab) {
+  const float temperature = own.temperature, top_p = own.top_p, min_p = own.min_p;
+  const int64_t top_k = own.top_k.value();
   RowSettings s;
-  const float temperature = params.temperature[row];
-  const float top_p = params.top_p[row];
-  const float min_p = params.min_p[row];
-  const int64_t top_k = params.top_k[row];
   s.valid = temperature >= 0.0f && !is_nan(top_p) && !is_nan(min_p);
   s.greedy = temperature == 0.0f;
   s.scale = temperature_scale(temperature);
   s.floor = LogitWeights::floor_of(s.scale);
   s.inverse_temperature = temperature > 0.0f ? min_of(1.0f / temperature, kLargestFloat) : kLargestFloat;
   s.min_p = min_p > 0.0f ? min_of(min_p, 1.0f) : 0.0f;
-  s.top_k = top_k > 0 && top_k < params.vocab ? static_cast<int32_t>(top_k) : 0;
+  s.top_k = top_k > 0 && top_k < vocab ? static_cast<int32_t>(top_k) : 0;
   s.has_top_p = top_p < 1.0f;
   const uint32_t bits = float_bits(top_p);
   s.top_p = 0;
