@@ -25,9 +25,18 @@ constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
-const Costs& costs_of(KernelKind kernel) {
+/// Batch invariant plans cut no narrow pair: what comes before its KV tiles then delays one CTA, not each that has a part.
+constexpr Costs hopper_costs_of_whole_pairs() {
+  Costs costs = kHopperCosts;
+  costs.pair[0] = costs.pair[1] = 8;
+  costs.min_share = 9;
+  return costs;
+}
+constexpr Costs kHopperInvariantCosts = hopper_costs_of_whole_pairs();
+
+const Costs& costs_of(KernelKind kernel, bool batch_invariant) {
   switch (kernel) {
-    case KernelKind::kHopper: return kHopperCosts;
+    case KernelKind::kHopper: return batch_invariant ? kHopperInvariantCosts : kHopperCosts;
     case KernelKind::kGeneric: return kGenericCosts;
     default: return kCpuCosts;
   }
@@ -79,7 +88,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
     group_rows += states;
   }
   schedule.max_tiles = max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind);
-  const Costs& costs = costs_of(config.kernel);
+  const Costs& costs = costs_of(config.kernel, config.batch_invariant);
   schedule.turns = costs.turns;
   schedule.min_share = costs.min_share;
   schedule.state_cost = costs.state;

@@ -141,12 +141,12 @@ bool is_unfiltered(const SamplingParams& params) {
   return params.task == RowTask::kSample && no_top_k && no_top_p && no_min_p && params.logprobs == nullptr && params.num_top_logprobs == 0;
 }
 
-/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment or two; 0: there are too many rows for that. Nobody waits but the last CTA
+/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment if there is room for so many; 0: there are too many rows for that. Nobody waits but the last CTA
 /// of a row, which starts after the others: with as few rows as these the others find room whatever else runs.
 int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
   const int32_t most = kUnfilteredCtas * multiprocessors_of(device) / params.batch;
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
-  return 2 * most < wanted || params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
+  return params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
 }
 
 /// Whether the kernel that looks for few survivors first may be taken (csrc/device/sampling_few.cuh).
