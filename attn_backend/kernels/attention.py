@@ -198,8 +198,9 @@ class Attention:
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0.
-            after_append: promises that `append_kv` was called on this stream since the plan. The kernel then starts while that one still runs, and has read
-                the schedule by the time the new tokens are in the cache.
+            after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
+                kernel then starts while that one still runs, and has read the schedule by the time the new tokens are in the cache. Only the Hopper kernel
+                makes use of it.
 
         Returns:
             out.

@@ -204,8 +204,9 @@ class SGLangAttentionBackend(AttentionBackend):
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)       # at every step: it waits for KV that is still being loaded
         kv = known.cache(k_buffer, v_buffer, self.page_size)
         appended = False
-        if save_kv_cache and k is not None and v is not None:       # False with k given: the model's rotary kernel has written them already
-            appended = self._copies_to_slots
+        if save_kv_cache and k is not None:       # False with k given: the model's rotary kernel has written them already
+            assert v is not None
+            appended = self._copies_to_slots and k.dtype == v.dtype == k_buffer.dtype       # the pool converts others
             if appended:
                 append_kv(k, v, kv, forward_batch.out_cache_loc)
             else:

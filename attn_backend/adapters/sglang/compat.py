@@ -94,7 +94,10 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer does nothing but copy K and V to their slots in what get_kv_buffer returns."""
+    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns.
+
+    But for its check of slots under SGLANG_ENABLE_ASYNC_ASSERT: `append_kv` skips slots outside the cache.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     names = ("set_kv_buffer", "_store_kv_layer")

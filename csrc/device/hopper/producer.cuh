@@ -25,7 +25,6 @@ template <int kHeadDim>
 struct Share {
   using Shared = SharedMemory<kHeadDim>;
   static constexpr int kTokens = kv_tile(kHeadDim) / 2;
-  static constexpr int kWarpsOfPart = 2 / Shared::kParts;
 
   bool is_v;
   int first_token;      // of the tile

@@ -136,7 +136,7 @@ struct AttentionParams {
   FastDivisor page_size;
   float sm_scale;
   float logits_soft_cap;
-  int32_t after_append;      // the append kernel, or another that waited for all before it, was launched between plan and this: the schedule may be read while it runs
+  int32_t after_append;      // the append kernel, or another that waited for all before it, was launched between plan and this: the schedule may be read while it runs (the Hopper kernel does)
 };
 
 /// A tensor as the copy engine sees it: encoded by the driver, read by the hardware (CUtensorMap).

@@ -77,6 +77,18 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
     serve(FakeEngine((LayerShape(), LayerShape(logit_cap=30.0)), page_size, dtype, device=device))
 
 
+def test_keys_and_values_of_another_type_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(dtype=torch.bfloat16)
+    tensors = engine.tensors
+
+    def wider(batch: SimpleNamespace, layer_id: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = tensors(batch, layer_id)
+        return q, k.float(), v.float()
+
+    monkeypatch.setattr(engine, "tensors", wider)
+    serve(engine)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), CASES)
