@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -89,6 +90,7 @@ def prompt_token_ids(model_folder: Path, path: Path, count: int, longest: int) -
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(sharegpt_file())
     except DownloadError as error:

@@ -6,6 +6,7 @@ torch, transformers and gguf, so this module is run by the engine's interpreter:
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def smollm2_folder() -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(smollm2_folder())
     except DownloadError as error:

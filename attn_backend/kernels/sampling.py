@@ -97,6 +97,9 @@ def sample(
     The token depends on the row's logits and parameters, on `seed` and on `position`, and on nothing else: not on the batch, on the row's place in it, on the
     launch's shape or on the GPU; a CPU gives the same one. docs/sampling.md defines every edge case.
 
+    Each parameter is one value for all rows or a tensor with one for each: temperature, top_p and min_p float32 [batch], top_k, seed and position int32 or
+    int64 [batch].
+
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19; penalties already applied.
         temperature: 0: the most likely token (the lowest id among equals), whatever the filters.
@@ -104,7 +107,7 @@ def sample(
         top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to the least likely of them. >= 1: off; <= 0: only
             the most likely ones.
         min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the most likely ones.
-        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers.
+        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers; any int64.
         token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
         filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all tokens (SGLang).
         return_logprobs: also the log-probability of each token.

@@ -51,7 +51,8 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
     return result;
   }
   const auto number = value.try_cast<int64_t>();
-  if (!number) refuse(name, value.GetTypeKey(), "an integer, or an int32 or int64 tensor [batch]");
+  const std::string type = value.GetTypeKey();
+  if (!number) refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type, "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
   result.value = *number;
   return result;
 }
@@ -276,7 +277,7 @@ void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperat
   if (of_probs) check_dtype(name, values, kFloat);
   set_rows(params, name, values);
   params.temperature = row_float("temperature", temperature, device, params.batch);
-  if (params.temperature.data == nullptr && params.temperature.value <= 0.0f) refuse("temperature", params.temperature.value, "above 0");
+  if (params.temperature.data == nullptr && params.temperature.value < 0.0f) refuse("temperature", params.temperature.value, "at least 0");
   params.top_k = row_int("top_k", top_k, device, params.batch);
   params.top_p = row_float("top_p", top_p, device, params.batch);
   params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));

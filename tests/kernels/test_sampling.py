@@ -272,6 +272,7 @@ def test_softmax(device: torch.device, dtype: torch.dtype, temperature: float) -
     logits[1, 100:2000] = -INF
     result = softmax(logits.to(device), temperature).cpu().double()
     torch.testing.assert_close(result, torch.softmax(logits.double() / temperature, -1), rtol=2e-5, atol=1e-11)
+    assert softmax(torch.tensor([[1.0, 3.0, 3.0]], device=device), 0.0).tolist() == [[0.0, 0.5, 0.5]]
     assert softmax(torch.tensor([[1.0, 3.0, 3.0], [NAN, 0.0, 0.0]], device=device), torch.tensor([0.0, 1.0], device=device)).tolist() == [
         [0.0, 0.5, 0.5],
         [0.0, 0.0, 0.0],
@@ -309,6 +310,7 @@ def test_refuses(device: torch.device) -> None:
     logits = torch.zeros(3, 64, device=device)
     for argument, call in [
         ("logits", lambda: sample(None)),  # type: ignore[arg-type]
+        ("seed", lambda: sample(logits, seed=2**63)),
         ("logits", lambda: softmax([0.0])),  # type: ignore[arg-type]
         ("probs", lambda: top_p_renorm_probs(logits.numpy, 0.5)),  # type: ignore[arg-type]
         ("target_probs", lambda: chain_speculative_sampling(logits, logits, None)),  # type: ignore[arg-type]
@@ -323,7 +325,7 @@ def test_refuses(device: torch.device) -> None:
         ("temperature", lambda: sample(logits, temperature="hot")),  # type: ignore[arg-type]
         ("temperature", lambda: sample(logits, temperature=torch.ones(2, device=device))),
         ("temperature", lambda: sample(logits, temperature=torch.ones(3, dtype=torch.float64, device=device))),
-        ("temperature", lambda: softmax(logits, 0.0)),
+        ("temperature", lambda: softmax(logits, -1.0)),
         ("top_k", lambda: sample(logits, top_k=torch.ones(3, device=device))),
         ("top_k", lambda: sample(logits, top_k=1.5)),  # type: ignore[arg-type]
         ("top_p", lambda: sample(logits, top_p=NAN)),
