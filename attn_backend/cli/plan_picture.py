@@ -75,13 +75,15 @@ def _extent(node: PrefixNode) -> str:
 
 def _legend(picture: Picture, y: float) -> None:
     x: float = _LEFT
-    for color, name in (
-        (DECODE[1], "own row group of a request with one row"),
-        (PREFILL[1], "of a request with more"),
-        (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows"),
-        (NOT_TAKEN, "shared prefix, not taken: what is below it reads it"),
+    for colors, name in (
+        (DECODE, "own row group of a request with one row"),
+        (PREFILL, "of a request with more"),
+        (TAKEN, "shared prefix, taken: one row group reads it for all its rows (colors by turns)"),
+        ((NOT_TAKEN,), "shared prefix, not taken: what is below it reads it"),
     ):
-        picture.rect(x, y - 9, 12, 10, color, stroke=FAINT)
+        for i, color in enumerate(colors):
+            picture.rect(x + 12 * i / len(colors), y - 9, 12 / len(colors), 10, color)
+        picture.rect(x, y - 9, 12, 10, "none", stroke=FAINT)
         picture.text(x + 17, y, name, size=10)
         x += 30 + text_width(name, 10)
 

@@ -17,6 +17,7 @@ from .batches import SETTINGS, Batch
 from .schedule_costs import ScheduleCosts
 
 _MOST_NODES = 40     # of the forest, in the text
+_MOST_FOREST_REQUESTS = 1024     # kMaxForestRequests in csrc/include/attn/forest.h
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Planned:
         return [
             f"batch       {batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}",
             f"for         {settings.num_qo_heads}/{settings.num_kv_heads} heads, head_dim {settings.head_dim}, {where}",
-            f"row groups  {requests} of requests, {taken} of shared prefixes ({nodes} in the forest); row tiles: {tiles or 'none'}",
+            f"row groups  {requests} of requests, {taken} of shared prefixes ({nodes} in the forest{_unsought(requests)}); row tiles: {tiles or 'none'}",
             f"KV read     {costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}",
             f"cost        {costs.total} units{_less(costs.total, self.without.total)}",
             f"CTAs        {int((ctas > 0).sum())} of {len(ctas)} have work; {shares}",
@@ -189,6 +190,10 @@ def _members(batch: Batch, settings: Settings, schedule: Schedule) -> list[list[
 def count(number: int, noun: str) -> str:
     """1 row, 2 rows."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _unsought(requests: int) -> str:
+    return f": it is not sought among more than {_MOST_FOREST_REQUESTS} requests" if requests > _MOST_FOREST_REQUESTS else ""
 
 
 def _less(value: int, other: int) -> str:
