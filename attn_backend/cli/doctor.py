@@ -125,7 +125,8 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
             load()()
     except Exception as error:  # whatever an engine raises is what the user must see
         sys.stderr.write(said.getvalue())
-        return Finding("!!", subject, f"{type(error).__name__}: {error}", "a package that it names does not fit this torch, or see `What is supported` in the README")
+        advice = "a package that it names does not fit this torch, or see `What is supported` in the README"
+        return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 
 
