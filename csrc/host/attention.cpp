@@ -25,7 +25,7 @@ constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
-/// Batch invariant plans cut no narrow pair: what comes before its KV tiles then delays one CTA, not each that has a part.
+/// Of batch invariant plans, which cut no narrow pair: measured by themselves (docs/decisions.md).
 constexpr Costs hopper_costs_of_whole_pairs() {
   Costs costs = kHopperCosts;
   costs.pair[0] = costs.pair[1] = 8;
