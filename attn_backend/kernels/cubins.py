@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from . import code_address
 from .library import PACKAGE
 
 ARCHS = ("sm_90a", "sm_80")
@@ -103,6 +104,7 @@ def cache_key(source: Path, arch: str, compiler: str) -> str:
     root = source_root()
     for path in sorted(_included(source.resolve(), set())):
         digest.update(str(path.relative_to(root.resolve())).encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(Path(code_address.__file__).read_bytes())
     digest.update("\0".join([arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))]).encode())
     return digest.hexdigest()[:24]
 
@@ -138,6 +140,7 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
         done = subprocess.run([compiler, *flags(arch), str(sources[name]), "-o", partial], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"nvcc failed on kernel {name} for {arch}:\n{done.stdout}{done.stderr}")
+        code_address.publish_code_addresses(Path(partial))
         text = done.stdout + done.stderr
         partial_report = f"{partial}.txt"
         Path(partial_report).write_text(text)

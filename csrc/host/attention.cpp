@@ -129,6 +129,10 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
     const int32_t attention_bytes = hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
     attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, attention_bytes);
     merge_kernel_ = driver::load_kernel(files.merge, "merge_kernel", device, 0);
+    if (hopper) {
+      attention_code_ = driver::find_code(attention_kernel_);
+      merge_code_ = driver::find_code(merge_kernel_);
+    }
     if (config_.num_ctas == 0) config_.num_ctas = driver::multiprocessor_count(device) * driver::ctas_per_multiprocessor(attention_kernel_, threads_);
   } else if (config_.num_ctas == 0) {
     config_.num_ctas = kCpuCtas;
@@ -249,7 +253,9 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
   const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_), -1, true};
   if (config_.kernel == KernelKind::kHopper) {
-    const HopperParams hopper_params = describe_tensors(params);
+    HopperParams hopper_params = describe_tensors(params);
+    hopper_params.code = attention_code_;
+    hopper_params.merge_code = merge_code_;
     driver::launch(attention_kernel_, shape, &hopper_params, stream);
   } else {
     driver::launch(attention_kernel_, shape, &params, stream);

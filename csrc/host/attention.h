@@ -74,6 +74,8 @@ class Attention {
   ScheduleLayout layout_;
   int32_t threads_ = 0;             // of a CTA of the attention kernel
   driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, merge_kernel_;
+  KernelCode attention_code_{};
+  KernelCode merge_code_{};
   Schedule schedule_;
   PlanParams plan_params_{};
   float* partial_o_ = nullptr;

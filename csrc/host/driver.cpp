@@ -54,6 +54,8 @@ struct Driver {
   Result (*context_set)(Context);
   Result (*module_load)(Module*, const char*);
   Result (*module_function)(Function*, Module, const char*);
+  Result (*module_global)(uint64_t*, size_t*, Module, const char*);
+  Result (*copy_to_host)(void*, uint64_t, size_t);
   Result (*function_attribute)(Function, int, int);
   Result (*occupancy)(int*, Function, int, size_t);
   Result (*launch)(const LaunchConfig*, Function, void**, void**);
@@ -80,6 +82,8 @@ const Driver& driver() {
     find(library, "cuCtxSetCurrent", d.context_set);
     find(library, "cuModuleLoad", d.module_load);
     find(library, "cuModuleGetFunction", d.module_function);
+    find(library, "cuModuleGetGlobal_v2", d.module_global);
+    find(library, "cuMemcpyDtoH_v2", d.copy_to_host);
     find(library, "cuFuncSetAttribute", d.function_attribute);
     find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
     find(library, "cuLaunchKernelEx", d.launch);
@@ -127,6 +131,7 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   Module& module = modules[{file, device}];
   if (module == nullptr) check(driver().module_load(&module, file.c_str()), "loading " + file);
   Kernel kernel;
+  kernel.module = module;
   kernel.device = device;
   kernel.shared_bytes = shared_bytes;
   kernel.name = symbol;
@@ -138,6 +143,19 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
     limit = shared_bytes;
   }
   return kernel;
+}
+
+KernelCode find_code(const Kernel& kernel) {
+  use_device(kernel.device);
+  uint64_t variable = 0;
+  size_t bytes = 0;
+  KernelCode code{};
+  if (driver().module_global(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0) return code;
+  check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
+  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes a hundred times as long.
+  constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
+  const uint64_t address = reinterpret_cast<uint64_t>(code.address);
+  return (address > variable ? address - variable : variable - address) < kRegionBytes ? code : KernelCode{};
 }
 
 void allow_large_clusters(const Kernel& kernel) {

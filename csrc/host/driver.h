@@ -14,6 +14,7 @@ using Stream = void*;
 /// A kernel in a loaded cubin. Copyable; stays loaded until the process ends.
 struct Kernel {
   void* function = nullptr;
+  void* module = nullptr;
   int32_t shared_bytes = 0;      // dynamic shared memory of a launch
   int32_t device = 0;
   std::string name;
@@ -45,6 +46,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map);
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
+
+/// Where the code of a kernel lies, if its source and cubin say (attn/kernel_code.h).
+KernelCode find_code(const Kernel& kernel);
 
 /// Lets launches of this kernel have clusters of up to 16 CTAs.
 void allow_large_clusters(const Kernel& kernel);

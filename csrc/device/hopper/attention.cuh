@@ -7,6 +7,7 @@
 #include "device/hopper/consumer.cuh"
 #include "device/hopper/producer.cuh"
 #include "device/hopper/shared_memory.cuh"
+#include "device/kernel_code.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/registers.cuh"
 #include "device/work.cuh"
@@ -17,6 +18,10 @@ template <class Element, int kHeadDim, class Variant>
 __device__ __forceinline__ void attention(const HopperParams& params) {
   extern __shared__ __align__(1024) char memory[];
   const SharedMemory<kHeadDim> shared(memory);
+  if (threadIdx.x >= kProducerThreads) {   // who has nothing to do yet
+    prefetch_code(params.code, threadIdx.x - kProducerThreads);
+    prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
+  }
   if (!params.attention.after_append) ptx::wait_for_previous_grid();
   ptx::allow_next_grid();   // its blocks come as CTAs of this one leave room
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);

@@ -1,6 +1,7 @@
 // The kernels' arguments: plain data, the same bytes for device kernels and for the CPU executor.
 #pragma once
 
+#include "attn/kernel_code.h"
 #include "attn/math.h"
 #include "attn/platform.h"
 #include "attn/schedule.h"
@@ -158,6 +159,8 @@ struct HopperParams {
   TensorMap o;               // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: what a consumer warp has of a wide row tile
   TensorMap q;               // boxes of 128 / group_size rows: a wide row tile
   TensorMap q_row;           // boxes of one row
+  KernelCode code;           // of the kernel itself, ...
+  KernelCode merge_code;     // ... and of the one that runs next
 };
 
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that begins a (row tile, head) goes to a state of its

@@ -1,0 +1,100 @@
+"""Where kernels' code lies: cubins are completed, and what the loader makes of them is the code."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_backend.kernels import cubins
+from attn_backend.kernels.code_address import publish_code_addresses
+
+pytestmark = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+
+KERNELS = """
+#include "device/kernel_code.cuh"
+__device__ int a_variable = 7;
+extern "C" __global__ void first(int* out) { *out = a_variable; }
+extern "C" __global__ void second(int* out) { *out = 2; }
+extern "C" __device__ attn::KernelCode first_code{&attn::unknown_code, 0};
+extern "C" __device__ attn::KernelCode second_code{&attn::unknown_code, 0};
+extern "C" __device__ attn::KernelCode nobodys_code{&attn::unknown_code, 0};
+"""
+COPY = """extern "C" __global__ void copy(const unsigned* from, unsigned* to, int count) { for (int i = threadIdx.x; i < count; i += 32) to[i] = from[i]; }"""
+
+
+def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:
+    source = folder / "kernels.cu"
+    source.write_text(text)
+    cubin = folder / f"kernels.{arch}.cubin"
+    compiler = cubins.nvcc()
+    assert compiler is not None
+    subprocess.run([compiler, *cubins.flags(arch), str(source), "-o", str(cubin)], check=True, capture_output=True)
+    return cubin
+
+
+def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
+    cubin = compiled(KERNELS, tmp_path)
+    before = cubin.read_bytes()
+    assert sorted(publish_code_addresses(cubin)) == ["first", "second"]
+    after = cubin.read_bytes()
+    assert len(after) == len(before)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 2 * (8 + 8), "two relocations and two sizes"
+    publish_code_addresses(cubin)
+    assert cubin.read_bytes() == after
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    for text, arch in ((COPY, "sm_90a"), (KERNELS, "sm_80")):
+        cubin = compiled(text, tmp_path, arch)
+        before = cubin.read_bytes()
+        assert publish_code_addresses(cubin) == []
+        assert cubin.read_bytes() == before
+
+
+class Driver:
+    """What the test needs of libcuda."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()     # makes the context
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def call(self, name: str, *arguments: object) -> None:
+        assert getattr(self._library, name)(*arguments) == 0, name
+
+    def load(self, cubin: Path) -> ctypes.c_void_p:
+        module = ctypes.c_void_p()
+        self.call("cuModuleLoad", ctypes.byref(module), str(cubin).encode())
+        return module
+
+    def read(self, module: ctypes.c_void_p, variable: str) -> tuple[int, int]:
+        """Address and size."""
+        place, size, words = ctypes.c_uint64(), ctypes.c_size_t(), (ctypes.c_uint64 * 2)()
+        self.call("cuModuleGetGlobal_v2", ctypes.byref(place), ctypes.byref(size), module, variable.encode())
+        self.call("cuMemcpyDtoH_v2", words, place, size)
+        return words[0], words[1]
+
+    def launch(self, module: ctypes.c_void_p, kernel: str, *arguments: object) -> None:
+        function = ctypes.c_void_p()
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, kernel.encode())
+        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments])  # type: ignore[arg-type]
+        self.call("cuLaunchKernel", function, *(1, 1, 1), *(32, 1, 1), 0, None, pointers, None)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper_attention_bf16_d128", "hopper_attention_f16_d64", "merge_bf16"])
+def test_the_address_is_where_the_code_is(name: str, tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("cubins for other GPUs are fatbins, which are left alone")
+    cubin = tmp_path / "kernel.cubin"
+    shutil.copyfile(cubins.find_kernel(name, "sm_90a"), cubin)
+    driver = Driver()
+    address, size = driver.read(driver.load(cubin), "merge_kernel_code" if name.startswith("merge") else "attention_kernel_code")
+    assert size > 10_000
+    code = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
+    copy = driver.load(compiled(COPY, tmp_path))
+    driver.launch(copy, "copy", ctypes.c_uint64(address), ctypes.c_uint64(code.data_ptr()), ctypes.c_int(size // 4))
+    assert code.cpu().numpy().tobytes() in cubin.read_bytes()
