@@ -68,6 +68,13 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
 
 
+def _refuse_large(**integers: object) -> None:
+    """What tvm-ffi 0.1.11 raises for an int beyond int64 names no argument."""
+    for name, value in integers.items():
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            refuse(name, value, "an integer in [-2^63, 2^63)")
+
+
 def _is_joint(filter_order: FilterOrder) -> bool:
     if filter_order not in ("top_k_first", "joint"):
         refuse("filter_order", filter_order, "'top_k_first' or 'joint'")
@@ -135,28 +142,32 @@ def sample(
         torch.empty(batch, num_top_logprobs, dtype=torch.int32, device=device) if num_top_logprobs else None,
         torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device) if num_top_logprobs else None,
     )
-    library().sample(
-        logits,
-        False,
-        temperature,
-        0 if top_k is None else top_k,
-        1.0 if top_p is None else top_p,
-        0.0 if min_p is None else min_p,
-        seed,
-        position,
-        token_mask,
-        _is_joint(filter_order),
-        logprobs_of == "tempered",
-        samples.token_ids,
-        samples.valid,
-        samples.logprobs,
-        samples.top_logprobs,
-        samples.top_token_ids,
-        workspace,
-        _few_kernel(logits.dtype, device),
-        *_logits_kernel(logits),
-        row_ctas,
-    )
+    try:
+        library().sample(
+            logits,
+            False,
+            temperature,
+            0 if top_k is None else top_k,
+            1.0 if top_p is None else top_p,
+            0.0 if min_p is None else min_p,
+            seed,
+            position,
+            token_mask,
+            _is_joint(filter_order),
+            logprobs_of == "tempered",
+            samples.token_ids,
+            samples.valid,
+            samples.logprobs,
+            samples.top_logprobs,
+            samples.top_token_ids,
+            workspace,
+            _few_kernel(logits.dtype, device),
+            *_logits_kernel(logits),
+            row_ctas,
+        )
+    except OverflowError:
+        _refuse_large(top_k=top_k, seed=seed, position=position)
+        raise
     return samples
 
 
@@ -185,28 +196,32 @@ def sample_from_probs(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
     )
-    library().sample(
-        probs,
-        True,
-        1.0,
-        0 if top_k is None else top_k,
-        1.0 if top_p is None else top_p,
-        0.0 if min_p is None else min_p,
-        seed,
-        position,
-        None,
-        _is_joint(filter_order),
-        False,
-        samples.token_ids,
-        samples.valid,
-        None,
-        None,
-        None,
-        None,
-        "",
-        *_kernel("probs", device),
-        row_ctas,
-    )
+    try:
+        library().sample(
+            probs,
+            True,
+            1.0,
+            0 if top_k is None else top_k,
+            1.0 if top_p is None else top_p,
+            0.0 if min_p is None else min_p,
+            seed,
+            position,
+            None,
+            _is_joint(filter_order),
+            False,
+            samples.token_ids,
+            samples.valid,
+            None,
+            None,
+            None,
+            None,
+            "",
+            *_kernel("probs", device),
+            row_ctas,
+        )
+    except OverflowError:
+        _refuse_large(top_k=top_k, seed=seed, position=position)
+        raise
     return samples
 
 
@@ -302,16 +317,20 @@ def chain_speculative_sampling(
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.bool, device=device),
     )
-    library().speculate(
-        draft_probs,
-        draft_token_ids,
-        target_probs,
-        seed,
-        position,
-        samples.token_ids,
-        samples.num_accepted,
-        samples.valid,
-        *_kernel("speculative", device),
-        row_ctas,
-    )
+    try:
+        library().speculate(
+            draft_probs,
+            draft_token_ids,
+            target_probs,
+            seed,
+            position,
+            samples.token_ids,
+            samples.num_accepted,
+            samples.valid,
+            *_kernel("speculative", device),
+            row_ctas,
+        )
+    except OverflowError:
+        _refuse_large(seed=seed, position=position)
+        raise
     return samples

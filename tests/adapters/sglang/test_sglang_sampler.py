@@ -120,11 +120,11 @@ def test_a_request_gets_the_same_token_in_every_batch(generator: torch.Generator
 @pytest.mark.gpu
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_a_gpu_draws_the_same_tokens_as_a_cpu(logprobs: bool, generator: torch.Generator) -> None:
-    sampler = AttnSampler()
+    on_cpu, on_gpu = AttnSampler(), AttnSampler()
     for _ in range(20):
         logits, requests, positions = mixed_batch(generator)
-        expected, _ = run(sampler, logits, make_info(requests), positions)
-        tokens, _ = run(sampler, logits.cuda(), make_info(requests, "cuda"), positions.cuda(), logprobs)
+        expected, _ = run(on_cpu, logits, make_info(requests), positions)
+        tokens, _ = run(on_gpu, logits.cuda(), make_info(requests, "cuda"), positions.cuda(), logprobs)
         assert tokens.is_cuda
         assert tokens.tolist() == expected.tolist()
 
