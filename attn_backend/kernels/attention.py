@@ -226,7 +226,13 @@ class Attention:
         return out
 
     def schedule(self) -> Schedule:
-        """A copy of the last plan's schedule on the CPU (synchronises)."""
+        """A copy of the last plan's schedule on the CPU (synchronises).
+
+        Raises:
+            ValueError: no plan yet.
+        """
+        if not self._levels:
+            raise ValueError("schedule() before a successful plan()")
         return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
 
     def raise_for_errors(self) -> None:
@@ -235,7 +241,7 @@ class Attention:
         Raises:
             ValueError: the last plan or a run of it met metadata that had to be clamped.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not self._levels or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         errors = self.schedule().errors
         if errors:

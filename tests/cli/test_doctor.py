@@ -78,3 +78,9 @@ def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
     assert "[!!] GPU" in done.stdout
     assert "no torch here" in done.stdout
     assert done.returncode == 1
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("attn-backend ")

@@ -314,6 +314,8 @@ def test_costs_of_a_cpu(capsys: Capture) -> None:
         (["--decode", "1xconst:5", "--head-dim", "7"], "head_dim is 7"),
         (["--decode", "1xconst:5", "--page-size", "0"], "--page-size is 0"),
         (["--decode", "1xconst:5", "--num-ctas", "0"], "num_ctas is 0"),
+        (["--decode", "1xconst:5", "--batch", "4"], "--batch is 4, must be left out"),
+        (["batch.json", "--at", "0"], "--at is 0.0, must be left out"),
         (["nowhere.json"], "nowhere.json"),
     ],
 )
