@@ -210,10 +210,10 @@ def v2_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Draws(NamedTuple):
-    """What a batch's draws depend on; both [batch], on the device."""
+    """What a batch's draws depend on; both [batch], on the device. Of a batch that is all greedy, which depends on neither, 0."""
 
-    seed: Tensor
-    position: Tensor
+    seed: Tensor | int
+    position: Tensor | int
 
 
 def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
@@ -226,9 +226,12 @@ def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callab
         batch = self.input_batch
         if logits is not None and spec_decode_metadata is None and logits.shape[0] == batch.num_reqs:
             metadata = batch.sampling_metadata
-            draws = getattr(metadata, "_attn_backend_draws", None)
-            seeds = v1_seeds(self, source) if draws is None else draws.seed
-            metadata._attn_backend_draws = Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)
+            if metadata.all_greedy:
+                metadata._attn_backend_draws = Draws(0, 0)
+            else:
+                draws = getattr(metadata, "_attn_backend_draws", None)
+                seeds = v1_seeds(self, source) if draws is None else draws.seed
+                metadata._attn_backend_draws = Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)
             # vLLM winds a generator back after a draw that does not count. These have not advanced, and are not needed: the seeds are known.
             batch.generators.clear()
         return original(self, logits, spec_decode_metadata)

@@ -270,6 +270,16 @@ def test_v1_requests_without_a_seed_get_one_that_stays(generator: torch.Generato
     assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]     # preempted, and back in other rows
 
 
+def test_v1_greedy_batches_need_neither_seeds_nor_positions(generator: torch.Generator) -> None:
+    assert sampler.install(CPU)
+    requests = v1_requests([SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, seed=5)])
+    runner = V1Runner(requests)
+    logits = distinct_logits(2, generator)
+    assert runner.tokens(logits) == logits.argmax(-1).tolist()
+    assert runner.input_batch.sampling_metadata._attn_backend_draws == (0, 0)
+    assert not any(hasattr(request, "_attn_backend_seed") for request in requests.values())
+
+
 def test_v1_warm_up_and_speculative_decoding_stay_vllms() -> None:
     assert sampler.install(CPU)
     runner = V1Runner(v1_requests([SamplingParams(temperature=0.0)]))
