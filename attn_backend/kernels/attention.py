@@ -100,6 +100,7 @@ class Attention:
         self.batch_invariant = batch_invariant
         self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
+        self._planned = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
@@ -147,6 +148,7 @@ class Attention:
         """
         levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
         errors = level = 0
+        self._planned = False
         try:
             for level, view in enumerate(levels):
                 table = view.table
@@ -174,7 +176,7 @@ class Attention:
             raise ValueError(f"levels[{level}]: {error}") from None
         if errors:
             raise ValueError(describe_errors(errors))
-        self._levels = levels
+        self._levels, self._planned = levels, True
         if self._debug:
             self.raise_for_errors()
 
@@ -231,7 +233,7 @@ class Attention:
         Raises:
             ValueError: no plan yet.
         """
-        if not self._levels:
+        if not self._planned:
             raise ValueError("schedule() before a successful plan()")
         return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
 
@@ -241,7 +243,7 @@ class Attention:
         Raises:
             ValueError: the last plan or a run of it met metadata that had to be clamped.
         """
-        if not self._levels or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if not self._planned or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         errors = self.schedule().errors
         if errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -68,11 +69,15 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
 
 
-def _refuse_large(**integers: object) -> None:
-    """What tvm-ffi 0.1.11 raises for an int beyond int64 names no argument."""
-    for name, value in integers.items():
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            refuse(name, value, "an integer in [-2^63, 2^63)")
+def _call(function: Callable[..., None], *arguments: object, **numbers: object) -> None:
+    """Calls the library. What tvm-ffi before 0.1.15 says of an int that no int64 holds names no argument: `numbers` are those that may be one."""
+    try:
+        function(*arguments)
+    except OverflowError:
+        for name, value in numbers.items():
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                refuse(name, value, "in [-2^63, 2^63)")
+        raise
 
 
 def _is_joint(filter_order: FilterOrder) -> bool:
@@ -142,32 +147,32 @@ def sample(
         torch.empty(batch, num_top_logprobs, dtype=torch.int32, device=device) if num_top_logprobs else None,
         torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device) if num_top_logprobs else None,
     )
-    try:
-        library().sample(
-            logits,
-            False,
-            temperature,
-            0 if top_k is None else top_k,
-            1.0 if top_p is None else top_p,
-            0.0 if min_p is None else min_p,
-            seed,
-            position,
-            token_mask,
-            _is_joint(filter_order),
-            logprobs_of == "tempered",
-            samples.token_ids,
-            samples.valid,
-            samples.logprobs,
-            samples.top_logprobs,
-            samples.top_token_ids,
-            workspace,
-            _few_kernel(logits.dtype, device),
-            *_logits_kernel(logits),
-            row_ctas,
-        )
-    except OverflowError:
-        _refuse_large(top_k=top_k, seed=seed, position=position)
-        raise
+    _call(
+        library().sample,
+        logits,
+        False,
+        temperature,
+        0 if top_k is None else top_k,
+        1.0 if top_p is None else top_p,
+        0.0 if min_p is None else min_p,
+        seed,
+        position,
+        token_mask,
+        _is_joint(filter_order),
+        logprobs_of == "tempered",
+        samples.token_ids,
+        samples.valid,
+        samples.logprobs,
+        samples.top_logprobs,
+        samples.top_token_ids,
+        workspace,
+        _few_kernel(logits.dtype, device),
+        *_logits_kernel(logits),
+        row_ctas,
+        top_k=top_k,
+        seed=seed,
+        position=position,
+    )
     return samples
 
 
@@ -196,32 +201,32 @@ def sample_from_probs(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
     )
-    try:
-        library().sample(
-            probs,
-            True,
-            1.0,
-            0 if top_k is None else top_k,
-            1.0 if top_p is None else top_p,
-            0.0 if min_p is None else min_p,
-            seed,
-            position,
-            None,
-            _is_joint(filter_order),
-            False,
-            samples.token_ids,
-            samples.valid,
-            None,
-            None,
-            None,
-            None,
-            "",
-            *_kernel("probs", device),
-            row_ctas,
-        )
-    except OverflowError:
-        _refuse_large(top_k=top_k, seed=seed, position=position)
-        raise
+    _call(
+        library().sample,
+        probs,
+        True,
+        1.0,
+        0 if top_k is None else top_k,
+        1.0 if top_p is None else top_p,
+        0.0 if min_p is None else min_p,
+        seed,
+        position,
+        None,
+        _is_joint(filter_order),
+        False,
+        samples.token_ids,
+        samples.valid,
+        None,
+        None,
+        None,
+        None,
+        "",
+        *_kernel("probs", device),
+        row_ctas,
+        top_k=top_k,
+        seed=seed,
+        position=position,
+    )
     return samples
 
 
@@ -233,7 +238,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    library().write_rows(logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas)
+    _call(library().write_rows, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas, temperature=temperature)
     return out
 
 
@@ -245,7 +250,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    library().write_rows(logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas)
+    _call(library().write_rows, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas, top_k=top_k)
     return out
 
 
@@ -257,7 +262,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    library().write_rows(probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas)
+    _call(library().write_rows, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas, top_k=top_k)
     return out
 
 
@@ -269,7 +274,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    library().write_rows(probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas)
+    _call(library().write_rows, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas, top_p=top_p)
     return out
 
 
@@ -317,20 +322,19 @@ def chain_speculative_sampling(
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.bool, device=device),
     )
-    try:
-        library().speculate(
-            draft_probs,
-            draft_token_ids,
-            target_probs,
-            seed,
-            position,
-            samples.token_ids,
-            samples.num_accepted,
-            samples.valid,
-            *_kernel("speculative", device),
-            row_ctas,
-        )
-    except OverflowError:
-        _refuse_large(seed=seed, position=position)
-        raise
+    _call(
+        library().speculate,
+        draft_probs,
+        draft_token_ids,
+        target_probs,
+        seed,
+        position,
+        samples.token_ids,
+        samples.num_accepted,
+        samples.valid,
+        *_kernel("speculative", device),
+        row_ctas,
+        seed=seed,
+        position=position,
+    )
     return samples

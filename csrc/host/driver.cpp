@@ -146,16 +146,22 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
 }
 
 KernelCode find_code(const Kernel& kernel) {
+  static std::map<Function, KernelCode> known;   // read once: copying to the host may not be captured
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = known.emplace(kernel.function, KernelCode{});
+  if (!is_new) return entry->second;
   use_device(kernel.device);
   uint64_t variable = 0;
   size_t bytes = 0;
   KernelCode code{};
-  if (driver().module_global(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0) return code;
+  if (driver().module_global(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0 || bytes != sizeof(code)) return {};
   check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
-  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes a hundred times as long.
+  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes thirty times as long.
   constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
   const uint64_t address = reinterpret_cast<uint64_t>(code.address);
-  return (address > variable ? address - variable : variable - address) < kRegionBytes ? code : KernelCode{};
+  if ((address > variable ? address - variable : variable - address) < kRegionBytes) entry->second = code;
+  return entry->second;
 }
 
 void allow_large_clusters(const Kernel& kernel) {

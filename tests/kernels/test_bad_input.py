@@ -360,3 +360,9 @@ def test_what_needs_a_plan_says_so(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"^schedule\(\) before a successful plan\(\)$"):
         attention.schedule()
     attention.raise_for_errors()
+    attention.plan(make_view(device))
+    attention.schedule()
+    with pytest.raises(ValueError, match="max_batch"):
+        attention.plan(make_view(device, qo=(0, 1, 2, 3, 4), kv=(0, 1, 2, 3, 3), last=(1, 1, 1, 1)))
+    with pytest.raises(ValueError, match=r"^schedule\(\) before a successful plan\(\)$"):
+        attention.schedule()

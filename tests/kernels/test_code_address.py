@@ -21,6 +21,9 @@ extern "C" __global__ void second(int* out) { *out = 2; }
 extern "C" __device__ attn::KernelCode first_code{&attn::unknown_code, 0};
 extern "C" __device__ attn::KernelCode second_code{&attn::unknown_code, 0};
 extern "C" __device__ attn::KernelCode nobodys_code{&attn::unknown_code, 0};
+__device__ int* table[2] = {&a_variable, &a_variable};
+extern "C" __device__ int* second_other_code = &a_variable;
+extern "C" __global__ void second_other(int* out) { *out = *second_other_code + *table[1]; }
 """
 COPY = """extern "C" __global__ void copy(const unsigned* from, unsigned* to, int count) { for (int i = threadIdx.x; i < count; i += 32) to[i] = from[i]; }"""
 
@@ -44,6 +47,15 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     assert sum(a != b for a, b in zip(before, after, strict=True)) <= 2 * (8 + 8), "two relocations and two sizes"
     publish_code_addresses(cubin)
     assert cubin.read_bytes() == after
+
+
+@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("hopper_attention", "merge"))])
+def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
+    cubin = tmp_path / "kernel.cubin"
+    shutil.copyfile(cubins.compile_kernel(name, "sm_90a")[0], cubin)
+    before = cubin.read_bytes()
+    assert publish_code_addresses(cubin) == ["merge_kernel" if name.startswith("merge") else "attention_kernel"]
+    assert cubin.read_bytes() == before, "it was done when the kernel was compiled"
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -79,7 +91,8 @@ class Driver:
     def launch(self, module: ctypes.c_void_p, kernel: str, *arguments: object) -> None:
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), module, kernel.encode())
-        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments])  # type: ignore[arg-type]
+        places = [ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments]  # type: ignore[arg-type]
+        pointers = (ctypes.c_void_p * len(places))(*places)
         self.call("cuLaunchKernel", function, *(1, 1, 1), *(32, 1, 1), 0, None, pointers, None)
         torch.cuda.synchronize()
 

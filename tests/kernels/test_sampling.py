@@ -311,6 +311,8 @@ def test_refuses(device: torch.device) -> None:
     for argument, call in [
         ("logits", lambda: sample(None)),  # type: ignore[arg-type]
         ("seed", lambda: sample(logits, seed=2**63)),
+        ("temperature", lambda: softmax(logits, 2**70)),
+        ("top_k", lambda: top_k_renorm_probs(logits, 2**63)),
         ("logits", lambda: softmax([0.0])),  # type: ignore[arg-type]
         ("probs", lambda: top_p_renorm_probs(logits.numpy, 0.5)),  # type: ignore[arg-type]
         ("target_probs", lambda: chain_speculative_sampling(logits, logits, None)),  # type: ignore[arg-type]
