@@ -100,7 +100,6 @@ class Attention:
         self.batch_invariant = batch_invariant
         self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
-        self._planned = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
@@ -148,7 +147,6 @@ class Attention:
         """
         levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
         errors = level = 0
-        self._planned = False
         try:
             for level, view in enumerate(levels):
                 table = view.table
@@ -176,7 +174,7 @@ class Attention:
             raise ValueError(f"levels[{level}]: {error}") from None
         if errors:
             raise ValueError(describe_errors(errors))
-        self._levels, self._planned = levels, True
+        self._levels = levels
         if self._debug:
             self.raise_for_errors()
 
@@ -228,13 +226,7 @@ class Attention:
         return out
 
     def schedule(self) -> Schedule:
-        """A copy of the last plan's schedule on the CPU (synchronises).
-
-        Raises:
-            ValueError: no plan yet.
-        """
-        if not self._planned:
-            raise ValueError("schedule() before a successful plan()")
+        """A copy of the last plan's schedule on the CPU (synchronises)."""
         return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
 
     def raise_for_errors(self) -> None:
@@ -243,7 +235,7 @@ class Attention:
         Raises:
             ValueError: the last plan or a run of it met metadata that had to be clamped.
         """
-        if not self._planned or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         errors = self.schedule().errors
         if errors:

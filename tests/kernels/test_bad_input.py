@@ -351,18 +351,3 @@ def test_debug_reports_page_ids_from_run(monkeypatch: pytest.MonkeyPatch) -> Non
             attention.run(q, make_cache(device))
     attention.plan(make_view(device))      # the error word is the last plan's
     attention.run(q, make_cache(device))
-
-
-def test_what_needs_a_plan_says_so(device: torch.device) -> None:
-    attention = make_attention(device)
-    with pytest.raises(ValueError, match=r"^run\(\) before a successful plan\(\)$"):
-        attention.run(torch.zeros(1, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device), make_cache(device))
-    with pytest.raises(ValueError, match=r"^schedule\(\) before a successful plan\(\)$"):
-        attention.schedule()
-    attention.raise_for_errors()
-    attention.plan(make_view(device))
-    attention.schedule()
-    with pytest.raises(ValueError, match="max_batch"):
-        attention.plan(make_view(device, qo=(0, 1, 2, 3, 4), kv=(0, 1, 2, 3, 3), last=(1, 1, 1, 1)))
-    with pytest.raises(ValueError, match=r"^schedule\(\) before a successful plan\(\)$"):
-        attention.schedule()
