@@ -64,13 +64,13 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
             if value is not None:
                 refuse(option, value, "left out: it says what is taken from a trace (.jsonl), and there is none")
     page_size = arguments.page_size or 16
-    if arguments.decode:
+    if arguments.decode is not None:
         return decode(arguments.decode, page_size, arguments.seed)
-    if arguments.prefill:
+    if arguments.prefill is not None:
         return prefill(arguments.prefill, page_size, arguments.seed)
-    if arguments.shared_prefix:
+    if arguments.shared_prefix is not None:
         return shared_prefix(arguments.shared_prefix, page_size)
-    if arguments.mixed:
+    if arguments.mixed is not None:
         return mixed(arguments.mixed, page_size)
     if arguments.file.suffix == ".jsonl":
         return from_trace(arguments.file, arguments.batch or 32, arguments.at or 0.0, page_size)

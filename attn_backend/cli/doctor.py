@@ -49,6 +49,14 @@ def _host() -> list[Finding]:
     return findings
 
 
+def _sees_a_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 def _gpu() -> list[Finding]:
     try:
         import torch
@@ -116,6 +124,8 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
     allowed = os.environ.get(filter_name)
     if allowed is not None and "attn_backend" not in allowed.split(","):
         findings.append(Finding("!!", f"{name} plugin", f"filtered out by {filter_name}={allowed}", "add attn_backend to that list"))
+    if name == "vllm" and not _sees_a_gpu():
+        usage = "ATTN_BACKEND_VLLM_CPU=1: on a CPU vLLM has no option to choose a backend"
     return [*findings, _guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
 
 

@@ -301,6 +301,7 @@ def test_costs_of_a_cpu(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--decode", ""], "--decode is '', must be REQUESTSx(const|uniform|zipf):TOKENS"),
         (["--decode", "64"], "--decode is '64', must be REQUESTSx(const|uniform|zipf):TOKENS"),
         (["--decode", "0xconst:5"], "--decode is '0xconst:5', must be of 1 to 8192 requests"),
         (["--prefill", "9xnormal:5"], "--prefill is '9xnormal:5'"),
