@@ -70,7 +70,7 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
 
 
 def _call(function: Callable[..., None], *arguments: object, **numbers: object) -> None:
-    """Calls the library. What tvm-ffi before 0.1.15 says of an int that no int64 holds names no argument: `numbers` are those that may be one."""
+    """Calls the library. What tvm-ffi 0.1.11 says of an int that no int64 holds names no argument: `numbers` are those that may be one."""
     try:
         function(*arguments)
     except OverflowError:
