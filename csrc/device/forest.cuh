@@ -238,7 +238,7 @@ __device__ __forceinline__ void clear_nodes(const PlanParams& p, const Forest& f
     p.schedule.nodes[n].leader = -1;
     f[n].node = f[n].deepest = f[n].next = -1;
     f[n].shallowest = kMaxInt32;
-    f[n].depth = f[n].rows = f[n].requests = f[n].weight = 0;
+    f[n].depth = f[n].rows = f[n].direct_rows = f[n].requests = f[n].weight = 0;
   });
 }
 
@@ -305,7 +305,10 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     int32_t at = i < f.size ? f.innermost(i) : -1;
     const int32_t own = i < f.size ? f[i].node : -1;
     const int32_t rows = at >= 0 ? f[i].qo_len : 0;
-    if (at >= 0) ptx::shared_add(&f[at].weight, f[i].tile_cost);
+    if (at >= 0) {
+      ptx::shared_add(&f[at].weight, f[i].tile_cost);
+      ptx::shared_add(&f[at].direct_rows, rows);
+    }
     int32_t nodes = 0;         // on the path so far
     int32_t below_own = 0;     // of them
 #pragma unroll 1

@@ -3,7 +3,8 @@
 // Rows of one row group: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y) serves the pair in whose middle CTA x's interval
 // ends, if that is where the pair's first part ends; rows of the tile go round robin over the blocks of a column. Any grid with num_ctas columns works.
 //
-// Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several CTAs. They go round robin over all warps. The
+// Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several CTAs. They go round robin over all blocks, so that
+// few rows, which may have many parts, meet many multiprocessors. The
 // order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
@@ -199,7 +200,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
   const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain ? 0 : params.schedule.header->num_merge_rows * num_qo_heads;
   const SharedPair pair(params);
-  int32_t i = blockIdx.x * gridDim.y * kWarpsPerBlock + warp_of_column;
+  int32_t i = warp_of_column * gridDim.x + blockIdx.x;
   int32_t tile_row = warp_of_column;
   bool waits = true;
 #pragma unroll 1

@@ -87,7 +87,7 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
   }
   for (const int32_t n : nodes) {
     f[n].parent = -1;
-    f[n].rows = f[n].requests = f[n].weight = 0;
+    f[n].rows = f[n].direct_rows = f[n].requests = f[n].weight = 0;
     for (const int32_t other : nodes) f[n].parent = closer_parent(f, n, other, f[n].parent);
     if (f[n].parent < 0) f[n].parent = f[f[n].leader].node;
     f[f[n].leader].deepest = max_of(f[f[n].leader].deepest, f.path_key(n));
@@ -102,7 +102,9 @@ std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
       f[at].rows += f[i].qo_len;
       ++f[at].requests;
     }
-    if (innermost >= 0) f[innermost].weight += rows_cost(p.config, f[i].qo_len, false).kv_tile;
+    if (innermost < 0) continue;
+    f[innermost].direct_rows += f[i].qo_len;
+    f[innermost].weight += rows_cost(p.config, f[i].qo_len, false).kv_tile;
   }
   for (const int32_t n : nodes) {
     const RowsCost cost = rows_cost(p.config, f[n].rows, true);

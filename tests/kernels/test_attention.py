@@ -5,6 +5,7 @@ from __future__ import annotations
 import attention_kernels
 import case_tensors
 import cases
+import numpy
 import pytest
 import torch
 from cases import Spec
@@ -70,6 +71,25 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
         for page_size, num_kv_heads in [(1, 2), (16, 1), (5, 3)]:
             spec = Spec((1, 20), (90, 40), cache_form=cache_form, layout=layout, page_size=page_size, num_kv_heads=num_kv_heads, strided=strided, seed=seed)
             check(run(spec, device))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 5, 40])
+@pytest.mark.parametrize("table_form", ["block_table", "token_slots"])
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 8), (128, 1), (128, 4), (128, 8), (128, 9), (256, 4)])
+def test_many_short_requests(device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int) -> None:
+    """Of one or two KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
+    rng = numpy.random.default_rng(num_ctas)
+    kv_lens = [int(length) for length in rng.integers(1, 300, 120)]
+    qo_lens = [1] * len(kv_lens)
+    for request, qo_len, kv_len in ((7, 1, 1500), (30, 3, 200), (31, 150, 150), (60, 1, 700), (90, 40, 400), (119, 1, 0)):
+        qo_lens[request], kv_lens[request] = qo_len, kv_len
+    spec = Spec(tuple(qo_lens), tuple(kv_lens), head_dim=head_dim, group_size=group_size, table_form=table_form, page_size=1 if num_ctas == 5 else 16)
+    case = run(spec, device, num_ctas)
+    check(case)
+    attention = case.attention(num_ctas)
+    attention.plan(case.view)
+    for _ in range(20):
+        assert same_bits(case.run(attention, out=torch.full_like(case.out, torch.nan))[: case.rows], case.out[: case.rows])
 
 
 @pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513])

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from compositions import Shape
-from forests import Batch, make_problem, naming, radix_tree, random_batch
+from forests import Batch, make_problem, naming, place_requests, radix_tree, random_batch
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import PrefixNode, Schedule
@@ -184,6 +184,17 @@ def test_a_long_prefix_pays(device: torch.device) -> None:
     attention, _ = plan_only(numpy.random.default_rng(0), device, batch, True)
     (node,) = attention.schedule().forest
     assert (node.end_page, node.num_requests, node.group) == (512, 64, 64)
+
+
+@pytest.mark.parametrize(("groups", "requests", "common", "of_group", "own", "taken"), [(2, 16, 4096, 256, 128, 3), (8, 16, 1024, 4096, 256, 9), (2, 2, 256, 256, 128, 0)])
+def test_levels_pay_together(device: torch.device, groups: int, requests: int, common: int, of_group: int, own: int, taken: int) -> None:
+    """Prefixes below a prefix: what all save together is what counts, and rows of a deeper one pay for their states once."""
+    count = groups * requests
+    batch = place_requests(16, [-1, *([0] * groups)], [common, *([of_group] * groups)], [1 + i % groups for i in range(count)], [1] * count, [own] * count)
+    attention = Attention(32, 8, 128, device=device, max_rows=count, max_batch=count, num_ctas=132, kernel="hopper" if device.type == "cpu" else None)
+    attention.plan(batch.view(numpy.random.default_rng(0), device))
+    assert len(attention.schedule().forest) == groups + 1
+    assert sum(node.group >= 0 for node in attention.schedule().forest) == taken
 
 
 def chain(num_requests: int, step: int) -> Batch:

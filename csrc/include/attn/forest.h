@@ -67,6 +67,7 @@ struct ForestEntry {
   int32_t parent;        // -1: none
   int32_t depth;         // nodes on the path from the root to it; 0: there is no node of this number
   int32_t rows;
+  int32_t direct_rows;   // of them, those of requests that are in no deeper node
   int32_t requests;
   int32_t weight;        // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
   int32_t tile_cost;     // cost of a KV tile for its rows; on the device first for the request's
@@ -84,6 +85,7 @@ struct ForestEntry {
   int32_t shallowest;    // of all that attach to this leader: pages << kNodeBits | request, the smallest
   int32_t top;           // the deepest taken node that the request is in; -1: none
   int32_t same;          // a request of the same first page, the same for all of them
+  int32_t unused;
 };
 static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
 
@@ -170,14 +172,21 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, i
   return NodeCost{static_cast<int64_t>(multiply(whole_kv_tiles, weight)), fixed + static_cast<int64_t>(multiply(kv_tiles, tile_cost))};
 }
 
+/// Beside its children reading the pages themselves: rows of deeper nodes leave states for these, whether this one is taken or not.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestEntry& node) {
-  return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.rows, node.begin)));
+  return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.direct_rows, node.begin)));
+}
+
+/// Beside each of its requests reading them for itself, with row tiles of the least cost.
+ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestEntry& node) {
+  const int32_t weight = max_of(node.weight, node.requests * p.config.kv_tile_cost[0]);
+  return node_cost(p, node.pages - node.begin, weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.rows, node.begin)));
 }
 
 /// Most that a node counts for in what a forest saves: far more than any forest must save, and the sum over all nodes is an int32.
 constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
-/// What a node that is taken counts for. Where everything is taken it may cost more than it saves.
+/// What a node that is taken counts for, by node_cost_beside_none(). Where everything is taken it may cost more than it saves.
 ATTN_HD int32_t bounded_saving(const NodeCost& cost) { return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved)); }
 
 /// A NodeReason but for kForestSavesTooLittle. `depth_above`: taken nodes above it; `free_states`: row states that are left.
@@ -187,7 +196,8 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
   return states > free_states ? kNodeHasNoRoom : kNodeTaken;
 }
 
-/// Decides on a node whose ancestors have been decided on, and writes it down, but for its row group. Returns what it saves, at most kMostSaved, if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on, and writes it down, but for its row group. Returns what it counts for in what the forest
+/// saves, at most kMostSaved, if it is taken, else 0.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestEntry& node = f[n];
   const bool is_root = node.parent < 0;
@@ -201,7 +211,7 @@ ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   node.taken = taken ? n : is_root ? -1 : parent.taken;
   node.taken_depth = depth_above + taken;
   node.covered = taken ? node.pages : node.begin;
-  return taken ? bounded_saving(cost) : 0;
+  return taken ? bounded_saving(node_cost_beside_none(p, node)) : 0;
 }
 
 /// The forest is worth more than what using it costs. `saved`: the sum of bounded_saving() over all taken nodes.
