@@ -186,7 +186,9 @@ def test_a_long_prefix_pays(device: torch.device) -> None:
     assert (node.end_page, node.num_requests, node.group) == (512, 64, 64)
 
 
-@pytest.mark.parametrize(("groups", "requests", "common", "of_group", "own", "taken"), [(2, 16, 4096, 256, 128, 3), (8, 16, 1024, 4096, 256, 9), (2, 2, 256, 256, 128, 0)])
+@pytest.mark.parametrize(
+    ("groups", "requests", "common", "of_group", "own", "taken"), [(2, 16, 4096, 256, 128, 3), (8, 16, 1024, 4096, 256, 9), (2, 2, 256, 256, 128, 0)]
+)
 def test_levels_pay_together(device: torch.device, groups: int, requests: int, common: int, of_group: int, own: int, taken: int) -> None:
     """Prefixes below a prefix: what all save together is what counts, and rows of a deeper one pay for their states once."""
     count = groups * requests
