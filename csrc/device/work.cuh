@@ -24,9 +24,6 @@ struct WorkCursor {
 
   __device__ __forceinline__ bool done() const { return !(now < end); }
 
-  /// Pairs of the interval, those that it starts or ends inside too.
-  __device__ __forceinline__ int32_t num_pairs(int32_t num_kv_heads) const { return (end.tile - now.tile) * num_kv_heads + end.head - now.head + (end.kv_tile > 0); }
-
   __device__ __forceinline__ bool in_last_pair() const { return now.tile == end.tile && now.head == end.head; }
 
   /// The KV tile behind the last one of the current pair that belongs to this CTA.

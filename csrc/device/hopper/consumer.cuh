@@ -4,8 +4,7 @@
 // most exponentials of the next; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax.
 //
 // Smaller row tiles (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share its rows and tokens, with mma.sync: 1 x 4 for row tiles of
-// 16 rows, 2 x 2 for 32, 4 x 1 for 64. The states of all warps that share rows merge in shared memory at the end. Of many short items each warpgroup takes every other one for
-// itself, so that one's end does not keep the other waiting.
+// 16 rows, 2 x 2 for 32, 4 x 1 for 64. The states of all warps that share rows merge in shared memory at the end.
 #pragma once
 
 #include "attn/hopper.h"
@@ -35,14 +34,6 @@ struct Consumers {
 };
 
 __device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads); }
-
-/// Those that compute a short item.
-struct OneConsumer {
-  static constexpr int kWarps = kConsumerWarps / 2;
-
-  __device__ __forceinline__ static int thread() { return consumer_thread() % kWarpgroupThreads; }
-  __device__ __forceinline__ static void sync() { sync_warpgroup(); }
-};
 
 /// Zeroes rows of a V tile that lie outside [first, last): what the ring or the cache holds there (NaN, perhaps) must not reach the output. `lane` of
 /// kLanes threads.
@@ -397,11 +388,10 @@ struct Consumer {
 
   // --- narrow: mma.sync
 
-  /// How the warps of kWarpgroups consumers share an item.
-  template <int kKind, int kWarpgroups = 2>
+  template <int kKind>
   struct NarrowLayout {
     static constexpr int kWarpgroupKvWarps = 4 >> kKind;            // warps of a warpgroup that share rows
-    static constexpr int kKvWarps = kWarpgroups * kWarpgroupKvWarps;
+    static constexpr int kKvWarps = 2 * kWarpgroupKvWarps;
     static constexpr int kTokens = Shared::kPartTokens / kWarpgroupKvWarps;   // of a warp
     int32_t first_row;
     int32_t first_token;
@@ -410,25 +400,11 @@ struct Consumer {
     __device__ __forceinline__ explicit NarrowLayout(int warp)
         : first_row(warp % 4 / kWarpgroupKvWarps * 16),
           first_token(warp % kWarpgroupKvWarps * kTokens),
-          kv_warp(warp / 4 % kWarpgroups * kWarpgroupKvWarps + warp % kWarpgroupKvWarps) {}
+          kv_warp(warp / 4 * kWarpgroupKvWarps + warp % kWarpgroupKvWarps) {}
   };
-
-  /// Leaves an item to the other consumer, and goes on when all of it has come. Otherwise, where the ring comes round again, a barrier of the round before, still to be
-  /// completed, could be taken for one that is.
-  __device__ __forceinline__ void pass(const WorkItem& item, int q_slot) {
-    static_assert(Shared::kQSlots == 1 || 2 * Shared::kParts * kShortKvTiles <= Shared::kKvParts, "a short item meets no part of its own again");
-    ptx::barrier_sync(kPassBarrier + q_slot, kConsumerThreads);
-    kv = kv.behind(2 * Shared::kParts * item.num_kv_tiles);
-  }
 
   template <int kKind>
   __device__ __forceinline__ void run_narrow(const WorkItem& item, int q_slot) {
-    if constexpr (kKind == 0) {
-      if (item.for_one && q_slot != warpgroup()) {
-        pass(item, q_slot);
-        return;
-      }
-    }
     using Layout = NarrowLayout<kKind>;
     const int lane = ptx::lane_id();
     const Layout warp(consumer_warp());
@@ -437,63 +413,46 @@ struct Consumer {
     const TokenRange unmasked = unmasked_tokens<Variant>(params, item, warp.first_row, 16);
     const uint32_t q = ptx::shared_address(shared.q(q_slot)) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
     constexpr int kParts = Shared::kParts;
-    const bool for_one = kKind == 0 && item.for_one;
-    int part = kParts == 2 && !for_one ? warpgroup() : 0;
+    const int part = kParts == 2 ? warpgroup() : 0;
+    const int first_row = part * Shared::kPartTokens + warp.first_token;       // of a KV tile
 
     int32_t tile_token = item.first_token;
-    int tile = 0;
-    while (tile < item.num_kv_tiles) {
-      const int first_row = part * Shared::kPartTokens + warp.first_token;       // of a KV tile
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile, tile_token += kTokens, kv = kv.behind(2 * kParts)) {
       const typename Shared::KvPlace keys = kv.behind(part);
       const typename Shared::KvPlace values = kv.behind(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {
         // The same parts may be this warpgroup's in the ring's next round: it must not mistake this round for that one.
         shared.wait_kv_full(keys);
         shared.wait_kv_full(values);
-      } else {
-        shared.wait_kv_full(keys);
-        // As many tokens at a time as there are registers for.
-        constexpr int kStep = kHeadDim > 128 ? min_of(Layout::kTokens, 32) : Layout::kTokens;
-#pragma unroll 1
-        for (int row = first_row; row < first_row + Layout::kTokens; row += kStep) {
-          const int32_t token = tile_token + row;
-          float s[1][kStep / 8][4];
-          uint32_t p[1][kStep / 8][2];
-          state.template scores<kStep, Query, Keys>(s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
-          if (row + kStep == first_row + Layout::kTokens) shared.free_kv(keys, 2);
-          finish_scores<Variant>(params, item, s, warp.first_row, token, unmasked);
-          state.update(s, p);
-
-          shared.wait_kv_full(values);
-          if (token < item.readable.begin || token + kStep > item.readable.end) {
-            zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.readable.begin - tile_token, item.readable.end - tile_token, lane);
-            __syncwarp();
-          }
-          state.template accumulate<kStep, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
-        }
-        shared.free_kv(values, 2);
+        continue;
       }
-      if (for_one && ++part < kParts) continue;   // both parts of a KV tile, one after the other
-      if (for_one) part = 0;
-      ++tile;
-      tile_token += kTokens;
-      kv = kv.behind(2 * kParts);
+      shared.wait_kv_full(keys);
+      // As many tokens at a time as there are registers for.
+      constexpr int kStep = kHeadDim > 128 ? min_of(Layout::kTokens, 32) : Layout::kTokens;
+#pragma unroll 1
+      for (int row = first_row; row < first_row + Layout::kTokens; row += kStep) {
+        const int32_t token = tile_token + row;
+        float s[1][kStep / 8][4];
+        uint32_t p[1][kStep / 8][2];
+        state.template scores<kStep, Query, Keys>(s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
+        if (row + kStep == first_row + Layout::kTokens) shared.free_kv(keys, 2);
+        finish_scores<Variant>(params, item, s, warp.first_row, token, unmasked);
+        state.update(s, p);
+
+        shared.wait_kv_full(values);
+        if (token < item.readable.begin || token + kStep > item.readable.end) {
+          zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.readable.begin - tile_token, item.readable.end - tile_token, lane);
+          __syncwarp();
+        }
+        state.template accumulate<kStep, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
+      }
+      shared.free_kv(values, 2);
     }
 
     const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
     constexpr int kBytes = Shared::kLayout.q_slot_bytes;
     if constexpr (kKind == 0) {
-      if constexpr (Shared::kQSlots == 2) {
-        if (for_one) {
-          ptx::barrier_arrive(kPassBarrier + q_slot, kConsumerThreads);
-          // The other consumer may be as far with another item, and each has a Q tile for itself: the outputs take its first half, the maxima lie in its last quarter.
-          using LayoutOfOne = NarrowLayout<0, 1>;
-          float* const maxima = reinterpret_cast<float*>(shared.q(q_slot) + kBytes / 4 * 3);
-          write_merged_warps<OneConsumer, LayoutOfOne, kBytes / 2, 1>(state, target, LayoutOfOne(consumer_warp()), shared.q(q_slot), maxima);
-          return;
-        }
-      }
-      if (item.rows.count <= kFewRows) {
+      if (item.rows.count <= 8) {
         write_merged_warps<Consumers, Layout, kBytes, 1>(state, target, warp, shared.q(q_slot), shared.row_states());
         return;
       }

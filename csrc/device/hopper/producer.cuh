@@ -331,12 +331,10 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
-  // What holds for the whole interval, in one register.
-  constexpr int32_t kSharesOut = 1 << 30;
-  int32_t flags = cursor.now.flags & (kInTurn | kHasLargestTiles | kKeepsBits);
-  if (Shared::kQSlots == 2 && (flags & (kInTurn | kKeepsBits)) == 0 && cursor.num_pairs(params.num_kv_heads) >= kPairsToShareOut) flags |= kSharesOut;
+  const bool in_turn = cursor.is_in_turn();
+  const bool has_wide_tiles = (cursor.now.flags & kHasLargestTiles) != 0;
   Turns<kHeadDim> turns(params, shared);
-  if (flags & kInTurn) turns.begin(cursor);
+  if (in_turn) turns.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
@@ -344,12 +342,12 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   look_up();
   ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
   while (!cursor.done()) {
-    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor, flags & kSharesOut), q_place);
+    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind < kMaxKind;
     // What a narrow row tile reads nobody reads again; it must not take the place of what wide ones do. Through the shuffle the compiler knows that it is uniform.
-    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, narrow && (flags & kHasLargestTiles), 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, narrow && has_wide_tiles, 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     while (true) {
       const auto box = copier.found(tile);
@@ -363,7 +361,7 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
       if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
-    if (flags & kInTurn) turns.next(cursor);
+    if (in_turn) turns.next(cursor);
     if (cursor.done()) break;
     if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();

@@ -10,7 +10,7 @@
 namespace attn::hopper {
 
 /// Named barriers.
-enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4, kPassBarrier = 5 /* and 6 */ };
+enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
 
 /// A place in a ring of slots, and the parity of the phase that the ring is in.
 template <int kSlots>

@@ -71,13 +71,11 @@ struct WorkItem {
   int32_t window_left;
   int32_t starts_inside;     // KV tiles of its row tile and head lie before it
   int32_t ends_inside;       // or behind it
-  int32_t for_one;           // the consumer of its Q tile's number computes it alone
 
   WorkItem() = default;
 
   /// From the cursor to the end of its pair, or of the interval.
-  /// `shares_out`: short items are for one consumer each.
-  __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor, bool shares_out) {
+  __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor) {
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
     readable = tile.readable;
@@ -89,7 +87,6 @@ struct WorkItem {
     window_left = tile.window_left;
     starts_inside = cursor.now.kv_tile > 0;
     ends_inside = end < tile.num_kv_tiles;
-    for_one = shares_out && kind == 0 && rows.count <= kFewRows && num_kv_tiles <= kShortKvTiles;
   }
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);

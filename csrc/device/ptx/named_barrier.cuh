@@ -8,9 +8,6 @@ namespace attn::ptx {
 /// Waits for `threads` threads, whole warps. What they wrote before is visible behind it.
 __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
-/// Arrives without waiting; is counted as one that waits is.
-__device__ __forceinline__ void barrier_arrive(int32_t barrier, int32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");

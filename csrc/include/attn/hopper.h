@@ -41,11 +41,6 @@ ATTN_HD constexpr int32_t slot_parts(int32_t head_dim) { return head_dim <= 128 
 /// others, and all wait for the last (docs/decisions.md).
 ATTN_HD constexpr int32_t narrow_parts(int32_t head_dim) { return head_dim <= 64 ? 12 : head_dim <= 128 ? 6 : 3; }
 
-/// A CTA that has at least kPairsToShareOut (row tile, KV head) pairs gives short items, of no more than these rows and KV tiles, to one consumer each.
-constexpr int32_t kPairsToShareOut = 4;
-constexpr int32_t kFewRows = 8;     // half of a product's
-constexpr int32_t kShortKvTiles = 2;
-
 /// Bytes of WorkItem (device/hopper/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 

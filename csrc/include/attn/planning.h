@@ -323,7 +323,7 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
   const Handing handing = hand_out(p, planned, total_cost, equal.pairs);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0) | (p.config.batch_invariant ? kKeepsBits : 0);
+  planned.flags = (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
   planned.whole_pairs = handing.whole;
 }
 

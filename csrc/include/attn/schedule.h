@@ -77,7 +77,6 @@ enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,       // no row is in several groups, and there is no row list
   kInTurn = 1 << 1,        // whole pairs may be taken in turn
   kHasLargestTiles = 1 << 2,   // some row tile is of the largest kind
-  kKeepsBits = 1 << 3,     // how a row is computed depends on its request alone
 };
 
 /// A point on the line of work; ordered lexicographically.
