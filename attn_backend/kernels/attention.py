@@ -310,10 +310,18 @@ def _choose_kernel(kernel: str | None, device: torch.device) -> str:
     return kernel or ("hopper" if is_hopper else "generic")
 
 
-def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, ...]:
+def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, str, str, str]:
+    """Cubins of the planner, of attention, of attention over caches that are gathered row by row (of Hopper's kernel), and of the merge; "" where there is none."""
     if device.type == "cpu":
-        return "", "", ""
+        return "", "", "", ""
     arch = arch_of(torch.cuda.get_device_capability(device))
     name = _DTYPE_NAMES[dtype]
-    attention = f"{'hopper_' if kernel == 'hopper' else ''}attention_{name}_d{head_dim}"
-    return tuple(str(find_kernel(file, arch)) for file in ("plan", attention, f"merge_{name}"))
+
+    def file(stem: str) -> str:
+        return str(find_kernel(stem, arch))
+
+    if kernel == "hopper":
+        attention, rows = file(f"hopper_attention_{name}_d{head_dim}"), file(f"hopper_attention_rows_{name}_d{head_dim}")
+    else:
+        attention, rows = file(f"attention_{name}_d{head_dim}"), ""
+    return file("plan"), attention, rows, file(f"merge_{name}")

@@ -130,7 +130,9 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
     attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, attention_bytes);
     merge_kernel_ = driver::load_kernel(files.merge, "merge_kernel", device, 0);
     if (hopper) {
+      attention_rows_kernel_ = driver::load_kernel(files.attention_rows, "attention_kernel", device, attention_bytes);
       attention_code_ = driver::find_code(attention_kernel_);
+      attention_rows_code_ = driver::find_code(attention_rows_kernel_);
       merge_code_ = driver::find_code(merge_kernel_);
     }
     if (config_.num_ctas == 0) config_.num_ctas = driver::multiprocessor_count(device) * driver::ctas_per_multiprocessor(attention_kernel_, threads_);
@@ -254,9 +256,10 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_), -1, true};
   if (config_.kernel == KernelKind::kHopper) {
     HopperParams hopper_params = describe_tensors(params);
-    hopper_params.code = attention_code_;
+    const bool has_boxes = hopper_params.box_tokens > 0;
+    hopper_params.code = has_boxes ? attention_code_ : attention_rows_code_;
     hopper_params.merge_code = merge_code_;
-    driver::launch(attention_kernel_, shape, &hopper_params, stream);
+    driver::launch(has_boxes ? attention_kernel_ : attention_rows_kernel_, shape, &hopper_params, stream);
   } else {
     driver::launch(attention_kernel_, shape, &params, stream);
   }

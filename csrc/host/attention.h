@@ -33,6 +33,7 @@ struct AttentionConfig {
 struct KernelFiles {
   std::string plan;
   std::string attention;
+  std::string attention_rows;   // of the Hopper kernel, for caches that the copy engine cannot bring box by box; empty otherwise
   std::string merge;
 };
 
@@ -73,8 +74,9 @@ class Attention {
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
   int32_t threads_ = 0;             // of a CTA of the attention kernel
-  driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, merge_kernel_;
+  driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, attention_rows_kernel_, merge_kernel_;
   KernelCode attention_code_{};
+  KernelCode attention_rows_code_{};
   KernelCode merge_code_{};
   Schedule schedule_;
   PlanParams plan_params_{};

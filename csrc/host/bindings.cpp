@@ -28,12 +28,13 @@ DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cu
 driver::Stream current_stream(DLDevice device) { return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr; }
 
 int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t max_levels,
-                         int64_t num_ctas, int64_t cascade, bool batch_invariant, int64_t kernel, bool on_cuda, int64_t device, String plan_file, String attention_file, String merge_file) {
+                         int64_t num_ctas, int64_t cascade, bool batch_invariant, int64_t kernel, bool on_cuda, int64_t device, String plan_file, String attention_file,
+                         String attention_rows_file, String merge_file) {
   const AttentionConfig config{static_cast<int32_t>(num_qo_heads), static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim),
                                static_cast<DataType>(dtype),       static_cast<int32_t>(max_rows),     static_cast<int32_t>(max_batch),
                                static_cast<int32_t>(max_levels),   static_cast<int32_t>(num_ctas),     static_cast<int32_t>(cascade),
                                batch_invariant,                    static_cast<KernelKind>(kernel),    on_cuda,                            static_cast<int32_t>(device)};
-  return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, merge_file}));
+  return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, attention_rows_file, merge_file}));
 }
 
 void attention_destroy(int64_t handle) { delete &object(handle); }

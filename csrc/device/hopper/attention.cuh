@@ -14,7 +14,8 @@
 
 namespace attn::hopper {
 
-template <class Element, int kHeadDim, class Variant>
+/// `Copier`: BoxCopier, or RowCopier for caches that the copy engine cannot bring box by box.
+template <class Element, int kHeadDim, class Variant, template <int> class Copier>
 __device__ __forceinline__ void attention(const HopperParams& params) {
   extern __shared__ __align__(1024) char memory[];
   const SharedMemory<kHeadDim> shared(memory);
@@ -33,7 +34,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     ptx::prefetch_tensor_map(params.o);
   }
   if (threadIdx.x == 0) {
-    shared.init_barriers(params.box_tokens > 0 ? 1 : 32);
+    shared.init_barriers(Copier<kHeadDim>::kGathers ? 32 : 1);
   }
   __syncthreads();
   const bool has_work = cursor.is_in_turn() ? static_cast<int32_t>(blockIdx.x) < params.attention.schedule.header->num_tiles * params.attention.num_kv_heads : !cursor.done();
@@ -44,7 +45,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
 
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<producer_registers(kHeadDim)>();
-    produce<kHeadDim>(params, shared, cursor);
+    produce<kHeadDim, Copier<kHeadDim>>(params, shared, cursor);
   } else {
     ptx::take_registers<consumer_registers(kHeadDim)>();
     Consumer<Element, Variant, kHeadDim>(params, shared).run();

@@ -1,10 +1,11 @@
 // The consumers: two warpgroups that compute work items from what the producer has brought.
 //
 // Row tiles of 128 rows (wide): each warpgroup has 64 of the rows and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup takes
-// most exponentials of the next; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax.
+// most exponentials of the next; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax. Those of 32 and 64 rows go the same way, in
+// the first warpgroup alone.
 //
-// Smaller row tiles (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share its rows and tokens, with mma.sync: 1 x 4 for row tiles of
-// 16 rows, 2 x 2 for 32, 4 x 1 for 64. The states of all warps that share rows merge in shared memory at the end.
+// Row tiles of 16 rows (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share the tokens, with mma.sync. The states of all warps merge in
+// shared memory at the end.
 #pragma once
 
 #include "attn/hopper.h"
@@ -98,18 +99,30 @@ struct Consumer {
     shared.wait_q_full(place);
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
-      if (item.kind == kMaxKind) {
+      if (multiplies(item)) {
         run_wide_items(place);
         continue;
       }
-      switch (item.kind) {
-        case 0: run_narrow<0>(item, place.slot); break;
-        case 1: run_narrow<1>(item, place.slot); break;
-        default: run_narrow<2>(item, place.slot);
+      if (item.kind == 0) {
+        run_narrow(item, place.slot);
+      } else {
+        pass(item);
       }
       shared.free_q(place);
       place.next();
       shared.wait_q_full(place);
+    }
+  }
+
+  /// Whether this warpgroup multiplies rows of the item with wgmma: the second has rows only of the largest row tiles.
+  __device__ __forceinline__ bool multiplies(const WorkItem& item) const { return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0); }
+
+  /// Lets the KV tiles of an item pass.
+  __device__ __forceinline__ void pass(const WorkItem& item) {
+    for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
+      wait_for_tile(kv);
+      free_tile(kv);
+      next_tile();
     }
   }
 
@@ -289,7 +302,7 @@ struct Consumer {
     ptx::bulk_wait_read();   // then the tile may be filled again
   }
 
-  /// Computes the wide items from `place` on, up to the first that is not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
+  /// Computes the items from `place` on that this warpgroup multiplies, up to the first that it does not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
   /// last values of the item before, and are ready when its output has been written.
   __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
     const int first_row = consumer_warp() * 16;
@@ -360,7 +373,7 @@ struct Consumer {
       more = false;
       if constexpr (Shared::kQSlots > 1) {
         shared.wait_q_full(next);
-        more = shared.item(next.slot).num_kv_tiles > 0 && shared.item(next.slot).kind == kMaxKind;
+        more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
       }
       wait_for_tiles(more ? kv : values, values);
       clear_unreadable(values, token, readable);
@@ -388,36 +401,30 @@ struct Consumer {
 
   // --- narrow: mma.sync
 
-  template <int kKind>
+  /// How the warps share a narrow item: 16 rows, and of each part of a KV tile 16 tokens each.
   struct NarrowLayout {
-    static constexpr int kWarpgroupKvWarps = 4 >> kKind;            // warps of a warpgroup that share rows
-    static constexpr int kKvWarps = 2 * kWarpgroupKvWarps;
-    static constexpr int kTokens = Shared::kPartTokens / kWarpgroupKvWarps;   // of a warp
-    int32_t first_row;
-    int32_t first_token;
+    static constexpr int kKvWarps = kConsumerWarps;   // all share the rows
+    static constexpr int first_row = 0;
+    int32_t first_token;   // of the part
     int32_t kv_warp;
 
-    __device__ __forceinline__ explicit NarrowLayout(int warp)
-        : first_row(warp % 4 / kWarpgroupKvWarps * 16),
-          first_token(warp % kWarpgroupKvWarps * kTokens),
-          kv_warp(warp / 4 * kWarpgroupKvWarps + warp % kWarpgroupKvWarps) {}
+    __device__ __forceinline__ explicit NarrowLayout(int warp) : first_token(warp % 4 * kNarrowTokens), kv_warp(warp) {}
   };
+  static constexpr int kNarrowTokens = Shared::kPartTokens / 4;
 
-  template <int kKind>
   __device__ __forceinline__ void run_narrow(const WorkItem& item, int q_slot) {
-    using Layout = NarrowLayout<kKind>;
     const int lane = ptx::lane_id();
-    const Layout warp(consumer_warp());
+    const NarrowLayout warp(consumer_warp());
     WarpState<Element, kHeadDim, 1> state;
     state.scale = scale();
-    const TokenRange unmasked = unmasked_tokens<Variant>(params, item, warp.first_row, 16);
-    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
+    const TokenRange unmasked = unmasked_tokens<Variant>(params, item, 0, kWarpRows);
+    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + Query::rows_first(lane);
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
-    const int first_row = part * Shared::kPartTokens + warp.first_token;       // of a KV tile
+    const int row = part * Shared::kPartTokens + warp.first_token;       // of a KV tile
 
-    int32_t tile_token = item.first_token;
-    for (int tile = 0; tile < item.num_kv_tiles; ++tile, tile_token += kTokens, kv = kv.behind(2 * kParts)) {
+    int32_t token = item.first_token + row;
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
       const typename Shared::KvPlace keys = kv.behind(part);
       const typename Shared::KvPlace values = kv.behind(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {
@@ -427,37 +434,29 @@ struct Consumer {
         continue;
       }
       shared.wait_kv_full(keys);
-      // As many tokens at a time as there are registers for.
-      constexpr int kStep = kHeadDim > 128 ? min_of(Layout::kTokens, 32) : Layout::kTokens;
-#pragma unroll 1
-      for (int row = first_row; row < first_row + Layout::kTokens; row += kStep) {
-        const int32_t token = tile_token + row;
-        float s[1][kStep / 8][4];
-        uint32_t p[1][kStep / 8][2];
-        state.template scores<kStep, Query, Keys>(s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
-        if (row + kStep == first_row + Layout::kTokens) shared.free_kv(keys, 2);
-        finish_scores<Variant>(params, item, s, warp.first_row, token, unmasked);
-        state.update(s, p);
+      float s[1][kNarrowTokens / 8][4];
+      uint32_t p[1][kNarrowTokens / 8][2];
+      state.template scores<kNarrowTokens, Query, Keys>(s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
+      shared.free_kv(keys, 2);
+      finish_scores<Variant>(params, item, s, 0, token, unmasked);
+      state.update(s, p);
 
-        shared.wait_kv_full(values);
-        if (token < item.readable.begin || token + kStep > item.readable.end) {
-          zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kStep, item.readable.begin - tile_token, item.readable.end - tile_token, lane);
-          __syncwarp();
-        }
-        state.template accumulate<kStep, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
+      shared.wait_kv_full(values);
+      if (token < item.readable.begin || token + kNarrowTokens > item.readable.end) {
+        zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kNarrowTokens, item.readable.begin - token + row, item.readable.end - token + row, lane);
+        __syncwarp();
       }
+      state.template accumulate<kNarrowTokens, Keys>(p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
       shared.free_kv(values, 2);
     }
 
     const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
     constexpr int kBytes = Shared::kLayout.q_slot_bytes;
-    if constexpr (kKind == 0) {
-      if (item.rows.count <= 8) {
-        write_merged_warps<Consumers, Layout, kBytes, 1>(state, target, warp, shared.q(q_slot), shared.row_states());
-        return;
-      }
+    if (item.rows.count <= 8) {
+      write_merged_warps<Consumers, NarrowLayout, kBytes, 1>(state, target, warp, shared.q(q_slot), shared.row_states());
+    } else {
+      write_merged_warps<Consumers, NarrowLayout, kBytes, 2>(state, target, warp, shared.q(q_slot), shared.row_states());
     }
-    write_merged_warps<Consumers, Layout, kBytes, 2>(state, target, warp, shared.q(q_slot), shared.row_states());
   }
 };
 

@@ -1,7 +1,8 @@
 // The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is room.
 //
-// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it bring boxes of pages; where it
-// cannot (pages of fewer than 8 tokens that do not follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async. Those of V bring Q, too: a
+// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe the cache, by having it bring boxes of pages (BoxCopier);
+// where it cannot (pages of fewer than 8 tokens that do not follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async (RowCopier). These
+// are two kernels: what a launch costs grows with the code, run or not (docs/decisions.md). The warps of V bring Q, too: a
 // row tile by the copy engine, if that can describe its rows, and chunk by chunk otherwise.
 #pragma once
 
@@ -196,6 +197,9 @@ struct RowCopier {
   }
 };
 
+/// Rows of the Q tile that are multiplied for a kind of row tile: none of them may be what others left there.
+__device__ __forceinline__ int multiplied_rows(int32_t kind) { return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2); }
+
 /// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. `half`: which of them this warp takes. A lane knows one of up to 32 rows.
 template <int kHeadDim>
 __device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
@@ -203,13 +207,14 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
   constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
   const int lane = ptx::lane_id();
   const int chunk = lane % Tile::kRowChunks;
-  const int num_rows = tile_rows(item.kind) / 2;
+  const int num_rows = multiplied_rows(item.kind) / 2;
   const int end_row = (half + 1) * num_rows;
 #pragma unroll 1
   for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
     const OutputRow mine(params, item.rows, item.kv_head, first_row + lane);
     const char* from = nullptr;
     if (mine.exists) from = static_cast<const char*>(params.q) + (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
+#pragma unroll 1
     for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
       const int row = pass + lane / Tile::kRowChunks;
       const char* const source = shuffle_pointer(from, row);
@@ -230,17 +235,23 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   }
 }
 
-/// Has the copy engine bring Q of a narrow row tile that holds the first rows of its group, with all their heads: lane i asks for row i. By one warp, before it arrives at `full`.
+/// Has the copy engine bring Q of a smaller row tile that holds the first rows of its group, with all their heads: lane i asks for row i. Behind the last it brings zeros, but
+/// for the smallest. By one warp, before it arrives at `full`.
 template <int kHeadDim>
 __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t num_rows = group_size.divide(item.rows.count);
-  if (ptx::lane_id() == 0) ptx::mbarrier_expect(full, item.rows.count * kHeadDim * kElementBytes);
+  const int32_t all_rows = item.kind == 0 ? num_rows : group_size.divide(multiplied_rows(item.kind) + group_size.divisor - 1);
+  if (ptx::lane_id() == 0) ptx::mbarrier_expect(full, all_rows * group_size.divisor * kHeadDim * kElementBytes);
   __syncwarp();
 #pragma unroll 1
-  for (int32_t i = ptx::lane_id(); i < num_rows; i += 32) {
+  for (int32_t i = ptx::lane_id(); i < all_rows; i += 32) {
     int32_t row = item.rows.qo_begin + i;
-    if (item.rows.list != nullptr) row = __ldg(item.rows.list + row);
+    if (i >= num_rows) {
+      row = params.attention.num_rows;     // outside
+    } else if (item.rows.list != nullptr) {
+      row = __ldg(item.rows.list + row);
+    }
 #pragma unroll
     for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
       ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes + i * group_size.divisor * QTile<kHeadDim>::kRowBytes, params.q_row, full, block * kBlockColumns,
@@ -325,16 +336,15 @@ __device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shar
 }
 
 template <int kHeadDim, class Copier>
-__device__ __forceinline__ void produce_with(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, WorkCursor cursor) {
+__device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, WorkCursor cursor) {
   using Shared = SharedMemory<kHeadDim>;
   const AttentionParams& params = hopper_params.attention;
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
-  const bool in_turn = cursor.is_in_turn();
-  const bool has_wide_tiles = (cursor.now.flags & kHasLargestTiles) != 0;
+  const int32_t flags = cursor.now.flags;
   Turns<kHeadDim> turns(params, shared);
-  if (in_turn) turns.begin(cursor);
+  if (flags & kInTurn) turns.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
@@ -343,11 +353,10 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
   ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
   while (!cursor.done()) {
     if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
-    const int32_t tile_number = cursor.now.tile;
     const int32_t head = cursor.now.head;
-    const bool narrow = tile.kind < kMaxKind;
-    // What a narrow row tile reads nobody reads again; it must not take the place of what wide ones do. Through the shuffle the compiler knows that it is uniform.
-    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, narrow && has_wide_tiles, 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
+    const bool narrow = tile.kind == 0;
+    // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the shuffle the compiler knows that it is uniform.
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     while (true) {
       const auto box = copier.found(tile);
@@ -361,22 +370,14 @@ __device__ __forceinline__ void produce_with(const HopperParams& hopper_params, 
       if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
-    if (in_turn) turns.next(cursor);
+    if (flags & kInTurn) turns.next(cursor);
     if (cursor.done()) break;
-    if (cursor.now.tile != tile_number) tile = LoadedRowTile(params, cursor.now.tile);
+    // A tile's pairs follow one another; who gathers has no register to remember that.
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }
   if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();
-}
-
-template <int kHeadDim>
-__device__ __forceinline__ void produce(const HopperParams& params, const SharedMemory<kHeadDim>& shared, const WorkCursor& cursor) {
-  if (params.box_tokens > 0) {
-    produce_with<kHeadDim, BoxCopier<kHeadDim>>(params, shared, cursor);
-  } else {
-    produce_with<kHeadDim, RowCopier<kHeadDim>>(params, shared, cursor);
-  }
 }
 
 }  // namespace attn::hopper
