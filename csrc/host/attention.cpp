@@ -11,8 +11,8 @@
 namespace attn {
 namespace {
 
-/// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost the same; a pair of a large one costs as much as two of its KV tiles more, one whose
-/// rows leave states as four to six (docs/decisions.md). On a CPU cost follows the rows.
+/// Costs of a kernel. On a GPU the small kinds of row tiles wait for memory and cost about the same; a pair of a large one costs as much as two of its KV tiles more, one
+/// whose rows leave states as three to six (docs/decisions.md). On a CPU cost follows the rows.
 struct Costs {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];
@@ -21,7 +21,7 @@ struct Costs {
   int32_t state;       // what a row state of one KV head costs, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;      // what a forest must save over all KV heads
 };
-constexpr Costs kHopperCosts{{6, 6, 9, 9, 6, 6, 9, 9}, {11, 11, 20, 20, 8, 8, 35, 50}, 8, 12, 176, 2750};
+constexpr Costs kHopperCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
