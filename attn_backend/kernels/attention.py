@@ -311,7 +311,7 @@ def _choose_kernel(kernel: str | None, device: torch.device) -> str:
 
 
 def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, str, str, str]:
-    """Cubins of the planner, of attention, of attention over caches that are gathered row by row (of Hopper's kernel), and of the merge; "" where there is none."""
+    """Cubins of the planner, of attention, of Hopper's over caches that are gathered row by row, and of the merge; "" where there is none."""
     if device.type == "cpu":
         return "", "", "", ""
     arch = arch_of(torch.cuda.get_device_capability(device))
