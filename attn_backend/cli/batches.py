@@ -224,6 +224,8 @@ def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int
         return [mean] * batch
     import numpy
 
+    if seed < 0:
+        refuse("seed", seed, "at least 0")
     generator = numpy.random.default_rng(seed)
     if distribution == "uniform":
         return [int(n) for n in generator.integers(mean // 2, mean + 1, batch)]

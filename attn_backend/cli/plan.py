@@ -64,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan and draws it where that is asked for; returns the exit status: 2 for what is wrong in the arguments or the files."""
-    # Here, so that `attn-backend doctor` can run where torch is missing.
-    from .batches import read_batch
-    from .plan_picture import draw
-    from .planned import Planned, Settings
-
     try:
+        # Here, so that `attn-backend doctor` can run where torch is missing.
+        from .batches import read_batch
+        from .plan_picture import draw
+        from .planned import Planned, Settings
+
         _check_outputs(arguments)
         batch = read_batch(arguments)
         planned = Planned.make(batch, Settings.read(arguments, batch))

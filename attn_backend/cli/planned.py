@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..kernels.attention import Attention
+from ..kernels.attention import CUDA_HEAD_DIMS, Attention
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from .batches import SETTINGS, Batch
@@ -48,6 +48,9 @@ class Settings:
                 refuse(name, values[name], "an integer")
         if values.get("costs", "cuda") not in ("cuda", "cpu"):
             refuse("costs", values["costs"], "cuda or cpu")
+        head_dim = values.get("head_dim", 128)
+        if values.get("costs", "cuda") == "cuda" and head_dim not in CUDA_HEAD_DIMS:
+            refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
         if values.get("costs") == "cpu":
             values.setdefault("num_ctas", None)     # as many as the CPU's plans have
         return cls(int(match[1]), int(match[2]), cascade=not arguments.no_cascade, **values)

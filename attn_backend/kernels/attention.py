@@ -21,13 +21,14 @@ from .schedule import Schedule, describe_errors
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-_CUDA_HEAD_DIMS = (64, 128, 256)
+CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
 _KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
 _CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CTAS = 4096
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+_MAX_CPU_BATCH = 2**20
 
 
 class Attention:
@@ -75,7 +76,7 @@ class Attention:
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
     ) -> None:
-        device = torch.device(device)
+        device = _device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
             refuse("device", str(device), "cpu here: torch sees no GPU")
         if device.type == "cuda" and device.index is None:
@@ -256,15 +257,23 @@ def _int(name: str, value: object) -> int:
     return int(value)
 
 
+def _device(device: object) -> torch.device:
+    try:
+        return torch.device(device)     # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        refuse("device", device, "a CUDA device or the CPU")
+
+
 def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     if _int("num_kv_heads", num_kv_heads) < 1:
         refuse("num_kv_heads", num_kv_heads, "at least 1")
     if _int("num_qo_heads", num_qo_heads) < 1 or num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a positive multiple of num_kv_heads = {num_kv_heads}")
     _int("head_dim", head_dim)
+    check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
-        if head_dim not in _CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"one of {_CUDA_HEAD_DIMS} on CUDA")
+        if head_dim not in CUDA_HEAD_DIMS:
+            refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} on CUDA")
         if dtype not in _DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     elif device.type == "cpu":
@@ -281,8 +290,9 @@ def _check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int,
     on_cuda = device.type == "cuda"
     if _int("max_rows", max_rows) < 1 or max_rows * group_size >= 2**31:
         refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
-    if _int("max_batch", max_batch) < 1 or (on_cuda and max_batch > _MAX_CUDA_BATCH):
-        refuse("max_batch", max_batch, f"at least 1 (and at most {_MAX_CUDA_BATCH} on CUDA)")
+    most = _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH
+    if not 1 <= _int("max_batch", max_batch) <= most:
+        refuse("max_batch", max_batch, f"in [1, {most}]")
     if not 1 <= _int("max_levels", max_levels) <= MAX_LEVELS:
         refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
     if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:

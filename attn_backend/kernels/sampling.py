@@ -69,15 +69,28 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
 
 
-def _call(function: Callable[..., None], *arguments: object, **numbers: object) -> None:
-    """Calls the library. What tvm-ffi 0.1.11 says of an int that no int64 holds names no argument: `numbers` are those that may be one."""
+def _call(function: Callable[..., None], *arguments: object, tensors: dict[str, object] | None = None, **numbers: object) -> None:
+    """Calls the library, which does not name every argument of a wrong type, nor, with tvm-ffi 0.1.11, an int that no int64 holds. `tensors`: what must be one
+    or None. `numbers`: what may be numbers; row_ctas must be one."""
     try:
         function(*arguments)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):
+        for name, value in (tensors or {}).items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                refuse(name, value, "a tensor or None")
         for name, value in numbers.items():
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 refuse(name, value, "in [-2^63, 2^63)")
+            if not isinstance(value, int | float | torch.Tensor) or (name == "row_ctas" and not isinstance(value, int)):
+                refuse(name, value, "an integer" if name == "row_ctas" else "a number or a tensor [batch]")
         raise
+
+
+def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
+    """Its first size. Refuses what is no tensor, or has too few dimensions."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims:
+        refuse(name, tensor, f"a tensor of {dims} dimensions")
+    return tensor.shape[0]
 
 
 def _is_joint(filter_order: FilterOrder) -> bool:
@@ -133,13 +146,11 @@ def sample(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
+    if not isinstance(num_top_logprobs, int) or not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
         refuse("num_top_logprobs", num_top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
-    if not isinstance(logits, torch.Tensor):
-        refuse("logits", logits, "a tensor")
-    batch, device = logits.shape[0], logits.device
+    batch, device = _batch_of("logits", logits), logits.device
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -169,9 +180,14 @@ def sample(
         _few_kernel(logits.dtype, device),
         *_logits_kernel(logits),
         row_ctas,
-        top_k=top_k,
+        tensors={"token_mask": token_mask, "out": out, "workspace": workspace},
+        temperature=temperature,
+        top_k=0 if top_k is None else top_k,
+        top_p=1.0 if top_p is None else top_p,
+        min_p=0.0 if min_p is None else min_p,
         seed=seed,
         position=position,
+        row_ctas=row_ctas,
     )
     return samples
 
@@ -195,8 +211,7 @@ def sample_from_probs(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", probs=probs)
-    batch, device = probs.shape[0], probs.device
+    batch, device = _batch_of("probs", probs), probs.device
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -223,9 +238,13 @@ def sample_from_probs(
         "",
         *_kernel("probs", device),
         row_ctas,
-        top_k=top_k,
+        tensors={"out": out},
+        top_k=0 if top_k is None else top_k,
+        top_p=1.0 if top_p is None else top_p,
+        min_p=0.0 if min_p is None else min_p,
         seed=seed,
         position=position,
+        row_ctas=row_ctas,
     )
     return samples
 
@@ -238,7 +257,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas, temperature=temperature)
+    _call(library().write_rows, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas, temperature=temperature, row_ctas=row_ctas)
     return out
 
 
@@ -250,7 +269,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas, top_k=top_k)
+    _call(library().write_rows, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas, top_k=top_k, row_ctas=row_ctas)
     return out
 
 
@@ -262,7 +281,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas, top_k=top_k)
+    _call(library().write_rows, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas, top_k=top_k, row_ctas=row_ctas)
     return out
 
 
@@ -274,7 +293,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas, top_p=top_p)
+    _call(library().write_rows, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas, top_p=top_p, row_ctas=row_ctas)
     return out
 
 
@@ -315,8 +334,8 @@ def chain_speculative_sampling(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", draft_probs=draft_probs, draft_token_ids=draft_token_ids, target_probs=target_probs)
-    batch, rows, device = target_probs.shape[0], target_probs.shape[1], target_probs.device
+    check_types(torch.Tensor, "a tensor", draft_probs=draft_probs, draft_token_ids=draft_token_ids)
+    batch, rows, device = _batch_of("target_probs", target_probs, 3), target_probs.shape[1], target_probs.device
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
@@ -336,5 +355,6 @@ def chain_speculative_sampling(
         row_ctas,
         seed=seed,
         position=position,
+        row_ctas=row_ctas,
     )
     return samples

@@ -47,11 +47,13 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("head_dim", {"head_dim": 512}),
         ("dtype", {"dtype": torch.float64}),
         ("dtype", {"dtype": torch.int8}),
+        ("dtype", {"dtype": [1]}),
         ("max_rows", {"max_rows": 0}),
         ("max_rows", {"max_rows": 2**31}),
         ("max_rows", {"max_rows": True}),
         ("max_batch", {"max_batch": 0}),
         ("max_batch", {"max_batch": 2.5}),
+        ("max_batch", {"max_batch": 10**12}),
         ("max_levels", {"max_levels": "2"}),
         ("batch_invariant", {"batch_invariant": "yes"}),
         ("num_ctas", {"num_ctas": -1}),
@@ -70,8 +72,9 @@ def test_attention_refuses(device: torch.device, argument: str, changes: dict[st
 
 
 def test_attention_refuses_other_devices() -> None:
-    with pytest.raises(ValueError, match=r"^device is 'meta', must be "):
-        make_attention(torch.device("meta"))
+    for device in ("meta", "gpu", 3.5):
+        with pytest.raises(ValueError, match=rf"^device is '?{device}'?, must be "):
+            Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=8, max_batch=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -342,6 +342,16 @@ def test_refuses(device: torch.device) -> None:
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4095, dtype=torch.int64, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4097, dtype=torch.int64, device=device)[1:])),
         ("num_top_logprobs", lambda: sample(logits, num_top_logprobs=129)),
+        ("num_top_logprobs", lambda: sample(logits, num_top_logprobs="all")),  # type: ignore[arg-type]
+        ("token_mask", lambda: sample(logits, token_mask=[1])),  # type: ignore[arg-type]
+        ("out", lambda: sample(logits, out=5)),  # type: ignore[arg-type]
+        ("out", lambda: sample_from_probs(logits, out="here")),  # type: ignore[arg-type]
+        ("workspace", lambda: sample(logits, workspace="large")),  # type: ignore[arg-type]
+        ("row_ctas", lambda: sample(logits, row_ctas=1.5)),  # type: ignore[arg-type]
+        ("seed", lambda: sample(logits, seed="random")),  # type: ignore[arg-type]
+        ("logits", lambda: sample(logits[0, 0])),
+        ("probs", lambda: sample_from_probs(logits[0])),
+        ("target_probs", lambda: chain_speculative_sampling(logits, logits, logits)),
         ("filter_order", lambda: sample(logits, filter_order="top_p_first")),  # type: ignore[arg-type]
         ("logprobs_of", lambda: sample(logits, logprobs_of="probs")),  # type: ignore[arg-type]
         ("probs", lambda: sample_from_probs(logits.half())),
