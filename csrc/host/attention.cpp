@@ -25,14 +25,23 @@ constexpr Costs kHopperCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 
 constexpr Costs kGenericCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 constexpr Costs kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
-/// Of batch invariant plans, which cut no narrow pair: measured by themselves (docs/decisions.md).
+/// Of batch invariant plans, which cut no pair of a small row tile: what these cost was measured by itself (docs/decisions.md).
 constexpr Costs hopper_costs_of_whole_pairs() {
   Costs costs = kHopperCosts;
-  costs.pair[0] = costs.pair[1] = 8;
+  costs.pair[0] = costs.pair[1] = costs.pair[kNumTileKinds] = costs.pair[kNumTileKinds + 1] = 8;
   costs.min_share = 9;
   return costs;
 }
 constexpr Costs kHopperInvariantCosts = hopper_costs_of_whole_pairs();
+
+/// What the forest counts on: requests' KV tiles cost no less than those of the smallest kind.
+constexpr bool smallest_kind_is_cheapest(const Costs& costs) {
+  for (int32_t kind = 1; kind < kNumTileKinds; ++kind) {
+    if (costs.kv_tile[kind] < costs.kv_tile[0]) return false;
+  }
+  return true;
+}
+static_assert(smallest_kind_is_cheapest(kHopperCosts) && smallest_kind_is_cheapest(kGenericCosts) && smallest_kind_is_cheapest(kCpuCosts), "node_cost_beside_none()");
 
 const Costs& costs_of(KernelKind kernel, bool batch_invariant) {
   switch (kernel) {
@@ -112,9 +121,10 @@ int32_t unit_shift(const AttentionParams& params) {
 }
 
 /// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row group.
-int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
+constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
   return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
 }
+static_assert(plan_shared_bytes(2 * kMaxForestRequests, kMaxForestRequests) <= 163 * 1024, "what a block may have on an A100");
 
 }  // namespace
 

@@ -1,6 +1,6 @@
 // The consumers: two warpgroups that compute work items from what the producer has brought.
 //
-// Row tiles of 128 rows (wide): each warpgroup has 64 of the rows and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup takes
+// Wide items, all but those of the smallest row tiles. Of 128 rows each warpgroup has 64, and multiplies with wgmma. While the tensor cores add P V of one KV tile the warpgroup takes
 // most exponentials of the next; nothing orders the two warpgroups, so that one's products can overlap with the other's softmax. Those of 32 and 64 rows go the same way, in
 // the first warpgroup alone.
 //

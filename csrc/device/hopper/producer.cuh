@@ -223,7 +223,7 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
   }
 }
 
-/// Has the copy engine bring Q of a wide row tile whose rows follow one another; those behind the last may be anything. By one thread, before it arrives at `full`.
+/// Has the copy engine bring Q of one of the largest row tiles whose rows follow one another; those behind the last may be anything. By one thread, before it arrives at `full`.
 template <int kHeadDim>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
@@ -269,11 +269,11 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   const uint32_t full = shared.q_full(place.slot);
   const uint32_t q = ptx::shared_address(shared.q(place.slot));
   if (item.num_kv_tiles > 0) {
-    const bool is_wide = item.kind == kMaxKind;
+    const bool is_largest = item.kind == kMaxKind;
     const bool holds_whole_rows = item.rows.packed_begin == 0 && hopper_params.attention.group_size.modulo(item.rows.count) == 0;
-    if (!(is_wide ? hopper_params.has_row_maps && item.rows.list == nullptr : hopper_params.has_one_row_map && holds_whole_rows)) {
+    if (!(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr : hopper_params.has_one_row_map && holds_whole_rows)) {
       gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
-    } else if (is_wide) {
+    } else if (is_largest) {
       if (ptx::thread_id() == kFirstThread) copy_q<kHeadDim>(hopper_params, item, q, full);
     } else if (ptx::thread_id() < kFirstThread + 32) {
       copy_q_rows<kHeadDim>(hopper_params, item, q, full);

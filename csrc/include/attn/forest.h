@@ -67,7 +67,6 @@ struct ForestEntry {
   int32_t parent;        // -1: none
   int32_t depth;         // nodes on the path from the root to it; 0: there is no node of this number
   int32_t rows;
-  int32_t direct_rows;   // of them, those of requests that are in no deeper node
   int32_t requests;
   int32_t weight;        // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in no deeper node
   int32_t tile_cost;     // cost of a KV tile for its rows; on the device first for the request's
@@ -76,7 +75,10 @@ struct ForestEntry {
   int32_t taken;         // it or the nearest ancestor that was taken; -1: none
   int32_t taken_depth;   // taken nodes on the path from the root to it
   int32_t covered;       // pages that it and those above it read, as far as they are taken
-  int32_t group;         // of a taken node
+  union {
+    int32_t direct_rows;   // until it is decided on: of its rows those of requests that are in no deeper node
+    int32_t group;         // then, of a taken node
+  };
   int32_t row_begin;     // of its rows in the row list
   // Of the device planner (device/forest.cuh).
   int32_t key;           // what requests are grouped by, the first entry of the page table; then whether a request attaches
@@ -85,7 +87,6 @@ struct ForestEntry {
   int32_t shallowest;    // of all that attach to this leader: pages << kNodeBits | request, the smallest
   int32_t top;           // the deepest taken node that the request is in; -1: none
   int32_t same;          // a request of the same first page, the same for all of them
-  int32_t unused;
 };
 static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
 
@@ -124,13 +125,13 @@ struct Forest {
 };
 
 /// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many. So there are 128 for each 32 requests, or 64 of very many.
-ATTN_HD int32_t forest_slot_bits(int32_t requests) {
+ATTN_HD constexpr int32_t forest_slot_bits(int32_t requests) {
   return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
 }
 
 /// Shared memory that the device planner needs for a forest (ForestMemory in device/forest.cuh), in bytes: the hash table, and for each request an int64 and
 /// an entry.
-ATTN_HD int32_t forest_shared_bytes(int32_t requests) {
+ATTN_HD constexpr int32_t forest_shared_bytes(int32_t requests) {
   if (requests == 0) return 0;
   return round_up((4 << forest_slot_bits(requests)) + requests * static_cast<int32_t>(sizeof(int64_t) + sizeof(ForestEntry)), 16);
 }
@@ -172,7 +173,8 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, i
   return NodeCost{static_cast<int64_t>(multiply(whole_kv_tiles, weight)), fixed + static_cast<int64_t>(multiply(kv_tiles, tile_cost))};
 }
 
-/// Beside its children reading the pages themselves: rows of deeper nodes leave states for these, whether this one is taken or not.
+/// Beside its children reading the pages themselves. Only rows that are in no deeper node count states: the others leave two in any case, and what the third costs was not
+/// to be seen on a Hopper GPU (docs/decisions.md).
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestEntry& node) {
   return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost, fixed_node_cost(p.config, node.pair_cost, node_states(node.direct_rows, node.begin)));
 }
