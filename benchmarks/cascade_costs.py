@@ -49,7 +49,7 @@ class Bench:
         heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
         self.timer = timer
         self.num_qo_heads, self.num_kv_heads = case.num_qo_heads, case.num_kv_heads
-        self.cache = make_cache(case, sum(nodes * -(-tokens // case.page_size) for nodes, tokens in largest.levels))
+        self.cache = make_cache(case, largest.pages)
         self.on = Attention(*heads, **room, max_levels=2, cascade=False)
         self.off = Attention(*heads, **room, cascade=False)
         self.automatic = Attention(*heads, **room, cascade=True)

@@ -38,7 +38,7 @@ class Bench:
         room: dict[str, Any] = {"max_rows": MAX_BATCH, "max_batch": MAX_BATCH}
         heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
         self.timer = timer
-        self.cache = make_cache(case, sum(nodes * -(-tokens // case.page_size) for nodes, tokens in largest.levels))
+        self.cache = make_cache(case, largest.pages)
         self.of_levels = {levels: Attention(*heads, **room, max_levels=levels, cascade=False) for levels in (1, 2, 3)}
         self.automatic = Attention(*heads, **room, cascade=True)
 

@@ -64,6 +64,11 @@ class SharedCase:
         return self.levels[-1][0]
 
     @property
+    def pages(self) -> int:
+        """Of all nodes."""
+        return sum(nodes * -(-tokens // self.page_size) for nodes, tokens in self.levels)
+
+    @property
     def case(self) -> Case:
         """The same lengths, nothing shared."""
         tokens = sum(tokens for _, tokens in self.levels)

@@ -48,7 +48,7 @@ class Settings:
                 refuse(name, values[name], "an integer")
         if values.get("costs", "cuda") not in ("cuda", "cpu"):
             refuse("costs", values["costs"], "cuda or cpu")
-        head_dim = values.get("head_dim", 128)
+        head_dim = values.get("head_dim", cls.head_dim)
         if values.get("costs", "cuda") == "cuda" and head_dim not in CUDA_HEAD_DIMS:
             refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
         if values.get("costs") == "cpu":

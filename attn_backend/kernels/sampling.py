@@ -69,25 +69,37 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
 
 
-def _call(function: Callable[..., None], *arguments: object, tensors: dict[str, object] | None = None, **numbers: object) -> None:
-    """Calls the library, which does not name every argument of a wrong type, nor, with tvm-ffi 0.1.11, an int that no int64 holds. `tensors`: what must be one
-    or None. `numbers`: what may be numbers; row_ctas must be one."""
+# What the library's functions are given, by the caller's names; "": not the caller's own, or checked already.
+_OF_SAMPLE = (
+    *("", "", "temperature", "top_k", "top_p", "min_p", "seed", "position", "token_mask", "", ""),
+    *("out", "", "", "", "", "workspace", "", "", "", "row_ctas"),
+)
+_OF_WRITE_ROWS = ("", "", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
+_OF_SPECULATE = ("", "", "", "seed", "position", "", "", "", "", "", "row_ctas")
+_TENSORS = ("token_mask", "out", "workspace")
+
+
+def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
+    """Calls the library, which does not name every argument of a wrong type, nor, with tvm-ffi 0.1.11, an int that no int64 holds."""
     try:
         function(*arguments)
     except (OverflowError, TypeError, ValueError):
-        for name, value in (tensors or {}).items():
-            if value is not None and not isinstance(value, torch.Tensor):
-                refuse(name, value, "a tensor or None")
-        for name, value in numbers.items():
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                refuse(name, value, "in [-2^63, 2^63)")
-            if not isinstance(value, int | float | torch.Tensor) or (name == "row_ctas" and not isinstance(value, int)):
-                refuse(name, value, "an integer" if name == "row_ctas" else "a number or a tensor [batch]")
+        for name, value in zip(names, arguments, strict=True):
+            if name in _TENSORS:
+                if value is not None and not isinstance(value, torch.Tensor):
+                    refuse(name, value, "a tensor or None")
+            elif name:
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    refuse(name, value, "in [-2^63, 2^63)")
+                if name == "row_ctas" and not isinstance(value, int):
+                    refuse(name, value, "an integer")
+                if not isinstance(value, int | float | torch.Tensor):
+                    refuse(name, value, "a number or a tensor [batch]")
         raise
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
-    """Its first size. Refuses what is no tensor, or has too few dimensions."""
+    """Its first size. Refuses what is no tensor of so many dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims:
         refuse(name, tensor, f"a tensor of {dims} dimensions")
     return tensor.shape[0]
@@ -160,6 +172,7 @@ def sample(
     )
     _call(
         library().sample,
+        _OF_SAMPLE,
         logits,
         False,
         temperature,
@@ -180,14 +193,6 @@ def sample(
         _few_kernel(logits.dtype, device),
         *_logits_kernel(logits),
         row_ctas,
-        tensors={"token_mask": token_mask, "out": out, "workspace": workspace},
-        temperature=temperature,
-        top_k=0 if top_k is None else top_k,
-        top_p=1.0 if top_p is None else top_p,
-        min_p=0.0 if min_p is None else min_p,
-        seed=seed,
-        position=position,
-        row_ctas=row_ctas,
     )
     return samples
 
@@ -218,6 +223,7 @@ def sample_from_probs(
     )
     _call(
         library().sample,
+        _OF_SAMPLE,
         probs,
         True,
         1.0,
@@ -238,13 +244,6 @@ def sample_from_probs(
         "",
         *_kernel("probs", device),
         row_ctas,
-        tensors={"out": out},
-        top_k=0 if top_k is None else top_k,
-        top_p=1.0 if top_p is None else top_p,
-        min_p=0.0 if min_p is None else min_p,
-        seed=seed,
-        position=position,
-        row_ctas=row_ctas,
     )
     return samples
 
@@ -257,7 +256,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas, temperature=temperature, row_ctas=row_ctas)
+    _call(library().write_rows, _OF_WRITE_ROWS, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas)
     return out
 
 
@@ -269,7 +268,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas, top_k=top_k, row_ctas=row_ctas)
+    _call(library().write_rows, _OF_WRITE_ROWS, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas)
     return out
 
 
@@ -281,7 +280,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas, top_k=top_k, row_ctas=row_ctas)
+    _call(library().write_rows, _OF_WRITE_ROWS, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas)
     return out
 
 
@@ -293,7 +292,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     """
     check_types(torch.Tensor, "a tensor", probs=probs)
     out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas, top_p=top_p, row_ctas=row_ctas)
+    _call(library().write_rows, _OF_WRITE_ROWS, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas)
     return out
 
 
@@ -343,6 +342,7 @@ def chain_speculative_sampling(
     )
     _call(
         library().speculate,
+        _OF_SPECULATE,
         draft_probs,
         draft_token_ids,
         target_probs,
@@ -353,8 +353,5 @@ def chain_speculative_sampling(
         samples.valid,
         *_kernel("speculative", device),
         row_ctas,
-        seed=seed,
-        position=position,
-        row_ctas=row_ctas,
     )
     return samples

@@ -77,7 +77,7 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
 @pytest.mark.parametrize("table_form", ["block_table", "token_slots"])
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 8), (64, 33), (128, 1), (128, 4), (128, 8), (128, 9), (128, 48), (256, 4), (256, 20)])
 def test_many_short_requests(device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int) -> None:
-    """Of one or two KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
+    """Of a few KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
     rng = numpy.random.default_rng(num_ctas)
     kv_lens = [int(length) for length in rng.integers(1, 300, 120)]
     qo_lens = [1] * len(kv_lens)
