@@ -112,14 +112,14 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kR
 }
 
 /// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of `staged`, a tile of layout Tile, to be stored
-/// in chunks of 16 bytes.
-template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* staged) {
+/// in chunks of 16 bytes, unless `store_box`, which receives the first of 16 complete rows, has them stored all at once and returns true.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels, class StoreBox>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* staged,
+                                                const StoreBox& store_box) {
   const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
     const int32_t block_row = first_row + b * 16;
-    // Lane i knows where row i of the block goes; row g of a half is in the registers of lanes 4g to 4g + 3.
     const OutputPlace place = target.place(block_row + lane % 16);
     float inverse[2], lse[2];
 #pragma unroll
@@ -132,6 +132,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 
     if (target.complete) {
       stage_rows<Tile>(state, b, inverse, block_row, staged);
+      if (store_box(block_row)) continue;
       __syncwarp();
       constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
       const int chunk = lane % Tile::kRowChunks;
@@ -165,27 +166,24 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
   }
 }
 
-/// Columns that write_merged_warps() puts into shared memory at a time: what `bytes` have room for.
-ATTN_HD constexpr int merged_columns(int head_dim, int states, int rows, int bytes) { return min_of(head_dim, bytes / (states * rows * 4)); }
-
-/// Merges the states of the warps that share rows, and writes them. Their outputs meet in `outputs`, kBytes of memory that nobody reads any more once all threads are
-/// here, some columns at a time; `maxima` has room for two floats a row and warp. `Block`: the threads that take part. kHalves: 1 if only the first 8 rows exist.
-template <class Block, class Layout, int kBytes, int kHalves, class Element, int kHeadDim, bool kManyLevels>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, char* outputs,
+/// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight, and the others if `halves` is 2. Their outputs meet in
+/// `outputs`, kBytes of memory that nobody reads any more once all threads are here; `maxima` has room for two floats a row and warp. `Block`: the threads that take part.
+template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bool kManyLevels>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, int halves, char* outputs,
                                                    float* maxima) {
-  constexpr int kRows = Block::kWarps / Layout::kKvWarps * 8 * kHalves;
-  constexpr int kColumns = merged_columns(kHeadDim, Layout::kKvWarps, kRows, kBytes);
-  static_assert(kHalves == 2 || Layout::kKvWarps == Block::kWarps, "all rows are in one block");
+  constexpr int kRows = Block::kWarps / Layout::kKvWarps * 8;   // at a time
+  static_assert(Layout::kKvWarps * kRows * kHeadDim * 4 <= kBytes, "they fit");
   const int lane = ptx::lane_id();
-  float* sums = maxima + Block::kWarps * 16;   // both [row][KV warp], the maxima scaled; outputs: [KV warp][row][column]
+  const int row_of_half = warp.first_row / 2 + lane / 4;        // of those kRows
+  float* sums = maxima + Block::kWarps * 16;   // both [row of the tile][KV warp], the maxima scaled; outputs: [KV warp][row][column]
 
   // 16-byte chunk of a row, permuted so that the rows which a store touches at once fall into different banks.
   const auto output_chunk = [&](int kv_warp, int row, int chunk) {
-    return reinterpret_cast<float*>(outputs + (kv_warp * kRows + row) * kColumns * 4 + ((chunk ^ ((row & 3) << 1)) << 4));
+    return reinterpret_cast<float*>(outputs + (kv_warp * kRows + row) * kHeadDim * 4 + ((chunk ^ ((row & 3) << 1)) << 4));
   };
 
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
+  for (int half = 0; half < 2; ++half) {
     const int index = (warp.first_row + half * 8 + lane / 4) * Layout::kKvWarps + warp.kv_warp;
     const float sum = state.row_sum(0, half);
     if (lane % 4 == 0) {
@@ -195,60 +193,57 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
   }
   Block::sync();
 
-  float factor[kHalves];   // from this warp's sum of exponentials to the normalised output
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int row = warp.first_row + half * 8 + lane / 4;
+#pragma unroll 1   // half of the code
+  for (int half = 0;;) {
+    const int tile_row = warp.first_row + half * 8 + lane / 4;
     float maximum = minus_infinity();
 #pragma unroll
-    for (int w = 0; w < Layout::kKvWarps; ++w) maximum = fmaxf(maximum, maxima[row * Layout::kKvWarps + w]);
+    for (int w = 0; w < Layout::kKvWarps; ++w) maximum = fmaxf(maximum, maxima[tile_row * Layout::kKvWarps + w]);
     const float base = maximum == minus_infinity() ? 0.0f : maximum;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Layout::kKvWarps; ++w) sum += sums[row * Layout::kKvWarps + w] * ptx::ex2(maxima[row * Layout::kKvWarps + w] - base);
-    factor[half] = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][half] * state.scale - base), sum) : 0.0f;
+    for (int w = 0; w < Layout::kKvWarps; ++w) sum += sums[tile_row * Layout::kKvWarps + w] * ptx::ex2(maxima[tile_row * Layout::kKvWarps + w] - base);
+    // From this warp's sum of exponentials to the normalised output.
+    const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
     if (warp.kv_warp == 0 && lane % 4 == 0) {
-      if (float* const to = target.place(row).lse; to != nullptr) *to = state_lse(base, sum);
+      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
     }
-  }
-
 #pragma unroll
-  for (int first_column = 0; first_column < kHeadDim; first_column += kColumns) {
-    if (first_column > 0) Block::sync();
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const int row = warp.first_row + half * 8 + lane / 4;
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        const float* o = state.o[0][first_column / 8 + n];
-        float* chunk = output_chunk(warp.kv_warp, row, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
-        *reinterpret_cast<float2*>(chunk) = make_float2(o[2 * half] * factor[half], o[2 * half + 1] * factor[half]);
-      }
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
+      *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
     }
     Block::sync();
 #pragma unroll 1   // unrolled, the rows' places take registers beside the state's
-    for (int i = Block::thread(); i < kRows * kColumns / 8; i += Block::kWarps * 32) {   // 8 columns a thread
-      const int tile_row = i / (kColumns / 8);
-      const int column = i % (kColumns / 8) * 8;
-      char* const to = target.place(tile_row).o;
+    for (int i = Block::thread(); i < kRows * kHeadDim / 8; i += Block::kWarps * 32) {   // 8 columns a thread
+      const int row = i / (kHeadDim / 8);
+      const int column = i % (kHeadDim / 8) * 8;
+      char* const to = target.place(row / 8 * 16 + half * 8 + row % 8).o;
       if (to == nullptr) continue;
-      float4 sum[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+      float4 total[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll
       for (int w = 0; w < Layout::kKvWarps; ++w) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, tile_row, column / 4 + j));
-          sum[j] = make_float4(sum[j].x + part.x, sum[j].y + part.y, sum[j].z + part.z, sum[j].w + part.w);
+          const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, column / 4 + j));
+          total[j] = make_float4(total[j].x + part.x, total[j].y + part.y, total[j].z + part.z, total[j].w + part.w);
         }
       }
       if (target.complete) {
-        *reinterpret_cast<uint4*>(to + (first_column + column) * kElementBytes) =
-            make_uint4(Element::pack(sum[0].x, sum[0].y), Element::pack(sum[0].z, sum[0].w), Element::pack(sum[1].x, sum[1].y),
-                       Element::pack(sum[1].z, sum[1].w));
+        *reinterpret_cast<uint4*>(to + column * kElementBytes) = make_uint4(Element::pack(total[0].x, total[0].y), Element::pack(total[0].z, total[0].w),
+                                                                            Element::pack(total[1].x, total[1].y), Element::pack(total[1].z, total[1].w));
       } else {
-        reinterpret_cast<float4*>(to)[(first_column + column) / 4] = sum[0];
-        reinterpret_cast<float4*>(to)[(first_column + column) / 4 + 1] = sum[1];
+        reinterpret_cast<float4*>(to)[column / 4] = total[0];
+        reinterpret_cast<float4*>(to)[column / 4 + 1] = total[1];
       }
+    }
+    if (++half >= halves) break;
+    Block::sync();   // before the other half's outputs take the place of these
+    state.maximum[0][0] = state.maximum[0][1];
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      state.o[0][n][0] = state.o[0][n][2];
+      state.o[0][n][1] = state.o[0][n][3];
     }
   }
 }

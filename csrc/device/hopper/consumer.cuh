@@ -41,6 +41,7 @@ __device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupB
 template <int kHeadDim, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last, int lane) {
   constexpr int kChunks = KvTile<kHeadDim>::kRowChunks;
+#pragma unroll 1
   for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
     const int row = first_row + i / kChunks;
     if (row < first || row >= last) *reinterpret_cast<uint4*>(tile + KvTile<kHeadDim>::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);
@@ -186,40 +187,37 @@ struct Consumer {
       again[half] |= __shfl_xor_sync(0xffffffffu, again[half], 2);
       maximum[half] = state.maximum[0][half];
     }
-    const auto multiply_again = [&](float (&step)[1][kStep / 8][4], int token) {
+    // All tokens twice: for the maxima, and for the probabilities.
+#pragma unroll 1
+    for (int i = 0; i < 2 * kTokens; i += kStep) {
+      const int token = i % kTokens;
+      if (i == kTokens) {
+        float correction[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 1));
+          maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 2));
+          correction[half] = again[half] ? ptx::ex2((state.maximum[0][half] - maximum[half]) * state.scale) : 1.0f;
+          if (again[half]) state.maximum[0][half] = maximum[half];
+          if (again[half]) added[half] = 0.0f;
+          state.sum[0][half] *= correction[half];
+        }
+        state.scale_output(0, correction);
+      }
+      float step[1][kStep / 8][4];
       state.template scores<kStep, Query, Keys>(step, q, ptx::shared_address(shared.kv(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
       finish_scores<Variant>(params, item, step, first_row, first_token + token, unmasked);
-    };
-#pragma unroll 1
-    for (int token = 0; token < kTokens; token += kStep) {
-      float step[1][kStep / 8][4];
-      multiply_again(step, token);
 #pragma unroll
-      for (int i = 0; i < kStep / 8 * 4; ++i) maximum[i % 4 / 2] = fmaxf(maximum[i % 4 / 2], step[0][i / 4][i % 4]);
-    }
-    float correction[2];
+      for (int j = 0; j < kStep / 8 * 4; ++j) {
+        const int half = j % 4 / 2;
+        if (i < kTokens) {
+          maximum[half] = fmaxf(maximum[half], step[0][j / 4][j % 4]);
+          continue;
+        }
+        const float probability = ptx::ex2(step[0][j / 4][j % 4] * state.scale - state.base(0, half));
+        if (again[half]) added[half] += probability;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 1));
-      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 2));
-      correction[half] = again[half] ? ptx::ex2((state.maximum[0][half] - maximum[half]) * state.scale) : 1.0f;
-      if (again[half]) state.maximum[0][half] = maximum[half];
-      if (again[half]) added[half] = 0.0f;
-      state.sum[0][half] *= correction[half];
-    }
-    state.scale_output(0, correction);
-#pragma unroll 1
-    for (int token = 0; token < kTokens; token += kStep) {
-      float step[1][kStep / 8][4];
-      multiply_again(step, token);
-#pragma unroll
-      for (int i = 0; i < kStep / 8 * 4; ++i) {
-        const int half = i % 4 / 2;
-        float& score = step[0][i / 4][i % 4];
-        score = ptx::ex2(score * state.scale - state.base(0, half));
-        if (again[half]) added[half] += score;
-#pragma unroll
-        for (int n = i / 4; n < kTokens / 8; n += kStep / 8) s[0][n][i % 4] = again[half] && n / (kStep / 8) * kStep == token ? score : s[0][n][i % 4];
+        for (int n = j / 4; n < kTokens / 8; n += kStep / 8) s[0][n][j % 4] = again[half] && n / (kStep / 8) * kStep == token ? probability : s[0][n][j % 4];
       }
     }
   }
@@ -274,24 +272,12 @@ struct Consumer {
     return ptx::shared_address(shared.q(slot)) + consumer_warp() * 16 * Query::kRowBytes + Query::rows_first(ptx::lane_id());
   }
 
-  /// Whether the copy engine may store the warp's rows: all of them exist, are complete, and follow one another, and nobody wants their lse.
-  __device__ __forceinline__ bool is_box(const OutputTarget<true>& target, int first_row) const {
-    return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr && first_row + kWarpRows <= target.rows.count;
-  }
-
-  /// Has the copy engine store the warp's rows, by way of its rows of the Q tile.
-  __device__ __forceinline__ void store_rows(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<true>& target, int first_row, int slot) const {
-    const int lane = ptx::lane_id();
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = state.row_sum(0, half);
-      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-    }
-    stage_rows<Query>(state, 0, inverse, first_row, shared.q(slot));
+  /// Has the copy engine store 16 rows from the Q tile, where they have been put, if it can: if all of them exist and follow one another, and nobody wants their lse.
+  __device__ __forceinline__ bool store_box(const OutputTarget<true>& target, int32_t first_row, int slot) const {
+    if (!hopper_params.has_row_maps || params.lse != nullptr || target.rows.list != nullptr || first_row + kWarpRows > target.rows.count) return false;
     ptx::fence_async_proxy();
     __syncwarp();
-    if (lane != 0) return;
+    if (ptx::lane_id() != 0) return true;
     const int32_t row = target.rows.qo_begin + params.group_size.divide(target.rows.packed_begin + first_row);
     const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Query::kRowBytes;
 #pragma unroll
@@ -300,6 +286,7 @@ struct Consumer {
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();   // then the tile may be filled again
+    return true;
   }
 
   /// Computes the items from `place` on that this warpgroup multiplies, up to the first that it does not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
@@ -387,11 +374,7 @@ struct Consumer {
 
       sync_warpgroup();               // all of its products with Q are done: the rows of O go through the Q tile
       const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
-      if (is_box(target, first_row)) {
-        store_rows(state, target, first_row, place.slot);
-      } else {
-        write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
-      }
+      write_warp_rows<Query>(state, target, first_row, shared.q(place.slot), [&](int32_t row) { return store_box(target, row, place.slot); });
       shared.free_q(place);
       place = next;
     }
@@ -451,12 +434,8 @@ struct Consumer {
     }
 
     const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
-    constexpr int kBytes = Shared::kLayout.q_slot_bytes;
-    if (item.rows.count <= 8) {
-      write_merged_warps<Consumers, NarrowLayout, kBytes, 1>(state, target, warp, shared.q(q_slot), shared.row_states());
-    } else {
-      write_merged_warps<Consumers, NarrowLayout, kBytes, 2>(state, target, warp, shared.q(q_slot), shared.row_states());
-    }
+    const int halves = item.rows.count <= 8 ? 1 : 2;
+    write_merged_warps<Consumers, NarrowLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves, shared.q(q_slot), shared.row_states());
   }
 };
 

@@ -58,9 +58,12 @@ struct SoftCap {
 
   ATTN_HD static float logits(const VariantParams& p, float logit) {
 #if defined(__CUDA_ARCH__)
-    // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6: a third of tanhf's instructions.
-    const float twice_inverse = __fdividef(2.0f, p.logits_soft_cap);
-    return p.logits_soft_cap - p.logits_soft_cap * __fdividef(2.0f, __expf(logit * twice_inverse) + 1.0f);
+    // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6, in seven instructions: each is there once for every score that a thread holds.
+    const float exponent = logit * __fdividef(2.0f * kLog2E, p.logits_soft_cap);
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(power + 1.0f));
+    return p.logits_soft_cap - p.logits_soft_cap * (2.0f * inverse);
 #else
     return p.logits_soft_cap * tanh_rational(logit / p.logits_soft_cap);
 #endif
