@@ -123,7 +123,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
   const OutputTarget<kManyLevels> target(params, rows, cursor.now.head, cursor.now.kv_tile > 0, ends_inside);
   if constexpr (Layout::kKvWarps == 1) {
-    write_warp_rows<Tile>(state, target, warp.first_row, shared + layout.q, [](int32_t) { return false; });
+    write_warp_rows<Tile>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, layout.kv - layout.q>(state, target, warp, 2, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));
   }

@@ -112,14 +112,14 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kR
 }
 
 /// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows of `staged`, a tile of layout Tile, to be stored
-/// in chunks of 16 bytes, unless `store_box`, which receives the first of 16 complete rows, has them stored all at once and returns true.
-template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels, class StoreBox>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* staged,
-                                                const StoreBox& store_box) {
+/// in chunks of 16 bytes.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state, const OutputTarget<kManyLevels>& target, int32_t first_row, char* staged) {
   const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
     const int32_t block_row = first_row + b * 16;
+    // Lane i knows where row i of the block goes; row g of a half is in the registers of lanes 4g to 4g + 3.
     const OutputPlace place = target.place(block_row + lane % 16);
     float inverse[2], lse[2];
 #pragma unroll
@@ -132,7 +132,6 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 
     if (target.complete) {
       stage_rows<Tile>(state, b, inverse, block_row, staged);
-      if (store_box(block_row)) continue;
       __syncwarp();
       constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
       const int chunk = lane % Tile::kRowChunks;

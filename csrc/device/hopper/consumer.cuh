@@ -41,7 +41,7 @@ __device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupB
 template <int kHeadDim, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last, int lane) {
   constexpr int kChunks = KvTile<kHeadDim>::kRowChunks;
-#pragma unroll 1
+#pragma unroll kHeadDim <= 128 ? 4 : 2   // more registers than two rows take there are not free
   for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
     const int row = first_row + i / kChunks;
     if (row < first || row >= last) *reinterpret_cast<uint4*>(tile + KvTile<kHeadDim>::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);
@@ -272,12 +272,24 @@ struct Consumer {
     return ptx::shared_address(shared.q(slot)) + consumer_warp() * 16 * Query::kRowBytes + Query::rows_first(ptx::lane_id());
   }
 
-  /// Has the copy engine store 16 rows from the Q tile, where they have been put, if it can: if all of them exist and follow one another, and nobody wants their lse.
-  __device__ __forceinline__ bool store_box(const OutputTarget<true>& target, int32_t first_row, int slot) const {
-    if (!hopper_params.has_row_maps || params.lse != nullptr || target.rows.list != nullptr || first_row + kWarpRows > target.rows.count) return false;
+  /// Whether the copy engine may store the warp's rows: all of them exist, are complete, and follow one another, and nobody wants their lse.
+  __device__ __forceinline__ bool is_box(const OutputTarget<true>& target, int first_row) const {
+    return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr && first_row + kWarpRows <= target.rows.count;
+  }
+
+  /// Has the copy engine store the warp's rows, by way of its rows of the Q tile.
+  __device__ __forceinline__ void store_rows(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<true>& target, int first_row, int slot) const {
+    const int lane = ptx::lane_id();
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = state.row_sum(0, half);
+      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    }
+    stage_rows<Query>(state, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();
     __syncwarp();
-    if (ptx::lane_id() != 0) return true;
+    if (lane != 0) return;
     const int32_t row = target.rows.qo_begin + params.group_size.divide(target.rows.packed_begin + first_row);
     const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Query::kRowBytes;
 #pragma unroll
@@ -286,7 +298,6 @@ struct Consumer {
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();   // then the tile may be filled again
-    return true;
   }
 
   /// Computes the items from `place` on that this warpgroup multiplies, up to the first that it does not; moves `place` there. The scores of an item's first KV tile are multiplied together with the
@@ -374,7 +385,11 @@ struct Consumer {
 
       sync_warpgroup();               // all of its products with Q are done: the rows of O go through the Q tile
       const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
-      write_warp_rows<Query>(state, target, first_row, shared.q(place.slot), [&](int32_t row) { return store_box(target, row, place.slot); });
+      if (is_box(target, first_row)) {
+        store_rows(state, target, first_row, place.slot);
+      } else {
+        write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
+      }
       shared.free_q(place);
       place = next;
     }

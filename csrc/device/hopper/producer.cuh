@@ -327,7 +327,7 @@ class Turns {
   int32_t next_;        // of thread 0
 };
 
-/// Waits until part `part` of a KV tile may be filled. If `few`, that is when no more than narrow_parts would be in use.
+/// Waits until a part of a KV tile may be filled. If `few`, that is when no more than narrow_parts would be in use.
 template <int kHeadDim>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared, const typename SharedMemory<kHeadDim>::KvPlace& place, bool few) {
   using Shared = SharedMemory<kHeadDim>;
@@ -345,47 +345,40 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   const int32_t flags = cursor.now.flags;
   Turns<kHeadDim> turns(params, shared);
   if (flags & kInTurn) turns.begin(cursor);
-  LoadedRowTile tile;
+  LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
-  bool loads_tile = true;
-  bool starts_item = true;
-  // Of the item:
-  int32_t head = 0, end = 0;
-  bool narrow = false;
-  int32_t behind_narrow = 0;     // KV tiles that are brought as if they were of a narrow item
-  ptx::CachePolicy policy = ptx::kKeepNormally;
 
-  // A KV tile at a time. Each step stands here once: a launch pays for all code that there is.
-  while (true) {
-    if (loads_tile) tile = LoadedRowTile(params, cursor.now.tile);
-    const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
-    if (!Copier::kGathers || starts_item) look_up();
-    if (loads_tile) ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read; it has ended when a second tile is loaded
-    if (starts_item) {
-      if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
-      head = cursor.now.head;
-      end = cursor.last_kv_tile(tile.num_kv_tiles);
-      narrow = tile.kind == 0;
-      // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the shuffle the compiler knows that it is uniform.
-      policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
+  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
+  look_up();
+  ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
+  int32_t behind_narrow = 0;       // KV tiles that are still brought as if they were of a narrow item
+  while (!cursor.done()) {
+    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
+    const int32_t head = cursor.now.head;
+    const bool narrow = tile.kind == 0;
+    // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the shuffle the compiler knows that it is uniform.
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    while (true) {
+      const auto box = copier.found(tile);
+      const bool last = ++cursor.now.kv_tile == end;
+      // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way first, there are few entries to wait for.
+      if (Copier::kGathers && !last) look_up();
+      wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
+      // Where a warpgroup only waits for a tile that the other frees, and that is the item's last, nothing else holds up the next ones: it must not be so late that the tile's
+      // parts have been filled again.
+      if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
+      copier.copy(shared, box, head, place.slot, policy);
+      place = place.behind(2 * Shared::kParts);
+      if (last) break;
+      if (!Copier::kGathers) look_up();
     }
-    const auto box = copier.found(tile);
-    starts_item = ++cursor.now.kv_tile == end;
-    // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way first, there are few entries to wait for.
-    if (Copier::kGathers && !starts_item) look_up();
-    wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
-    // Where one warpgroup only waits for a tile that the other frees, it must not come so late that the tile's parts have been filled again: within the item it would hold up the
-    // next tile, and behind the item's end, which waits for all, any of the next ones.
-    if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
-    copier.copy(shared, box, head, place.slot, policy);
-    place = place.behind(2 * Shared::kParts);
-    loads_tile = false;
-    if (!starts_item) continue;
     cursor.next_pair(params.num_kv_heads);
     if (flags & kInTurn) turns.next(cursor);
     if (cursor.done()) break;
     // A tile's pairs follow one another; who gathers has no register to remember that.
-    loads_tile = Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn);
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
+    look_up();
   }
   if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();

@@ -23,8 +23,6 @@ struct LoadedRowTile {
   int64_t num_entries;
   int64_t table_begin;
 
-  LoadedRowTile() = default;
-
   __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) {
     const RowTile& tile = params.schedule.tiles[tile_number];
     first_token = tile.kv_begin;
