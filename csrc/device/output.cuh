@@ -167,27 +167,35 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight, and the others if `halves` is 2. Their outputs meet in
 /// `outputs`, kBytes of memory that nobody reads any more once all threads are here; `maxima` has room for two floats a row and warp. `Block`: the threads that take part.
+/// Where work items are short this is half of their time, and none of it overlaps with another's: so nothing waits that need not.
 template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bool kManyLevels>
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, int halves, char* outputs,
                                                    float* maxima) {
-  constexpr int kRows = Block::kWarps / Layout::kKvWarps * 8;   // at a time
-  static_assert(Layout::kKvWarps * kRows * kHeadDim * 4 <= kBytes, "they fit");
+  constexpr int kWarps = Layout::kKvWarps;                 // that share rows
+  constexpr int kRows = Block::kWarps / kWarps * 8;        // at a time
+  constexpr int kChunks = kHeadDim / 4;                    // of 16 bytes
+  constexpr int kStride = Block::kWarps * 32;
+  static_assert(kWarps * kRows * kChunks * 16 <= kBytes, "they fit");
+  struct alignas(kWarps < 4 ? 8 : 16) OfWarps {
+    float of_warp[kWarps];
+  };
   const int lane = ptx::lane_id();
-  const int row_of_half = warp.first_row / 2 + lane / 4;        // of those kRows
-  float* sums = maxima + Block::kWarps * 16;   // both [row of the tile][KV warp], the maxima scaled; outputs: [KV warp][row][column]
+  const int row_of_half = warp.first_row / 2 + lane / 4;   // of those kRows
+  OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(maxima);          // [row of the tile], scaled
+  OfWarps* const row_sums = row_maxima + Block::kWarps * 16 / kWarps;
 
-  // 16-byte chunk of a row, permuted so that the rows which a store touches at once fall into different banks.
+  // Outputs: [KV warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall into different banks.
   const auto output_chunk = [&](int kv_warp, int row, int chunk) {
-    return reinterpret_cast<float*>(outputs + (kv_warp * kRows + row) * kHeadDim * 4 + ((chunk ^ ((row & 3) << 1)) << 4));
+    return reinterpret_cast<float*>(outputs + (kv_warp * kRows + row) * kChunks * 16 + ((chunk ^ ((row & 3) << 1)) << 4));
   };
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int index = (warp.first_row + half * 8 + lane / 4) * Layout::kKvWarps + warp.kv_warp;
+    const int tile_row = warp.first_row + half * 8 + lane / 4;
     const float sum = state.row_sum(0, half);
     if (lane % 4 == 0) {
-      maxima[index] = state.maximum[0][half] * state.scale;
-      sums[index] = sum;
+      row_maxima[tile_row].of_warp[warp.kv_warp] = state.maximum[0][half] * state.scale;
+      row_sums[tile_row].of_warp[warp.kv_warp] = sum;
     }
   }
   Block::sync();
@@ -195,46 +203,47 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
 #pragma unroll 1   // half of the code
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
+    const OfWarps of_maxima = row_maxima[tile_row];
+    const OfWarps of_sums = row_sums[tile_row];
     float maximum = minus_infinity();
 #pragma unroll
-    for (int w = 0; w < Layout::kKvWarps; ++w) maximum = fmaxf(maximum, maxima[tile_row * Layout::kKvWarps + w]);
+    for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, of_maxima.of_warp[w]);
     const float base = maximum == minus_infinity() ? 0.0f : maximum;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Layout::kKvWarps; ++w) sum += sums[tile_row * Layout::kKvWarps + w] * ptx::ex2(maxima[tile_row * Layout::kKvWarps + w] - base);
+    for (int w = 0; w < kWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
     const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    if (warp.kv_warp == 0 && lane % 4 == 0) {
-      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
-    }
+    if (const int32_t count = target.rows.count; tile_row < count) {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
-      *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
+        *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+      }
     }
     Block::sync();
 #pragma unroll 1   // unrolled, the rows' places take registers beside the state's
-    for (int i = Block::thread(); i < kRows * kHeadDim / 8; i += Block::kWarps * 32) {   // 8 columns a thread
-      const int row = i / (kHeadDim / 8);
-      const int column = i % (kHeadDim / 8) * 8;
-      char* const to = target.place(row / 8 * 16 + half * 8 + row % 8).o;
+    for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {   // 4 columns a thread
+      const int row = i / kChunks;
+      const int of_tile = row / 8 * 16 + half * 8 + row % 8;
+      char* const to = target.place(of_tile).o;
       if (to == nullptr) continue;
-      float4 total[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+      const int chunk = i % kChunks;
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int w = 0; w < Layout::kKvWarps; ++w) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, column / 4 + j));
-          total[j] = make_float4(total[j].x + part.x, total[j].y + part.y, total[j].z + part.z, total[j].w + part.w);
-        }
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
+        total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
       }
       if (target.complete) {
-        *reinterpret_cast<uint4*>(to + column * kElementBytes) = make_uint4(Element::pack(total[0].x, total[0].y), Element::pack(total[0].z, total[0].w),
-                                                                            Element::pack(total[1].x, total[1].y), Element::pack(total[1].z, total[1].w));
+        *reinterpret_cast<uint2*>(to + chunk * 4 * kElementBytes) = make_uint2(Element::pack(total.x, total.y), Element::pack(total.z, total.w));
       } else {
-        reinterpret_cast<float4*>(to)[column / 4] = total[0];
-        reinterpret_cast<float4*>(to)[column / 4 + 1] = total[1];
+        reinterpret_cast<float4*>(to)[chunk] = total;
       }
+    }
+    // By a warp that has none of the first rows to write.
+    if (warp.kv_warp == kWarps - 1 && lane % 4 == 0) {
+      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
     }
     if (++half >= halves) break;
     Block::sync();   // before the other half's outputs take the place of these

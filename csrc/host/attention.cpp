@@ -65,7 +65,22 @@ int32_t cascade_states(const AttentionConfig& config) {
 // A CPU's CTAs are tasks that threads take one after another; fixed, so that results do not depend on the number of threads.
 constexpr int32_t kCpuCtas = 32;
 
-ScheduleConfig make_schedule_config(const AttentionConfig& config) {
+/// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row group.
+constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
+  return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
+}
+constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) { return plan_shared_bytes(2 * num_requests, num_requests); }
+
+/// Requests that the device planner can seek a forest in, with so much shared memory for a block. Larger batches are planned without.
+constexpr int32_t max_forest_requests(int32_t shared_bytes) {
+  int32_t requests = kMaxForestRequests;
+  while (requests > 0 && plan_forest_shared_bytes(requests) > shared_bytes) requests -= 32;
+  return requests;
+}
+static_assert(max_forest_requests(163 * 1024) == kMaxForestRequests && max_forest_requests(99 * 1024) == 480, "an A100's blocks, and those of GPUs with the least memory");
+
+/// `forest_requests`: as many as a forest may be sought in.
+ScheduleConfig make_schedule_config(const AttentionConfig& config, int32_t forest_requests) {
   ScheduleConfig schedule{};
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
@@ -89,7 +104,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config) {
     schedule.max_states = schedule.max_groups;
   } else if (config.cascade != kCascadeOff) {
     const int32_t states = cascade_states(config);
-    schedule.max_nodes = min_of(config.max_groups, kMaxForestRequests);
+    schedule.max_nodes = min_of(config.max_groups, forest_requests);
     schedule.max_groups = max_of(schedule.max_groups, config.max_groups + schedule.max_nodes);
     schedule.max_links = max_of(schedule.max_links, kMaxLevels);
     schedule.max_merge_rows = max_of(schedule.max_merge_rows, states / 2);
@@ -120,20 +135,16 @@ int32_t unit_shift(const AttentionParams& params) {
   return shift;
 }
 
-/// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row group.
-constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
-  return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
-}
-static_assert(plan_shared_bytes(2 * kMaxForestRequests, kMaxForestRequests) <= 163 * 1024, "what a block may have on an A100");
-
 }  // namespace
 
 Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : config_(config), schedule_config_(), layout_(schedule_config_) {
+  int32_t forest_requests = kMaxForestRequests;
   if (config.on_cuda) {
     const int32_t device = config.device;
-    const ScheduleConfig schedule = make_schedule_config(config);
+    forest_requests = max_forest_requests(driver::max_shared_bytes(device));
+    const ScheduleConfig schedule = make_schedule_config(config, forest_requests);
     plan_kernel_ = driver::load_kernel(files.plan, "plan_kernel", device, plan_shared_bytes(schedule.max_groups, 0));
-    if (schedule.max_nodes > 0) plan_forest_kernel_ = driver::load_kernel(files.plan, "plan_forest_kernel", device, plan_shared_bytes(schedule.max_groups, schedule.max_nodes));
+    if (schedule.max_nodes > 0) plan_forest_kernel_ = driver::load_kernel(files.plan, "plan_forest_kernel", device, plan_forest_shared_bytes(schedule.max_nodes));
     const bool hopper = config.kernel == KernelKind::kHopper;
     threads_ = hopper ? hopper::kThreads : kThreads;
     const int32_t attention_bytes = hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
@@ -149,7 +160,7 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files) : 
   } else if (config_.num_ctas == 0) {
     config_.num_ctas = kCpuCtas;
   }
-  schedule_config_ = make_schedule_config(config_);
+  schedule_config_ = make_schedule_config(config_, forest_requests);
   layout_ = ScheduleLayout(schedule_config_);
 }
 
@@ -175,10 +186,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   uint32_t errors = 0;
   if (config_.on_cuda) {
     driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, static_cast<uint32_t>(plan_threads(params))};
-    if (params.seeks_forest) {
-      const int32_t num_requests = params.levels[0].num_groups;
-      shape.shared_bytes = plan_shared_bytes(2 * num_requests, num_requests);
-    }
+    if (params.seeks_forest) shape.shared_bytes = plan_forest_shared_bytes(params.levels[0].num_groups);
     driver::launch(params.seeks_forest ? plan_forest_kernel_ : plan_kernel_, shape, &params, stream);
   } else {
     plan_on_host(params);

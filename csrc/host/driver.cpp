@@ -20,6 +20,7 @@ using Function = void*;
 constexpr int kMaxDynamicSharedSizeBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNonPortableClusterSizeAllowed = 14;   // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kMultiprocessorCount = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxSharedMemoryPerBlockOptin = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kClusterDimension = 4;               // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -120,6 +121,15 @@ void use_device(int32_t device) {
   if (current != contexts[device]) check(driver().context_set(contexts[device]), "cuCtxSetCurrent");
 }
 
+int32_t device_attribute(int32_t device, int attribute) {
+  use_device(device);
+  int value = 0;
+  Device handle;
+  check(driver().device_get(&handle, device), "cuDeviceGet");
+  check(driver().device_attribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  return value;
+}
+
 }  // namespace
 
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes) {
@@ -176,14 +186,9 @@ int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
   return count;
 }
 
-int32_t multiprocessor_count(int32_t device) {
-  use_device(device);
-  int count = 0;
-  Device handle;
-  check(driver().device_get(&handle, device), "cuDeviceGet");
-  check(driver().device_attribute(&count, kMultiprocessorCount, handle), "cuDeviceGetAttribute");
-  return count;
-}
+int32_t multiprocessor_count(int32_t device) { return device_attribute(device, kMultiprocessorCount); }
+
+int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxSharedMemoryPerBlockOptin); }
 
 bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kFloat16 = 6, kBFloat16 = 9;         // CU_TENSOR_MAP_DATA_TYPE_*

@@ -58,6 +58,9 @@ int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);
 
 int32_t multiprocessor_count(int32_t device);
 
+/// Most shared memory that a block can be given, in bytes.
+int32_t max_shared_bytes(int32_t device);
+
 /// Launches with one plain-data parameter struct. Throws RuntimeError naming the kernel and CUDA's error.
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream);
 
