@@ -415,8 +415,10 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
     equal = equal_shares(p, line.num_tiles, line.cost);    // while the first ones lay row tiles
   } else if (from_last % 32 == 0) {
     const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
+    bool without_list = false;
+    if constexpr (kSeeksForest) without_list = node_holds_all_rows(p, planned, m.forest[m.forest.size - 1].qo_begin + m.forest[m.forest.size - 1].qo_len);
 #pragma unroll 1
-    for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level);
+    for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level, without_list);
   }
   const bool takes_forest = kSeeksForest && candidates.first_node > 0;
   if (takes_forest && linkers.has_this_thread()) clear_counts(m, linkers, count_columns(m, planned.num_groups - m.forest.size));

@@ -85,7 +85,9 @@ void plan_on_host(const PlanParams& p) {
     p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
   }
   write_header(p, planned);
-  for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level);
+  const RowGroup& last = p.schedule.groups[max_of(count_groups(p) - 1, 0)];    // of the requests, where a forest is sought
+  const bool without_list = node_holds_all_rows(p, planned, last.qo_begin + last.qo_len);
+  for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level, without_list);
 }
 
 }  // namespace attn

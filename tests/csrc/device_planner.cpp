@@ -148,9 +148,20 @@ extern "C" void device_planner_plan(const int32_t* config, void* workspace, cons
   for (int32_t block = blocks - 1; block >= 0; --block) {
     emulation::run_cta(block, blocks, attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
   }
+  const attn::Schedule& schedule = planned_params.schedule;
+  const int32_t num_requests = planned_params.levels[0].num_groups;
+  bool without_list = planned_params.seeks_forest && schedule.header->num_groups == num_requests + 1;
+  if (without_list) {
+    const attn::RowGroup& last = schedule.groups[num_requests - 1];
+    const attn::RowGroup& node = schedule.groups[num_requests];
+    without_list = node.qo_begin == 0 && node.qo_len == last.qo_begin + last.qo_len;
+    for (int32_t row = 0; without_list && row < node.qo_len; ++row) {
+      if (schedule.rows[row] != row) emulation::fail("rows of a level without a list are not in order");
+    }
+  }
   for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {
     const attn::Level got = planned_params.schedule.header->levels[i];
-    attn::write_level(planned_params, i);
+    attn::write_level(planned_params, i, without_list);
     if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0) emulation::fail("a level is not described");
   }
   for (int32_t i = 0; i < (planned_params.seeks_forest ? planned_params.levels[0].num_groups : 0); ++i) {

@@ -448,12 +448,19 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   }
 }
 
-ATTN_HD void write_level(const PlanParams& p, int32_t index) {
+/// Whether one node is all of a forest, and its rows are all rows of the requests, the last of which ends at `end_row`: in their order, so its row group needs no list, without which
+/// its rows of Q come faster (docs/decisions.md).
+ATTN_HD bool node_holds_all_rows(const PlanParams& p, const Planned& planned, int32_t end_row) {
+  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_merge_rows == end_row;
+}
+
+/// Describes a level. `without_list`: the forest's, if node_holds_all_rows().
+ATTN_HD void write_level(const PlanParams& p, int32_t index, bool without_list) {
   const PlanLevel& level = p.levels[index];
+  const int32_t* rows = index == p.num_levels && without_list ? nullptr : level.rows;
   int32_t group_begin = 0;
   for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
-  p.schedule.header->levels[index] =
-      Level{level.table.indices, level.rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
+  p.schedule.header->levels[index] = Level{level.table.indices, rows, level.table.num_entries, level.table.entry_step, level.causal, level.window_left, group_begin};
 }
 
 /// Links row number `index` of a group of a composition, and reports a row that does not exist. Returns the row's number plus 1, 0 if it does not exist.
