@@ -351,7 +351,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
   look_up();
   ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
-  int32_t behind_narrow = 0;       // KV tiles that are still brought as if they were of a narrow item
+  int32_t behind_narrow = 0;       // KV tiles that are still brought as those of narrow items are
   while (!cursor.done()) {
     if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
@@ -365,8 +365,8 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
       // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way first, there are few entries to wait for.
       if (Copier::kGathers && !last) look_up();
       wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
-      // Where a warpgroup only waits for a tile that the other frees, and that is the item's last, nothing else holds up the next ones: it must not be so late that the tile's
-      // parts have been filled again.
+      // Behind an item's last tile a warpgroup that only waits for it, while the other frees it for both, holds up nothing: the tile's parts must not be filled again before it has
+      // looked. With few parts in use that would take parts of the next tile, which it frees itself.
       if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
