@@ -166,23 +166,23 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 }
 
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight, and the others if `halves` is 2. Their outputs meet in
-/// `outputs`, kBytes of memory that nobody reads any more once all threads are here; `maxima` has room for two floats a row and warp. `Block`: the threads that take part.
+/// `outputs`, kBytes of memory that nobody reads any more once all threads are here; `maxima` has room for two floats a row and warp, at a multiple of 16 bytes. `Block`: the threads that take part.
 /// Where work items are short this is half of their time, and none of it overlaps with another's: so nothing waits that need not.
 template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bool kManyLevels>
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, int halves, char* outputs,
                                                    float* maxima) {
-  constexpr int kWarps = Layout::kKvWarps;                 // that share rows
-  constexpr int kRows = Block::kWarps / kWarps * 8;        // at a time
+  constexpr int kKvWarps = Layout::kKvWarps;               // that share rows
+  constexpr int kRows = Block::kWarps / kKvWarps * 8;        // at a time
   constexpr int kChunks = kHeadDim / 4;                    // of 16 bytes
   constexpr int kStride = Block::kWarps * 32;
-  static_assert(kWarps * kRows * kChunks * 16 <= kBytes, "they fit");
-  struct alignas(kWarps < 4 ? 8 : 16) OfWarps {
-    float of_warp[kWarps];
+  static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes, "they fit");
+  struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
+    float of_warp[kKvWarps];
   };
   const int lane = ptx::lane_id();
   const int row_of_half = warp.first_row / 2 + lane / 4;   // of those kRows
   OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(maxima);          // [row of the tile], scaled
-  OfWarps* const row_sums = row_maxima + Block::kWarps * 16 / kWarps;
+  OfWarps* const row_sums = row_maxima + Block::kWarps * 16 / kKvWarps;
 
   // Outputs: [KV warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall into different banks.
   const auto output_chunk = [&](int kv_warp, int row, int chunk) {
@@ -207,14 +207,14 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
     const OfWarps of_sums = row_sums[tile_row];
     float maximum = minus_infinity();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, of_maxima.of_warp[w]);
+    for (int w = 0; w < kKvWarps; ++w) maximum = fmaxf(maximum, of_maxima.of_warp[w]);
     const float base = maximum == minus_infinity() ? 0.0f : maximum;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
+    for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
     const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    if (const int32_t count = target.rows.count; tile_row < count) {
+    if (const int32_t count = target.rows.count; tile_row < count) {   // read once: in the loop it would be again for each store
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
       const int chunk = i % kChunks;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
+      for (int w = 0; w < kKvWarps; ++w) {
         const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
         total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
       }
@@ -241,8 +241,8 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
         reinterpret_cast<float4*>(to)[chunk] = total;
       }
     }
-    // By a warp that has none of the first rows to write.
-    if (warp.kv_warp == kWarps - 1 && lane % 4 == 0) {
+    // By a warp that mostly has no outputs to add up.
+    if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
       if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
     }
     if (++half >= halves) break;

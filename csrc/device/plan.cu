@@ -416,7 +416,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   } else if (from_last % 32 == 0) {
     const int32_t warps = (plan_threads() - p.position_threads) / 32 - 1;
     bool without_list = false;
-    if constexpr (kSeeksForest) without_list = node_holds_all_rows(p, planned, m.forest[m.forest.size - 1].qo_begin + m.forest[m.forest.size - 1].qo_len);
+    if constexpr (kSeeksForest) without_list = node_needs_no_list(p, planned, m.forest[m.forest.size - 1].qo_begin + m.forest[m.forest.size - 1].qo_len);
 #pragma unroll 1
     for (int32_t level = warp_behind - 1; level < count_levels(p); level += warps) write_level(p, level, without_list);
   }

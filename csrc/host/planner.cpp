@@ -85,8 +85,11 @@ void plan_on_host(const PlanParams& p) {
     p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
   }
   write_header(p, planned);
-  const RowGroup& last = p.schedule.groups[max_of(count_groups(p) - 1, 0)];    // of the requests, where a forest is sought
-  const bool without_list = node_holds_all_rows(p, planned, last.qo_begin + last.qo_len);
+  bool without_list = false;
+  if (p.seeks_forest) {
+    const RowGroup& last = p.schedule.groups[p.levels[0].num_groups - 1];
+    without_list = node_needs_no_list(p, planned, last.qo_begin + last.qo_len);
+  }
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level, without_list);
 }
 

@@ -154,7 +154,8 @@ extern "C" void device_planner_plan(const int32_t* config, void* workspace, cons
   if (without_list) {
     const attn::RowGroup& last = schedule.groups[num_requests - 1];
     const attn::RowGroup& node = schedule.groups[num_requests];
-    without_list = node.qo_begin == 0 && node.qo_len == last.qo_begin + last.qo_len;
+    const int32_t packed_rows = node.qo_len * planned_params.config.group_size;
+    without_list = node.qo_begin == 0 && node.qo_len == last.qo_begin + last.qo_len && packed_rows % attn::tile_rows(planned_params.config.max_kind) == 0;
     for (int32_t row = 0; without_list && row < node.qo_len; ++row) {
       if (schedule.rows[row] != row) emulation::fail("rows of a level without a list are not in order");
     }

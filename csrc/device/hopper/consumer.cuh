@@ -41,7 +41,7 @@ __device__ __forceinline__ void sync_warpgroup() { ptx::barrier_sync(kWarpgroupB
 template <int kHeadDim, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last, int lane) {
   constexpr int kChunks = KvTile<kHeadDim>::kRowChunks;
-#pragma unroll kHeadDim <= 128 ? 4 : 2   // more registers than two rows take there are not free
+#pragma unroll kHeadDim <= 128 ? 4 : 2   // head_dim 256 leaves registers for two rows at a time
   for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
     const int row = first_row + i / kChunks;
     if (row < first || row >= last) *reinterpret_cast<uint4*>(tile + KvTile<kHeadDim>::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);

@@ -338,6 +338,7 @@ __device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shar
 template <int kHeadDim, class Copier>
 __device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared, WorkCursor cursor) {
   using Shared = SharedMemory<kHeadDim>;
+  static_assert(Shared::kParts > 1 || narrow_parts(kHeadDim) + 2 <= Shared::kKvParts, "what behind_narrow relies on");
   const AttentionParams& params = hopper_params.attention;
   const Share<kHeadDim> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
@@ -365,8 +366,8 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
       // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way first, there are few entries to wait for.
       if (Copier::kGathers && !last) look_up();
       wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
-      // Behind an item's last tile a warpgroup that only waits for it, while the other frees it for both, holds up nothing: the tile's parts must not be filled again before it has
-      // looked. With few parts in use that would take parts of the next tile, which it frees itself.
+      // A warpgroup that only waits for an item's last tile, while the other frees it for both, must have looked before its parts are filled again, with the second and third tile
+      // behind it. With few parts in use that takes free parts of the next item, and nobody comes there before all consumers have met at the end of this one.
       if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);

@@ -38,7 +38,8 @@ ATTN_HD constexpr int32_t kv_slots(int32_t head_dim) { return head_dim <= 64 ? 1
 ATTN_HD constexpr int32_t slot_parts(int32_t head_dim) { return head_dim <= 128 ? 2 : 1; }
 
 /// Parts that are filled or being filled while row tiles are narrow: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than
-/// others, and all wait for the last (docs/decisions.md).
+/// others, and all wait for the last (docs/decisions.md). Where slots have no parts, more than kv_slots - 2 would be wrong: a warpgroup that only waits for a tile would
+/// hold up nothing.
 ATTN_HD constexpr int32_t narrow_parts(int32_t head_dim) { return head_dim <= 64 ? 12 : head_dim <= 128 ? 6 : 3; }
 
 /// Bytes of WorkItem (device/hopper/work_item.cuh).

@@ -49,7 +49,7 @@ inline int32_t plan_threads(const PlanParams& p) {
 inline int32_t plan_ctas(const PlanParams& p) { return p.seeks_forest ? 1 + min_of(p.levels[0].num_groups, kMaxSearchCtas) : 1; }
 
 /// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned; if so, describes the level of its row
-/// groups: the pages of the view, seen as a whole by the rows of a list that the planner writes.
+/// groups: the pages of the view, seen as a whole by the rows of a list that the planner writes (unless node_needs_no_list()).
 inline void prepare_plan(PlanParams& p) {
   p.kv_tile = FastDivisor(p.config.kv_tile);
   p.group_size = FastDivisor(p.config.group_size);
@@ -449,12 +449,13 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
 }
 
 /// Whether one node is all of a forest, and its rows are all rows of the requests, the last of which ends at `end_row`: in their order, so its row group needs no list, without which
-/// its rows of Q come faster (docs/decisions.md).
-ATTN_HD bool node_holds_all_rows(const PlanParams& p, const Planned& planned, int32_t end_row) {
-  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_merge_rows == end_row;
+/// Q of the largest row tiles comes faster (docs/decisions.md). Only if they fill such tiles: behind the last row Q may hold anything.
+ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned, int32_t end_row) {
+  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_merge_rows == end_row &&
+         packed_rows_of(p.config, end_row) % tile_rows(p.config.max_kind) == 0;
 }
 
-/// Describes a level. `without_list`: the forest's, if node_holds_all_rows().
+/// Describes a level. `without_list`: the forest's, if node_needs_no_list().
 ATTN_HD void write_level(const PlanParams& p, int32_t index, bool without_list) {
   const PlanLevel& level = p.levels[index];
   const int32_t* rows = index == p.num_levels && without_list ? nullptr : level.rows;

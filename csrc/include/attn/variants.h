@@ -59,6 +59,7 @@ struct SoftCap {
   ATTN_HD static float logits(const VariantParams& p, float logit) {
 #if defined(__CUDA_ARCH__)
     // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6, in seven instructions: each is there once for every score that a thread holds.
+    // (PTX as in device/ptx/math.cuh, which is not for headers that g++ reads, too.)
     const float exponent = logit * __fdividef(2.0f * kLog2E, p.logits_soft_cap);
     float power, inverse;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
