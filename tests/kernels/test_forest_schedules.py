@@ -235,6 +235,20 @@ def compact(batch: Batch) -> Batch:
     return replace(batch, pages=[[place[page] for page in own] for own in batch.pages], num_pages=len(place))
 
 
+@pytest.mark.parametrize(("requests", "rows"), [(31, 1), (32, 1), (33, 1), (8, 8), (9, 8)])
+def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) -> None:
+    """Rows that fill row tiles of 128 need no row list, others do; behind them Q holds NaN."""
+    rng = numpy.random.default_rng([requests, rows])
+    pages = [[*range(20), 20 + i] for i in range(requests)]
+    batch = Batch(16, [rows] * requests, [20 * 16 + rows + i % 8 for i in range(requests)], pages, 20 + requests)
+    problem = make_problem(rng, Shape(2, 4, 128, torch.bfloat16, 16, None), batch, device)
+    attention = problem.attention(cascade="always")
+    problem.run(attention, batch.view(rng, device))
+    problem.check()
+    (node,) = attention.schedule().forest
+    assert node.group >= 0 and node.num_rows == requests * rows
+
+
 @pytest.mark.parametrize("num_requests", [1023, 1024, 1025])
 def test_forest_of_very_many_requests(device: torch.device, num_requests: int) -> None:
     """Above 1024 requests no forest is sought."""
