@@ -246,7 +246,8 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
     problem.run(attention, batch.view(rng, device))
     problem.check()
     (node,) = attention.schedule().forest
-    assert node.group >= 0 and node.num_rows == requests * rows
+    assert node.group >= 0
+    assert node.num_rows == requests * rows
 
 
 @pytest.mark.parametrize("num_requests", [1023, 1024, 1025])
