@@ -34,8 +34,9 @@ a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
   output_length   tokens of the answer; a request is drawn in the middle of it
   hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens behind equal tokens; [first, count] is a run of ids
 
-what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head, the cost of all and of the busiest CTA (in the planner's
-  units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what became of it; a node lies below the one above it.
+what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a row group's once), the cost of all and of
+  the busiest CTA (in the planner's units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what
+  became of it; a node lies below the one above it.
 """
 
 
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
                 picture.write_png(arguments.png)
                 print(f"\nwrote {arguments.png}")
     except (ValueError, OSError, ImportError) as error:
-        print(f"attn-backend plan: {error}", file=sys.stderr)
+        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
+        print(f"attn-backend plan: {error}{hint}", file=sys.stderr)
         return 2
     return 0
 
