@@ -49,15 +49,23 @@ class _View(ctypes.Structure):
 
 def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None) -> Schedule:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner."""
+    return plan_and_lists_rows(library, attention, composition, device_seed)[0]
+
+
+def plan_and_lists_rows(
+    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None
+) -> tuple[Schedule, bool]:
+    """plan(), and whether its last level, a forest's if one was sought, has a row list."""
     config, c_config, workspace, offsets = _workspace(library, attention)
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
+    address = ctypes.c_void_p(workspace.data_ptr())
     if device_seed is None:
-        library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels))
+        lists_rows = library.host_planner_plan(c_config, address, views, len(levels))
     else:
-        library.device_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), views, len(levels), ctypes.c_uint32(device_seed))
-    return Schedule.read(workspace, [*config, *offsets])
+        lists_rows = library.device_planner_plan(c_config, address, views, len(levels), ctypes.c_uint32(device_seed))
+    return Schedule.read(workspace, [*config, *offsets]), bool(lists_rows)
 
 
 def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:

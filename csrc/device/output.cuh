@@ -172,7 +172,7 @@ template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bo
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<kManyLevels>& target, const Layout& warp, int halves, char* outputs,
                                                    float* maxima) {
   constexpr int kKvWarps = Layout::kKvWarps;               // that share rows
-  constexpr int kRows = Block::kWarps / kKvWarps * 8;        // at a time
+  constexpr int kRows = Block::kWarps / kKvWarps * 8;      // at a time
   constexpr int kChunks = kHeadDim / 4;                    // of 16 bytes
   constexpr int kStride = Block::kWarps * 32;
   static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes, "they fit");

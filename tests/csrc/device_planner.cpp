@@ -142,31 +142,21 @@ attn::PlanParams planned_params;
 }  // namespace
 
 /// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads.
-extern "C" void device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed) {
+extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed) {
   planned_params = attn::passed_params(config, workspace, views, num_levels);
   const int32_t blocks = attn::plan_ctas(planned_params);
   for (int32_t block = blocks - 1; block >= 0; --block) {
     emulation::run_cta(block, blocks, attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
   }
-  const attn::Schedule& schedule = planned_params.schedule;
-  const int32_t num_requests = planned_params.levels[0].num_groups;
-  bool without_list = planned_params.seeks_forest && schedule.header->num_groups == num_requests + 1;
-  if (without_list) {
-    const attn::RowGroup& last = schedule.groups[num_requests - 1];
-    const attn::RowGroup& node = schedule.groups[num_requests];
-    const int32_t packed_rows = node.qo_len * planned_params.config.group_size;
-    without_list = node.qo_begin == 0 && node.qo_len == last.qo_begin + last.qo_len && packed_rows % attn::tile_rows(planned_params.config.max_kind) == 0;
-    for (int32_t row = 0; without_list && row < node.qo_len; ++row) {
-      if (schedule.rows[row] != row) emulation::fail("rows of a level without a list are not in order");
-    }
-  }
+  const bool lists_rows = attn::last_level_lists_rows(planned_params);
   for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {
     const attn::Level got = planned_params.schedule.header->levels[i];
-    attn::write_level(planned_params, i, without_list);
+    attn::write_level(planned_params, i, !lists_rows);
     if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0) emulation::fail("a level is not described");
   }
   for (int32_t i = 0; i < (planned_params.seeks_forest ? planned_params.levels[0].num_groups : 0); ++i) {
     const attn::Attachment& attachment = planned_params.schedule.attachments[i];
     if (attachment.leader != 0 || attachment.pages != 0) emulation::fail("a word is left for the next plan");
   }
+  return lists_rows;
 }

@@ -15,8 +15,11 @@ extern "C" int64_t host_planner_layout(const int32_t* config, int64_t* offsets) 
   return layout.bytes;
 }
 
-extern "C" void host_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels) {
-  attn::plan_on_host(attn::passed_params(config, workspace, views, num_levels));
+/// Returns last_level_lists_rows().
+extern "C" int32_t host_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels) {
+  const attn::PlanParams params = attn::passed_params(config, workspace, views, num_levels);
+  attn::plan_on_host(params);
+  return attn::last_level_lists_rows(params);
 }
 
 #ifdef choose_kind   // one_kind.h

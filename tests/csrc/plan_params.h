@@ -56,4 +56,7 @@ inline PlanParams passed_params(const int32_t* config, void* workspace, const Pa
   return params;
 }
 
+/// Whether the last level of what was planned has a row list.
+inline bool last_level_lists_rows(const PlanParams& p) { return p.schedule.header->levels[count_levels(p) - 1].rows != nullptr; }
+
 }  // namespace attn

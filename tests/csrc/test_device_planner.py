@@ -93,6 +93,22 @@ def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
         assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned), seed
 
 
+@pytest.mark.parametrize(
+    ("requests", "rows", "alone", "listed"), [(31, 1, 0, 1), (32, 1, 0, 0), (33, 1, 0, 1), (8, 8, 0, 0), (9, 8, 0, 1), (32, 1, 32, 1), (512, 1, 0, 0)]
+)
+def test_only_rows_of_all_that_fill_row_tiles_need_no_list(library: ctypes.CDLL, requests: int, rows: int, alone: int, listed: int) -> None:
+    """`alone`: requests that share nothing, before `requests` that share a prefix. 32 rows of 4 heads fill a row tile."""
+    pages = [[*([900 + i] if i < alone else range(20)), 1000 + i] for i in range(alone + requests)]
+    batch = Batch(16, [rows] * len(pages), [16 * len(own) - 16 + rows for own in pages], pages, 5000)
+    attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=len(pages), cascade="always")
+    view = batch.view(numpy.random.default_rng(0), "cpu")
+    planned, on_host = host_planner.plan_and_lists_rows(library, attention, view)
+    of_device, on_device = host_planner.plan_and_lists_rows(library, attention, view, 1)
+    assert on_host == on_device == bool(listed)
+    assert schedule_model.same(of_device, planned)
+    assert planned.rows.tolist() == list(range(alone * rows, len(pages) * rows))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, seed: int) -> None:
     """All requests share as much with the first one, and some of them more with each other: what is planned by the first words must be planned again."""
