@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .page_table import PageTable
-from .structure import INT32, INT32_OR_INT64, check_same_device, index_tensor, refuse
+from .structure import INT32, INT32_OR_INT64, check_int, check_same_device, index_tensor, refuse
 
 MAX_LEVELS = 8     # of one composition
 
@@ -55,8 +55,7 @@ class BSRView:
         check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
         if not isinstance(self.causal, bool):
             refuse("causal", self.causal, "True or False")
-        if not isinstance(self.window_left, int) or self.window_left < -1:
-            refuse("window_left", self.window_left, "an int: tokens, or -1 for no limit")
+        object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:
             check_same_device("rows", index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"), "the page table", self.table.device)
 

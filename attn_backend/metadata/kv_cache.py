@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .structure import check_same_device, dtype_name, refuse
+from .structure import check_int, check_plain, check_same_device, dtype_name, refuse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,8 +57,7 @@ class KVCache:
         """k, v: [slots, num_kv_heads, head_dim]; page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off."""
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
-        if not isinstance(page_size, int) or page_size < 1:
-            refuse("page_size", page_size, "an int of at least 1 token")
+        check_int("page_size", page_size, 1)
         return cls(_pages_of_slots(k, page_size), _pages_of_slots(v, page_size))
 
     @classmethod
@@ -100,13 +99,14 @@ class KVCache:
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != ndim:
-        refuse(name, tensor, f"a tensor {shape}")
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.ndim != ndim:
+        refuse(name, tensor, f"a dense tensor {shape}")
 
 
 def _checked(name: str, view: Tensor) -> Tensor:
     """`view` with plain strides."""
     _check_dimensions(name, view, 4, "[pages, page_size, num_kv_heads, head_dim]")
+    check_plain(name, view)
     if view.dtype not in DTYPES:
         refuse(name, view, "bfloat16, float16 or float32")
     if view.shape[1] < 1:
