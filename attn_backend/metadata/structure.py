@@ -65,7 +65,7 @@ def check_plain(name: str, tensor: object) -> Tensor:
 
 
 def explain_failure(tensors: dict[str, object]) -> None:
-    """When a call has failed on its tensors, and does not say on which: refuses the first that is not plain, or of a subclass that has not all that a tensor has."""
+    """When a call has failed on its tensors, and does not say on which: refuses the first that is not plain, or of a subclass."""
     for name, tensor in tensors.items():
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
@@ -91,15 +91,14 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
     if (
         not isinstance(tensor, Tensor)
         or tensor.dtype not in dtypes
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
         or tensor.ndim != 1
+        or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
         or (size is not None and tensor.shape[0] != size)
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return check_plain(name, tensor)
+    return _with_memory(name, tensor)
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -115,13 +114,20 @@ def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
     if (
         not isinstance(tensor, Tensor)
         or tensor.dtype != torch.int32
+        or tensor.ndim != 2
         or tensor.layout is not torch.strided
         or tensor.is_nested
-        or tensor.ndim != 2
         or (tensor.stride(1) != 1 and tensor.shape[1] > 1)
     ):
         refuse(name, tensor, f"an int32 tensor {shape} with contiguous rows")
-    return check_plain(name, tensor)
+    return _with_memory(name, tensor)
+
+
+def _with_memory(name: str, tensor: Tensor) -> Tensor:
+    """check_plain() for integers, asked in less time: views are made in every step of an engine."""
+    if tensor.is_neg() or tensor.is_meta or not tensor.untyped_storage().nbytes():
+        check_plain(name, tensor)
+    return tensor
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: torch.device) -> None:

@@ -23,7 +23,7 @@ class Served:
 
     def __init__(self, cascade: object = True, num_requests: int = 64) -> None:
         self.rng = numpy.random.default_rng(0)
-        pages = [[0, 1, 2, 3, *(([4, 5, 6] if i % 2 else [7, 8])), 20 + i] for i in range(num_requests)]
+        pages = [[0, 1, 2, 3, *([4, 5, 6] if i % 2 else [7, 8]), 20 + i] for i in range(num_requests)]
         self.batch = Batch(PAGE_SIZE, [1] * num_requests, [PAGE_SIZE * len(own) for own in pages], pages, 20 + num_requests)
         width = max(map(len, pages))
         table = torch.zeros(num_requests, width, dtype=torch.int32)

