@@ -32,10 +32,10 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
     """
     try:
         for name, tensor in (("k", k), ("v", v), ("slots", slots)):
-            if tensor.requires_grad or tensor.is_neg() or not tensor.untyped_storage().nbytes():
+            if tensor.is_neg() or (torch.is_grad_enabled() and tensor.requires_grad):
                 check_plain(name, tensor)
         library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
     except (AttributeError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
-        explain_failure({"k": k, "v": v, "slots": slots, "kv.k": kv.k, "kv.v": kv.v})
+        explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
         raise

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from threading import Lock
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
-from ..metadata.structure import MAX_INT32, check_int, check_plain, check_types, explain_failure, refuse
+from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -79,9 +79,7 @@ class Attention:
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
     ) -> None:
-        device = _device(device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            refuse("device", str(device), "cpu here: torch sees no GPU")
+        device = check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         num_qo_heads, num_kv_heads, head_dim = _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
@@ -193,6 +191,8 @@ class Attention:
                 raise ValueError(describe_errors(errors))
         except BaseException as error:
             self._library.abandon_plan(self._handle)
+            if level >= 0 and isinstance(error, RuntimeError) and not str(error).startswith("this Attention"):
+                explain_failure(_tensors_of(levels[level]))
             if level >= 0 and isinstance(error, ValueError) and isinstance(composition, Composition):
                 raise ValueError(f"levels[{level}]: {error}") from None
             raise
@@ -230,12 +230,12 @@ class Attention:
             RuntimeError: another thread uses this object.
         """
         try:
-            # What the handles that the library gets do not say: a sign that is still to be changed, freed storage, a gradient that would not come.
-            if q.requires_grad or q.is_neg() or not q.untyped_storage().nbytes():
+            # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
+            if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if out is None:
                 out = torch.empty_like(q)
-            elif out.requires_grad or out.is_neg() or not out.untyped_storage().nbytes():
+            elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
                 check_plain("out", out)
             if lse is not None:
                 check_plain("lse", lse)
@@ -243,7 +243,8 @@ class Attention:
             errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
         except (AttributeError, OverflowError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
             check_types(KVCache, "a KVCache", kv=kv)
-            explain_failure({"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v})
+            tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
+            explain_failure(tensors.items())
             numbers = {"sm_scale": self._sm_scale if sm_scale is None else sm_scale, "logits_soft_cap": logits_soft_cap}
             check_types(Real, "a number", **numbers)
             for name, number in numbers.items():
@@ -289,19 +290,22 @@ class Attention:
             raise ValueError(describe_errors(errors))
 
 
+def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
+    """By the names that their makers know."""
+    table = view.table
+    indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
+    tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
+    for name, tensor in zip(("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"), tensors, strict=True):
+        if tensor is not None:
+            yield name, tensor
+
+
 def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     if not isinstance(composition, Composition):
         refuse("composition", composition, "a Composition or a BSRView")
     if len(composition.levels) > max_levels:
         refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
     return composition.levels
-
-
-def _device(device: object) -> torch.device:
-    try:
-        return torch.device(device)     # type: ignore[call-overload]
-    except (OverflowError, RuntimeError, TypeError, ValueError):
-        refuse("device", device, "a CUDA device or the CPU")
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
@@ -317,13 +321,11 @@ def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
             refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} on CUDA")
         if dtype not in _DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
-    elif device.type == "cpu":
+    else:
         if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
             refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
         if dtype not in _DTYPE_CODES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
-    else:
-        refuse("device", str(device), "a CUDA device or the CPU")
     return num_qo_heads, num_kv_heads, head_dim
 
 

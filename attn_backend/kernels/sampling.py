@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..metadata.structure import check_plain, explain_failure, refuse
+from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -66,7 +66,7 @@ def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     """A workspace for `sample`: int64 [4096] on `device`. It may hold anything. Launches that may run at the same time need one each."""
-    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
+    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=check_device(device))
 
 
 # What the library's functions are given, by the caller's names; "": not the caller's own.
@@ -84,15 +84,16 @@ _TENSORS_OR_NONE = ("token_mask", "out", "workspace")
 def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
     """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds."""
     try:
+        check_int("row_ctas", arguments[-1], 0)
         for name, value in zip(names, arguments, strict=True):
-            if isinstance(value, torch.Tensor) and (value.requires_grad or value.is_neg() or not value.untyped_storage().nbytes()):
+            if name and isinstance(value, torch.Tensor) and (value.is_neg() or (torch.is_grad_enabled() and value.requires_grad)):
                 check_plain(name, value)
         function(*arguments)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         for name, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
                 if name and not isinstance(error, ValueError):
-                    explain_failure({name: value})
+                    explain_failure([(name, value)])
             elif name in _TENSORS:
                 refuse(name, value, "a tensor")
             elif name in _TENSORS_OR_NONE:
@@ -101,8 +102,6 @@ def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: obj
             elif name:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     refuse(name, value, "in [-2^63, 2^63)")
-                if name == "row_ctas" and not isinstance(value, int):
-                    refuse(name, value, "an integer")
                 if not isinstance(value, int | float):
                     refuse(name, value, "a number or a tensor [batch]")
         raise
@@ -178,8 +177,7 @@ def sample(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    if not isinstance(num_top_logprobs, int) or not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
-        refuse("num_top_logprobs", num_top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    num_top_logprobs = check_int("num_top_logprobs", num_top_logprobs, 0, MAX_TOP_LOGPROBS)
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
     batch, device = _batch_of("logits", logits), logits.device

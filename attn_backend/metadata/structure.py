@@ -5,6 +5,7 @@ The `..._tensor` functions return their argument, so that a caller checks and na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import NoReturn
 
@@ -43,10 +44,25 @@ def describe(value: object) -> str:
 
 def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> int:
     """Refuses what is not an int in [least, most]; True and False are none."""
+    if type(value) is int and least <= value <= most:
+        return value
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
     if not least <= number <= most:
         refuse(name, value, f"an int in [{least}, {most}]")
     return number
+
+
+def check_device(device: object) -> torch.device:
+    """Refuses what is no CUDA device that torch sees, and not the CPU."""
+    try:
+        found = torch.device(device)     # type: ignore[call-overload]
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        refuse("device", device, "a CUDA device or the CPU")
+    if found.type not in ("cuda", "cpu") or isinstance(device, int):
+        refuse("device", str(device), "a CUDA device or the CPU")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        refuse("device", str(found), f"one of the {torch.cuda.device_count()} GPUs that torch sees, or the CPU")
+    return found
 
 
 def check_plain(name: str, tensor: object) -> Tensor:
@@ -64,9 +80,9 @@ def check_plain(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def explain_failure(tensors: dict[str, object]) -> None:
+def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
     """When a call has failed on its tensors, and does not say on which: refuses the first that is not plain, or of a subclass."""
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
 
@@ -93,12 +109,13 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
         or tensor.dtype not in dtypes
         or tensor.ndim != 1
         or tensor.layout is not torch.strided
+        or tensor.is_nested
         or not tensor.is_contiguous()
         or (size is not None and tensor.shape[0] != size)
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return _with_memory(name, tensor)
+    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -120,14 +137,7 @@ def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
         or (tensor.stride(1) != 1 and tensor.shape[1] > 1)
     ):
         refuse(name, tensor, f"an int32 tensor {shape} with contiguous rows")
-    return _with_memory(name, tensor)
-
-
-def _with_memory(name: str, tensor: Tensor) -> Tensor:
-    """check_plain() for integers, asked in less time: views are made in every step of an engine."""
-    if tensor.is_neg() or tensor.is_meta or not tensor.untyped_storage().nbytes():
-        check_plain(name, tensor)
-    return tensor
+    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: torch.device) -> None:

@@ -172,8 +172,8 @@ struct KvLoader {
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
-    const Level& level = params.schedule.header->levels[kManyLevels ? group.level : 0];
-    const TokenRange all{0, min_of(tile.kv_end, existing_tokens(params, level.indices, group))};
+    TokenRange all{0, tile.kv_end};
+    if (params.has_ragged != 0) all.end = min_of(all.end, existing_tokens(params, params.schedule.header->levels[kManyLevels ? group.level : 0].indices, group));
     loaded.visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
     loaded.visible_end = all.end;
     loaded.first_token = tile.kv_begin;
@@ -201,7 +201,7 @@ struct KvLoader {
     const bool is_v = threadIdx.x >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
     if (!sees_nothing()) {
-      const int32_t wanted = table.indices == nullptr || table.entry_step == 1 ? entry : entry / table.entry_step;
+      const int32_t wanted = table.indices == nullptr || table.entry_step == 1 ? entry : page_of_slot(entry, table.entry_step);
       const int32_t page = clamp(wanted, 0, params.num_pages - 1);
       if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
       const KvTensor& tensor = is_v ? params.v : params.k;

@@ -49,7 +49,7 @@ struct WorkCursor {
 
 /// Of a row group's tokens those that exist, and a report if not all do: ragged K and V may have fewer rows than lengths say, which only run() knows.
 __device__ __forceinline__ int32_t existing_tokens(const AttentionParams& params, const int32_t* indices, const RowGroup& group) {
-  if (indices != nullptr) return group.kv_len;
+  if (params.has_ragged == 0 || indices != nullptr) return group.kv_len;
   const int32_t tokens = static_cast<int32_t>(clamp<int64_t>(params.num_pages - group.table_begin, 0, group.kv_len));
   if (tokens != group.kv_len) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
   return tokens;

@@ -106,7 +106,7 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
   table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given
   if (indices.has_value()) {
     const TensorView& t = indices.value();
-    const char* name = indptr.has_value() ? "kv_indices" : "block_table";
+    const char* name = indptr.has_value() ? "kv_indices" : rows.has_value() ? "req_to_token" : "block_table";
     check_tensor(name, t, device);
     check_dtype(name, t, DLDataType{kDLInt, 32, 1});
     if (indptr.has_value()) {

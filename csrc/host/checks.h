@@ -1,14 +1,17 @@
 // Refusals: every message names the argument, what it was and what it must be.
 #pragma once
 
+#include <sys/mman.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <initializer_list>
 #include <string>
 
 #include "attn/params.h"
+#include "host/driver.h"
 
 namespace attn {
 
@@ -34,9 +37,20 @@ inline void check_device(const char* name, const TensorView& tensor, DLDevice de
   if (!same) refuse(std::string(name) + ".device", device_name(was), device_name(device));
 }
 
+/// Whether the process has memory at an address.
+inline bool is_mapped(uintptr_t address) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  unsigned char resident;
+  return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
+}
+
 /// Something that looks like a tensor and has no elements anywhere: a FakeTensor, a subclass that wraps others, one whose storage was freed.
 inline void check_memory(const char* name, const TensorView& tensor) {
-  if (tensor.data_ptr() == nullptr && tensor.numel() > 0) refuse(name, "a tensor without memory behind it", "one with data");
+  // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked up.
+  constexpr uintptr_t kUnlikely = uintptr_t{1} << 32;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  if (address >= kUnlikely || tensor.numel() == 0) return;
+  if (!(tensor.device().device_type == kDLCPU ? is_mapped(address) : driver::is_device_memory(address))) refuse(name, "a tensor without memory behind it", "one with data");
 }
 
 /// The gate that every tensor passes: it is where the others are, and has memory.
@@ -90,7 +104,7 @@ inline void check_dtype(const char* name, const TensorView& tensor, DLDataType d
 }
 
 inline void check_contiguous_dim(const char* name, const TensorView& tensor, int32_t dim) {
-  if (tensor.size(dim) > 1 && tensor.stride(dim) != 1) refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
+  if (tensor.size(dim) > 1 && tensor.stride(dim) != 1 && tensor.numel() > 0) refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
 }
 
 /// A contiguous vector of int32 or int64 with at least `size` elements.

@@ -22,6 +22,7 @@ namespace {
 using tvm::ffi::AnyView;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
+using tvm::ffi::TypeIndex;
 
 constexpr int64_t kMaxRows = 1 << 26;     // times CTAs of a row: blocks of a grid
 
@@ -37,7 +38,7 @@ RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int6
     return result;
   }
   const auto number = value.try_cast<double>();
-  if (!number) refuse(name, value.GetTypeKey(), "a number or a float32 tensor [batch]");
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool) refuse(name, value.GetTypeKey(), "a number or a float32 tensor [batch]");
   if (std::isnan(*number)) refuse(name, *number, "a number");
   result.value = static_cast<float>(*number);
   return result;
@@ -52,7 +53,7 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   }
   const auto number = value.try_cast<int64_t>();
   const std::string type = value.GetTypeKey();
-  if (!number) refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type, "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool) refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type, "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
   result.value = *number;
   return result;
 }

@@ -59,7 +59,7 @@ def chain(nodes: int) -> Composition:
         ("levels", lambda: Composition(VIEW)),
         ("levels", lambda: Composition(view for view in [VIEW])),
         (r"levels\[1\]", lambda: Composition((VIEW, TABLE))),
-        ("kv_indptr", lambda: Composition((VIEW, BSRView(QO_INDPTR, PageTable.ragged(QO_INDPTR.to("meta")))))),
+        (r"levels\[1\]\.qo_indptr", lambda: Composition((VIEW, BSRView(QO_INDPTR.to("meta"), PageTable.ragged(QO_INDPTR.to("meta")))))),
         (r"len\(levels\)", lambda: Composition((VIEW,) * (MAX_LEVELS + 1))),
         (r"levels\[2\]\.table\.page_size", lambda: Composition((VIEW, VIEW, BSRView(QO_INDPTR, PAGED)))),
         ("qo_indptrs", lambda: Composition.cascade([], [])),

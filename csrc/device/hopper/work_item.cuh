@@ -57,7 +57,7 @@ struct LoadedRowTile {
 
   /// The page of an entry; outside the cache: clamped and reported.
   __device__ __forceinline__ int32_t page(const AttentionParams& params, int32_t entry) const {
-    const int32_t wanted = indices == nullptr || entry_step == 1 ? entry : entry / entry_step;
+    const int32_t wanted = indices == nullptr || entry_step == 1 ? entry : page_of_slot(entry, entry_step);
     const int32_t page = clamp(wanted, 0, params.num_pages - 1);
     if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
     return page;
