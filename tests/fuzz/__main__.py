@@ -12,6 +12,7 @@ come back is a finding like every other. The exit status is 1 with findings.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ from fuzz.call import FINDINGS, GOOD  # noqa: E402
 from fuzz.chunks import Runner, Tally  # noqa: E402
 from fuzz.scenarios import CALLS, calls_of  # noqa: E402
 
-from attn_backend.kernels.library import library  # noqa: E402
+import attn_backend  # noqa: E402
 
 
 def parse() -> argparse.Namespace:
@@ -71,6 +72,15 @@ def only(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def warm_up() -> None:
+    """Loads once, here, what every process needs. Nothing is computed, so that no thread and no GPU is there to be lost in a fork."""
+    import torch._dynamo.source     # of fake tensors, at the first of which it is imported
+
+    assert torch._dynamo.source is not None
+    with contextlib.suppress(ValueError):      # the first error from C++ imports what describes it
+        attn_backend.sample(torch.zeros(1, 0))
+
+
 def prepare() -> None:
     torch.set_num_threads(1)
 
@@ -84,15 +94,21 @@ def report(tally: Tally, seed: int, device: str, seconds: float) -> None:
     print(f"{'all':32s}" + "".join(f"{sum(tally.counts[surface, kind] for surface in surfaces):26d}" for kind in classes))
     findings = sorted(tally.findings.values(), key=lambda finding: (FINDINGS.index(finding.kind), finding.title))
     for finding in findings:
-        print(f"\n{finding.count} x {finding.kind}: {finding.title}\n    {finding.message}")
+        print(f"\n{finding.count} x {finding.kind}: {finding.title}\n    {_shortened(finding.message)}")
         print(f"    python -m tests.fuzz --device {device} --seed {seed} --only {finding.call}      # or, behind others: --first {finding.chunk}")
     wrong = sum(finding.count for finding in findings)
     print(f"\n{tally.calls} calls in {seconds:.0f} s, seed {seed}: {wrong} findings of {len(findings)} kinds")
 
 
+def _shortened(message: str) -> str:
+    """One line; of a process that died, its innermost frames too."""
+    first, *rest = message.split("\n")
+    return "\n".join([first[:240], *(line for line in rest if line.startswith("        File "))])
+
+
 def main() -> int:
     arguments = parse()
-    library()      # loaded once, here; nothing is called, so that no thread and no GPU is there to be lost in a fork
+    warm_up()
     if arguments.only is not None:
         return only(arguments)
     device = torch.device(arguments.device)

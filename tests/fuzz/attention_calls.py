@@ -22,7 +22,8 @@ from .call import Call, ChoiceArgument, IntArgument, TensorArgument, Wrong
 from .mutations import around
 from .steps import INDEX, Arguments, Kinds, Step, check_result, plan_or_none, run_kinds, step_call
 
-MAX_ROWS, MAX_BATCH = 70, 9
+MAX_ROWS, MAX_BATCH = 80, 9     # more than small_spec() makes
+NO_SEQUENCE = (3.5, "x", object())
 
 
 def seed_of(rng: numpy.random.Generator) -> int:
@@ -62,7 +63,7 @@ def object_options(rng: numpy.random.Generator, device: torch.device) -> dict[st
         "cascade": [True, True, False, "always"][rng.integers(4)],
         "batch_invariant": batch_invariant,
         "max_levels": 1 if batch_invariant else int(rng.choice([1, 1, 2, 8])),
-        "max_rows": MAX_ROWS + int(rng.integers(3)) + 8 * 30,
+        "max_rows": MAX_ROWS + int(rng.integers(3)),
         "max_batch": MAX_BATCH + int(rng.integers(3)),
     }
 
@@ -166,9 +167,9 @@ def trees(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
         problem = compositions.make_problem(rng, shape, memory, composition, seen, len(node_of_row))
         at, row = int(rng.integers(len(parents))), int(rng.integers(len(node_of_row)))
         kinds: Kinds = {
-            "parents": ChoiceArgument("Composition.tree", wrong=(_at(parents, at, at), _at(parents, at, -2), _at(parents, at, 2**63), _at(parents, at, 0.5), parents[:-1])),
+            "parents": ChoiceArgument("Composition.tree", wrong=(*(_at(parents, at, value) for value in (at, -2, 2**63, 0.5)), parents[:-1]), types=NO_SEQUENCE),
             "table": ChoiceArgument("Composition.tree", others=("len(parents)",)),
-            "node_of_row": ChoiceArgument("Composition.tree", wrong=(_at(node_of_row, row, len(parents)), _at(node_of_row, row, -2), _at(node_of_row, row, None))),
+            "node_of_row": ChoiceArgument("Composition.tree", wrong=tuple(_at(node_of_row, row, value) for value in (len(parents), -2, None)), types=NO_SEQUENCE),
         }
         arguments = {"parents": parents, "table": table, "node_of_row": node_of_row}
         call = level_call(rng, problem, "Composition.tree", Composition.tree, arguments, kinds)

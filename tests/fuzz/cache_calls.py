@@ -17,6 +17,8 @@ from .call import Call, ChoiceArgument, IntArgument, TensorArgument
 from .mutations import around
 from .steps import INDEX, Arguments, Kinds, cache_arguments, table_arguments, without_prefix
 
+ANY = 2**100     # too large a number may be refused by plan, which knows what it has room for
+
 
 def appends(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
     while True:
@@ -106,7 +108,7 @@ def table_call(case: case_tensors.Case) -> Call:
         assert all(any(value is held for held in vars(made).values()) for value in given.values() if isinstance(value, torch.Tensor)), "a copy"
 
     if "page_size" in own:
-        own["page_size"] = IntArgument(low=1, high=2**31 - 1)
+        own["page_size"] = IntArgument(low=1, high=ANY)
     return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True)
 
 
@@ -123,7 +125,7 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         "qo_indptr": TensorArgument(dtypes=INDEX, exact=(0,)),
         "table": ChoiceArgument(wrong=(view.qo_indptr, view)),
         "causal": ChoiceArgument(wrong=(1, 0)),
-        "window_left": IntArgument(low=-1, high=2**31 - 1),
+        "window_left": IntArgument(low=-1, high=ANY),
         "rows": TensorArgument(dtypes=(torch.int32,), optional=True),
     }
 
@@ -139,5 +141,5 @@ def workspace_call(device: torch.device) -> Call:
         assert (workspace.dtype, workspace.shape, workspace.device.type) == (torch.int64, (4096,), device.type)
         assert not workspace.any()
 
-    kinds: Kinds = {"device": ChoiceArgument(wrong=("gpu", "cpu:x", "cuda:63", "meta"))}
+    kinds: Kinds = {"device": ChoiceArgument(wrong=("gpu", "cpu:x", "cuda:63"))}
     return Call("sampling_workspace", sampling_workspace, {"device": device}, kinds, check, public=True)

@@ -72,9 +72,10 @@ class FloatArgument(Argument):
 
 @dataclass(frozen=True)
 class ChoiceArgument(Argument):
-    """One of a few values, or an object of a class. wrong: what must be refused, besides objects of other types."""
+    """One of a few values, or an object of a class. wrong: what must be refused. types: objects of other types, which must be, too; None: the usual ones."""
 
     wrong: tuple[object, ...] = ()
+    types: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _sparse(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -
 
 
 def _with_gradient(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() if tensor.dtype.is_floating_point else None
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() if tensor.dtype.is_floating_point and tensor.numel() else None
 
 
 def _over_itself(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -155,7 +155,7 @@ _DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sp
 
 def _wrong_ints(kind: IntArgument, value: object) -> Iterator[tuple[str, object]]:
     valid = value if isinstance(value, int) else max(kind.low, 0)
-    edges = {kind.low - 1, kind.high + 1, -1, 0, 2**31, 2**32 + valid, 2**40, 2**63, 2**64 + valid, -(2**63) - 1}
+    edges = {kind.low - 1, kind.high + 1, -1, 0, 2**31, 2**32 + valid, 2**40, 2**63, 2**64 + valid, -(2**63) - 1}     # some are right once they are cut
     yield from (("out of range", edge) for edge in sorted(edges) if not kind.low <= edge <= kind.high)
     yield from (("out of range", edge) for edge in kind.wrong)
     yield "bool", True
@@ -171,7 +171,7 @@ def _wrong_floats(kind: FloatArgument) -> Iterator[tuple[str, object]]:
 
 def _wrong_choices(kind: ChoiceArgument, value: object) -> Iterator[tuple[str, object]]:
     yield from (("out of range", other) for other in kind.wrong)
-    yield from (("another type", other) for other in (*NOT_CHOICES, *(() if kind.optional else (None,))))
+    yield from (("another type", other) for other in (*(NOT_CHOICES if kind.types is None else kind.types), *(() if kind.optional else (None,))))
 
 
 def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Argument) -> Wrong | None:

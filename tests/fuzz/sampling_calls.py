@@ -114,6 +114,8 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
         assert token == int((logits == logits.max()).nonzero()[0]), f"token {token} is not the first of the most likely ones"
         return
     more, less = keeps(logits, **shift(settings, RELATIVE)), keeps(logits, **shift(settings, -RELATIVE))
+    if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:      # at a large temperature all are about as likely as the most likely one
+        less &= logits == logits.max()
     assert bool(more[token]), f"token {token} does not survive"
     if len(logits) > 64:
         return

@@ -45,7 +45,7 @@ class Step:
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
     """The constructor that makes this table, what it is given, and what is known of that."""
     surface = f"PageTable.{table.form}"
-    indptr = TensorArgument(surface, ("kv_indptr",), ("kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,))
+    indptr = TensorArgument(surface, ("kv_indptr",), ("kv_indices", "kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,))
     page_size = IntArgument(surface, others=("kv.k",), low=1, high=MAX_INT32)
     lens = TensorArgument(surface, others=("qo_indptr", "block_table", "rows"), dtypes=INDEX, exact=(0,))
     if table.form == "ragged":

@@ -28,8 +28,8 @@ def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: 
     """Ways to make one value wrong. Only values that are read count: no page of a request without rows, no last length of a request without pages."""
     found: list[Wrong] = []
     batch = table.batch_size
-    qo_indptr, q = arguments["qo_indptr"], arguments["q"]
-    total = int(qo_indptr[-1])
+    qo_indptr, q = arguments["qo_indptr"].tolist(), arguments["q"]
+    total = qo_indptr[-1]
     if batch == 0:
         return found
 
@@ -105,6 +105,6 @@ def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: 
 def _kv_lens(table: PageTable) -> list[int]:
     """Tokens of each request; of a table of pages at least one where it has pages."""
     if table.kv_lens is not None:
-        return [int(n) for n in table.kv_lens]
+        return table.kv_lens.tolist()
     assert table.indptr is not None
     return (table.indptr[1:] - table.indptr[:-1]).tolist()
