@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, help="so many calls")
     parser.add_argument("--seed", type=int, default=0, help="every seed has other calls; default: 0")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the scenario of call number N")
-    parser.add_argument("--only", type=int, metavar="K", help="make call number K in this process, behind those that share its objects, and show what becomes of it")
+    parser.add_argument("--only", type=int, metavar="K", help="make call number K, behind those that share its objects, in this process; show its outcome")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
@@ -74,7 +74,7 @@ def only(arguments: argparse.Namespace) -> int:
 
 def warm_up() -> None:
     """Loads once, here, what every process needs. Nothing is computed, so that no thread and no GPU is there to be lost in a fork."""
-    import torch._dynamo.source     # of fake tensors, at the first of which it is imported
+    import torch._dynamo.source  # of fake tensors, at the first of which it is imported
 
     assert torch._dynamo.source is not None
     with contextlib.suppress(ValueError):      # the first error from C++ imports what describes it

@@ -126,7 +126,9 @@ def small_shape(rng: numpy.random.Generator, device: torch.device) -> compositio
 # ---- Several levels ----
 
 
-def level_call(rng: numpy.random.Generator, problem: compositions.Problem, name: str, make: Callable[..., Composition], arguments: Arguments, kinds: Kinds) -> Call:
+def level_call(
+    rng: numpy.random.Generator, problem: compositions.Problem, name: str, make: Callable[..., Composition], arguments: Arguments, kinds: Kinds
+) -> Call:
     """A composition, plan and run, from what the composition is made of."""
     attention = problem.attention(max_rows=len(problem.q) + 1 + int(rng.integers(3)))
     shape, kv = problem.shape, problem.memory.kv
@@ -166,10 +168,12 @@ def trees(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
             seen.append(compositions.Seen(rows, torch.cat([memory.slots[n] for n in compositions.path_to(parents, node)]), nothing))
         problem = compositions.make_problem(rng, shape, memory, composition, seen, len(node_of_row))
         at, row = int(rng.integers(len(parents))), int(rng.integers(len(node_of_row)))
+        wrong_parents = (*(_at(parents, at, value) for value in (at, -2, 2**63, 0.5)), parents[:-1])
+        wrong_nodes = tuple(_at(node_of_row, row, value) for value in (len(parents), -2, None))
         kinds: Kinds = {
-            "parents": ChoiceArgument("Composition.tree", wrong=(*(_at(parents, at, value) for value in (at, -2, 2**63, 0.5)), parents[:-1]), types=NO_SEQUENCE),
-            "table": ChoiceArgument("Composition.tree", others=("len(parents)",)),
-            "node_of_row": ChoiceArgument("Composition.tree", wrong=tuple(_at(node_of_row, row, value) for value in (len(parents), -2, None)), types=NO_SEQUENCE),
+            "parents": ChoiceArgument("Composition.tree", wrong=wrong_parents, types=NO_SEQUENCE),
+            "table": ChoiceArgument("Composition.tree"),
+            "node_of_row": ChoiceArgument("Composition.tree", wrong=wrong_nodes, types=NO_SEQUENCE),
         }
         arguments = {"parents": parents, "table": table, "node_of_row": node_of_row}
         call = level_call(rng, problem, "Composition.tree", Composition.tree, arguments, kinds)
@@ -283,11 +287,12 @@ def plan_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         case.lse.fill_(torch.nan)
 
     k, v = case.kv.k, case.kv.v
-    narrow = [KVCache(k[:, :, :, :-1], v[:, :, :, :-1]), KVCache(k[:0], v[:0]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1)), KVCache(k.double().float(), v.float())]
-    narrow = narrow[: 4 if case.spec.dtype != torch.float32 else 3]
+    others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(k[:0], v[:0]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
+    if k.dtype != torch.float32:
+        others.append(KVCache(k.float(), v.float()))
     kinds: Kinds = {
         "composition": ChoiceArgument("Attention.plan", ("composition", "levels", "batch"), wrong=(view.table, [view], (view,), deep, crowd)),
-        "kv": ChoiceArgument("Attention.run", ("kv", "kv.k"), wrong=((k, v), k, *narrow)),
+        "kv": ChoiceArgument("Attention.run", ("kv", "kv.k"), wrong=((k, v), k, *others)),
     }
     as_levels = batch > 0 and rng.random() < 0.5
     arguments: Arguments = {"composition": Composition((view,)) if as_levels else view, "kv": case.kv}

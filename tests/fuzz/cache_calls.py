@@ -18,6 +18,7 @@ from .mutations import around
 from .steps import INDEX, Arguments, Kinds, cache_arguments, table_arguments, without_prefix
 
 ANY = 2**100     # too large a number may be refused by plan, which knows what it has room for
+WITHOUT_MEMORY = frozenset({"fake", "wrapper", "freed"})      # may be refused by what reads it
 
 
 def appends(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -91,9 +92,9 @@ def cache_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
             assert torch.equal(made.nan_to_num(), right.nan_to_num()), "the cache holds something else"
             assert made.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, torch.Tensor)}, "a copy"
 
-    own = {name: replace(kind, exact=()) if name in ("k", "v", "kv") else kind for name, kind in kinds.items()}      # other heads make another cache
-    name = make.__qualname__
-    return Call(name, lambda **given: make(**without_prefix(given, arguments)), arguments, own, check)
+    # Other heads, or another device, make another cache.
+    own = {name: replace(kind, exact=(), leads=name == "kv") if name in ("k", "v", "kv") else kind for name, kind in kinds.items()}
+    return Call(make.__qualname__, lambda **given: make(**without_prefix(given, arguments)), arguments, own, check, without=WITHOUT_MEMORY)
 
 
 def table_call(case: case_tensors.Case) -> Call:
@@ -101,7 +102,7 @@ def table_call(case: case_tensors.Case) -> Call:
     make, arguments, kinds = table_arguments(table)
     # Alone, these may be of any size.
     free = {"ragged": ("kv_indptr",), "token_slots": ("req_to_token",), "csr": ("kv_indices",)}.get(table.form, ())
-    own = {name: replace(kind, exact=()) if name in free else kind for name, kind in kinds.items()}
+    own = {name: replace(kind, exact=(), leads=table.form == "ragged") if name in free else kind for name, kind in kinds.items()}
 
     def check(given: Arguments, made: PageTable) -> None:
         assert (made.form, made.batch_size, made.device, made.page_size) == (table.form, table.batch_size, table.device, table.page_size)
@@ -109,7 +110,7 @@ def table_call(case: case_tensors.Case) -> Call:
 
     if "page_size" in own:
         own["page_size"] = IntArgument(low=1, high=ANY)
-    return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True)
+    return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True, without=WITHOUT_MEMORY)
 
 
 def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
@@ -133,7 +134,7 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         assert (made.batch_size, made.device, made.causal, made.window_left) == (view.batch_size, view.device, view.causal, view.window_left)
         assert made.table is view.table
 
-    return Call("BSRView", BSRView, arguments, kinds, check, public=True)
+    return Call("BSRView", BSRView, arguments, kinds, check, public=True, without=WITHOUT_MEMORY)
 
 
 def workspace_call(device: torch.device) -> Call:
@@ -141,5 +142,5 @@ def workspace_call(device: torch.device) -> Call:
         assert (workspace.dtype, workspace.shape, workspace.device.type) == (torch.int64, (4096,), device.type)
         assert not workspace.any()
 
-    kinds: Kinds = {"device": ChoiceArgument(wrong=("gpu", "cpu:x", "cuda:63"))}
+    kinds: Kinds = {"device": ChoiceArgument(wrong=("gpu", "cpu:x", "cuda:63"), optional=True)}
     return Call("sampling_workspace", sampling_workspace, {"device": device}, kinds, check, public=True)

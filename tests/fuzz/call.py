@@ -46,12 +46,17 @@ class Argument:
 
 @dataclass(frozen=True)
 class TensorArgument(Argument):
-    """dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an output. number: a number may stand there too."""
+    """A tensor.
+
+    dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an output. number: a number may stand there too.
+    leads: where it is, the call happens.
+    """
 
     dtypes: tuple[torch.dtype, ...] = ()
     exact: tuple[int, ...] = ()
     written: bool = False
     number: bool = False
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Call:
     prepare: called before each call, the repeated ones too.
     values: wrong values of this call's own, beyond what the kinds of its arguments tell.
     reported: of a call that was taken with wrong metadata on a GPU: raises what reports it.
+    without: ways to be wrong that this call need not see.
     """
 
     surface: str
@@ -113,6 +119,7 @@ class Call:
     public: bool = False
     values: Callable[[numpy.random.Generator], list[Wrong]] | None = None
     reported: Callable[[], object] = _nothing
+    without: frozenset[str] = frozenset()
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     variant: str = ""
     wrong: Wrong | None = None

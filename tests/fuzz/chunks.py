@@ -86,10 +86,14 @@ class Runner:
     """Runs scenarios in processes, `jobs` at a time.
 
     calls_of: the calls of a scenario; runs in the process of the chunk, as `prepare` does.
+    calls_of_scenario: so many at most.
+    scenarios: of a chunk.
     limit: seconds that a call may take.
     """
 
-    def __init__(self, calls_of: CallsOf, calls_of_scenario: int, prepare: Callable[[], None], *, on_cuda: bool, jobs: int, scenarios: int, limit: float) -> None:
+    def __init__(
+        self, calls_of: CallsOf, calls_of_scenario: int, prepare: Callable[[], None], *, on_cuda: bool, jobs: int, scenarios: int, limit: float
+    ) -> None:
         self.calls_of, self.calls_of_scenario, self.prepare = calls_of, calls_of_scenario, prepare
         self.on_cuda, self.jobs, self.scenarios, self.limit = on_cuda, jobs, scenarios, limit
         self.tally = Tally()

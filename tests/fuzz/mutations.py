@@ -74,7 +74,7 @@ def _with_gaps(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument
 
 
 def _on_another_device(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor:
-    return tensor.to("cpu" if tensor.is_cuda and rng.random() < 0.5 else "meta")
+    return tensor.to("cpu" if tensor.is_cuda and not kind.leads and rng.random() < 0.5 else "meta")
 
 
 def _fake(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -221,7 +221,7 @@ def with_wrong_argument(rng: numpy.random.Generator, call: Call) -> Call:
                 wrong = _wrong_argument(rng, call, name, call.kinds[name])
         except (RuntimeError, NotImplementedError):      # torch does not make such a tensor
             continue
-        if wrong is not None:
+        if wrong is not None and wrong.how not in call.without:
             return replace(call, arguments=call.arguments | {wrong.argument: wrong.value}, wrong=wrong)
 
 

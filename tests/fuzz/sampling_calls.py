@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -51,7 +51,14 @@ def with_row_stride(rng: numpy.random.Generator, values: Tensor, device: torch.d
 
 
 def shape_of(rng: numpy.random.Generator) -> tuple[int, int]:
-    return int(rng.choice([0, 1, 2, 3, 5], p=[0.03, 0.27, 0.3, 0.3, 0.1])), int(rng.choice([1, 2, 31, 33, 60, 64, 513, 1003], p=[0.05, 0.05, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1]))
+    """batch, vocab"""
+    batch = int(rng.choice([0, 1, 2, 3, 5], p=[0.03, 0.27, 0.3, 0.3, 0.1]))
+    return batch, int(rng.choice([1, 2, 31, 33, 60, 64, 513, 1003, 9000], p=[0.05, 0.05, 0.2, 0.2, 0.2, 0.1, 0.09, 0.08, 0.03]))
+
+
+def random_row_ctas(rng: numpy.random.Generator, device: torch.device) -> int:
+    has_clusters = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return int(rng.choice([0, 0, 1, 2, 4, 8, 16])) if has_clusters else int(rng.integers(2))
 
 
 class Parameters:
@@ -153,12 +160,12 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         "logprobs_of": "tempered" if tempered else "logits",
         "out": out,
         "workspace": attn_backend.sampling_workspace(device) if rng.random() < 0.3 else None,
-        "row_ctas": 0,
+        "row_ctas": random_row_ctas(rng, device),
     }
     needed = (vocab + 31) // 32
     narrow = None if words is None or needed < 2 else words[:, : needed - 1].contiguous()
     kinds: Kinds = {
-        "logits": TensorArgument(dtypes=FLOATS),
+        "logits": TensorArgument(dtypes=FLOATS, leads=True),
         **parameters.kinds,
         "token_mask": TensorArgument(dtypes=(torch.int32,), exact=(0,), optional=True),
         "filter_order": ChoiceArgument(wrong=("top_p_first", "", None)),
@@ -240,9 +247,10 @@ def probs_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     parameters.add_seeds()
     joint = rng.random() < 0.4
     out = torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
-    arguments: Arguments = {"probs": with_row_stride(rng, probs, device), **parameters.arguments, "filter_order": "joint" if joint else "top_k_first", "out": out}
+    filter_order = "joint" if joint else "top_k_first"
+    arguments: Arguments = {"probs": with_row_stride(rng, probs, device), **parameters.arguments, "filter_order": filter_order, "out": out}
     kinds: Kinds = {
-        "probs": TensorArgument(dtypes=(torch.float32,)),
+        "probs": TensorArgument(dtypes=(torch.float32,), leads=True),
         **parameters.kinds,
         "filter_order": ChoiceArgument(wrong=("top_p_first", None)),
         "out": TensorArgument(dtypes=INDEX, exact=(0,), optional=True, written=True),
@@ -294,7 +302,7 @@ def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
             value = parameters.values[parameter][i]
             _check_row(name, rows[i], row, value)
 
-    kinds: Kinds = {first: TensorArgument(dtypes=(torch.float32,) if of_probs else FLOATS), **parameters.kinds}
+    kinds: Kinds = {first: TensorArgument(dtypes=(torch.float32,) if of_probs else FLOATS, leads=True), **parameters.kinds}
     return Call(name, getattr(attn_backend, name), {first: with_row_stride(rng, rows, device), **parameters.arguments}, kinds, check, public=True)
 
 
@@ -328,8 +336,8 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         ids[rng.integers(batch), rng.integers(drafts)] = int(rng.choice([-1, vocab, 2**31 - 1]))
     parameters = Parameters(rng, batch, device)
     parameters.add_seeds()
-    id_dtype = INDEX[rng.integers(2)]
-    arguments: Arguments = {"draft_probs": draft.to(device), "draft_token_ids": ids.to(device, id_dtype), "target_probs": target.to(device), **parameters.arguments}
+    tensors = {"draft_probs": draft.to(device), "draft_token_ids": ids.to(device, INDEX[rng.integers(2)]), "target_probs": target.to(device)}
+    arguments: Arguments = tensors | parameters.arguments
     probs = ("draft_probs", "target_probs", "draft_token_ids")
     kinds: Kinds = {
         "draft_probs": TensorArgument(others=probs, dtypes=(torch.float32,), exact=(0, 1, 2)),

@@ -71,8 +71,8 @@ def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Argumen
     return PageTable.token_slots, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
 
 
-def cache_arguments(rng: numpy.random.Generator, kv: KVCache, written: bool = False) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
-    """A constructor of caches, and what it is given to make one that holds the same. Of names that other arguments have, too, the cache's begin with `cache_`."""
+def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
+    """A constructor of caches, and what it is given to make one that holds the same. `cache_page_size` is its page_size, a name that the table's has."""
     layout = "NHD" if rng.random() < 0.5 else "HND"
     k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
     dtypes = (kv.dtype,)
