@@ -40,6 +40,16 @@ import attn_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")      # torch's, of sparse and quantised tensors
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the fuzz: its tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def call_of(function: Callable[..., object], wrong: bool = False, result: object = None) -> Call:
@@ -121,8 +131,8 @@ def test_the_same_seed_makes_the_same_calls() -> None:
 
 def test_all_kinds_of_calls_are_made() -> None:
     """Every public function, and every way to be wrong that a CPU has."""
-    calls = [call for scenario in range(150) for call in calls_of(0, scenario, CPU)]
-    assert len(calls) == 150 * CALLS
+    calls = [call for scenario in range(400) for call in calls_of(0, scenario, CPU)]
+    assert len(calls) == 400 * CALLS
     ways = {call.wrong.how for call in calls if call.wrong}
     of_values = {"high bits", "decreases", "a page id outside", "a slot outside", "beyond K"}
     assert ways >= {*OF_TENSORS, *of_values, "bool", "out of range", "another type", "NaN", "missing", "unknown"}
