@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ sys.path.insert(0, str(TESTS))
 
 import torch  # noqa: E402
 from fuzz.call import FINDINGS, GOOD  # noqa: E402
-from fuzz.chunks import Runner, Tally  # noqa: E402
+from fuzz.chunks import Chunk, Runner, Tally, run_call  # noqa: E402
 from fuzz.scenarios import CALLS, calls_of  # noqa: E402
 
 import attn_backend  # noqa: E402
@@ -42,6 +43,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
+    parser.add_argument("--fresh", action="store_true", help="begin each process anew instead of forking it; always so on a GPU")
+    parser.add_argument("--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS)      # of such a process
     parser.add_argument("--limit", type=float, help="seconds that a call may take; default: 60, on a GPU 300 (a kernel may have to be compiled)")
     arguments = parser.parse_args()
     on_cuda = arguments.device == "cuda"
@@ -55,10 +58,6 @@ def parse() -> argparse.Namespace:
 
 def only(arguments: argparse.Namespace) -> int:
     """One call, with all that is known of it."""
-    import faulthandler
-
-    from fuzz.chunks import run_call
-
     faulthandler.enable()
     prepare()
     scenario, place = divmod(arguments.only, CALLS)
@@ -108,11 +107,14 @@ def _shortened(message: str) -> str:
 
 def main() -> int:
     arguments = parse()
-    warm_up()
+    device = torch.device(arguments.device)
     if arguments.only is not None:
         return only(arguments)
-    device = torch.device(arguments.device)
-    print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)
+
+    def command(chunk: Chunk, events: int, seconds: float | None) -> list[str]:
+        own = ["--device", arguments.device, "--seed", str(arguments.seed), "--work", str(chunk.next), str(chunk.last), str(events)]
+        return [sys.executable, "-m", "tests.fuzz", *own, *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "0"])]
+
     runner = Runner(
         lambda scenario: calls_of(arguments.seed, scenario, device),
         CALLS,
@@ -121,7 +123,13 @@ def main() -> int:
         jobs=arguments.jobs,
         scenarios=max(arguments.chunk // CALLS, 1),
         limit=arguments.limit,
+        command=command if arguments.fresh or arguments.device == "cuda" else None,
     )
+    if arguments.work is not None:
+        runner.work(Chunk(*arguments.work[:2]), arguments.work[2], None if arguments.seconds is None else time.monotonic() + arguments.seconds)
+    if runner.command is None:
+        warm_up()
+    print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)
     first = arguments.first // CALLS
     last = None if arguments.calls is None else first + -(-arguments.calls // CALLS)
     begin = time.monotonic()

@@ -92,8 +92,10 @@ def cache_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
             assert torch.equal(made.nan_to_num(), right.nan_to_num()), "the cache holds something else"
             assert made.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, torch.Tensor)}, "a copy"
 
-    # Other heads, or another device, make another cache.
-    own = {name: replace(kind, exact=(), leads=name == "kv") if name in ("k", "v", "kv") else kind for name, kind in kinds.items()}
+    # Other heads make another cache; and so do another dtype and device, where there is one tensor.
+    own = {name: replace(kind, exact=()) if name in ("k", "v", "kv") else kind for name, kind in kinds.items()}
+    if "kv" in own:
+        own["kv"] = replace(own["kv"], dtypes=(torch.float32, torch.float16, torch.bfloat16), leads=True)
     return Call(make.__qualname__, lambda **given: make(**without_prefix(given, arguments)), arguments, own, check, without=WITHOUT_MEMORY)
 
 

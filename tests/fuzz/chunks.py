@@ -8,6 +8,7 @@ import os
 import resource
 import selectors
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,11 +17,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from .call import BROKEN, CRASH, FINDINGS, HANG, Call, Outcome, is_fatal, judge
 
 ADDRESS_SPACE = 32 << 30      # of a process without a GPU: a wrong size must not take the whole machine
+START = 120      # seconds that a process which is begun anew may take to import everything
 CallsOf = Callable[[int], Iterator[Call]]      # the calls of one scenario
 
 
@@ -71,7 +73,8 @@ class Chunk:
 
     next: int
     last: int
-    pid: int = 0
+    pid: int = 0                        # 0: there is no process
+    process: subprocess.Popen[bytes] | None = None      # that was begun anew
     events: BinaryIO | None = None
     errors: BinaryIO | None = None      # what the process writes to its standard error
     first: int = 0                      # call that the process began with
@@ -88,14 +91,25 @@ class Runner:
     calls_of: the calls of a scenario; runs in the process of the chunk, as `prepare` does.
     calls_of_scenario: so many at most.
     scenarios: of a chunk.
+    command: begins the process of a chunk, which then calls `work`: given the chunk, the descriptor that takes its events, and the seconds that are left.
+        None: the process is forked, which is quicker, and cannot be with a GPU.
     limit: seconds that a call may take.
     """
 
     def __init__(
-        self, calls_of: CallsOf, calls_of_scenario: int, prepare: Callable[[], None], *, on_cuda: bool, jobs: int, scenarios: int, limit: float
+        self,
+        calls_of: CallsOf,
+        calls_of_scenario: int,
+        prepare: Callable[[], None],
+        *,
+        on_cuda: bool,
+        jobs: int,
+        scenarios: int,
+        limit: float,
+        command: Callable[[Chunk, int, float | None], list[str]] | None = None,
     ) -> None:
         self.calls_of, self.calls_of_scenario, self.prepare = calls_of, calls_of_scenario, prepare
-        self.on_cuda, self.jobs, self.scenarios, self.limit = on_cuda, jobs, scenarios, limit
+        self.on_cuda, self.jobs, self.scenarios, self.limit, self.command = on_cuda, jobs, scenarios, limit, command
         self.tally = Tally()
 
     def run(self, first: int, last: int | None, seconds: float | None) -> Tally:
@@ -135,7 +149,7 @@ class Runner:
             for chunk in running:
                 if chunk.pid:
                     os.kill(chunk.pid, signal.SIGKILL)
-                    os.waitpid(chunk.pid, 0)
+                    self._wait(chunk)
 
     # ---- In the process of a chunk ----
 
@@ -143,27 +157,37 @@ class Runner:
         reader, writer = os.pipe()
         chunk.errors = tempfile.TemporaryFile()      # noqa: SIM115
         sys.stdout.flush()
-        chunk.pid = os.fork()
-        if chunk.pid == 0:
-            status = 1
-            try:
+        if self.command is not None:
+            left = None if deadline is None else deadline - time.monotonic()
+            chunk.process = subprocess.Popen(self.command(chunk, writer, left), pass_fds=(writer,), stderr=chunk.errors)
+            chunk.pid = chunk.process.pid
+        else:
+            chunk.pid = os.fork()
+            if chunk.pid == 0:
                 os.close(reader)
                 os.dup2(chunk.errors.fileno(), 2)
-                faulthandler.enable(file=2)
-                warnings.simplefilter("ignore")
-                if not self.on_cuda:
-                    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-                self.prepare()
-                self._make_calls(chunk, writer, deadline)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(status)
+                self.work(chunk, writer, deadline)
         os.close(writer)
         chunk.events = os.fdopen(reader, "rb", buffering=0)
-        chunk.first, chunk.heard = chunk.next * self.calls_of_scenario, time.monotonic()
+        chunk.first = chunk.next * self.calls_of_scenario
+        chunk.heard = time.monotonic() + (START if chunk.process is not None else 0)
+
+    def work(self, chunk: Chunk, writer: int, deadline: float | None) -> NoReturn:
+        """Makes the calls of the chunk and ends the process."""
+        status = 1
+        try:
+            faulthandler.enable(file=2)
+            warnings.simplefilter("ignore")
+            if not self.on_cuda:
+                resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+            self.prepare()
+            self._make_calls(chunk, writer, deadline)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
     def _make_calls(self, chunk: Chunk, writer: int, deadline: float | None) -> None:
         def tell(*event: Any) -> None:
@@ -192,10 +216,10 @@ class Runner:
         data = os.read(chunk.events.fileno(), 1 << 16)
         chunk.heard = time.monotonic()
         if not data:
-            _, status = os.waitpid(chunk.pid, 0)
-            chunk.pid = 0
+            status = self._wait(chunk)
             if status != 0:
-                self._died(chunk, CRASH, self._last_words(chunk, status))
+                end = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                self._died(chunk, CRASH, end + self._stack(chunk))
             else:
                 chunk.next = chunk.last
             return
@@ -221,8 +245,7 @@ class Runner:
         os.kill(chunk.pid, signal.SIGABRT)      # faulthandler says where it was
         time.sleep(0.5)
         os.kill(chunk.pid, signal.SIGKILL)
-        os.waitpid(chunk.pid, 0)
-        chunk.pid = 0
+        self._wait(chunk)
         self._died(chunk, HANG, f"more than {self.limit:.0f} s{self._stack(chunk)}")
 
     def _died(self, chunk: Chunk, kind: str, message: str) -> None:
@@ -230,9 +253,11 @@ class Runner:
         self.tally.add(chunk.surface or "(fuzz)", chunk.title or "beginning the process", Outcome(kind, message), call, chunk.first)
         chunk.next += 1      # what is left of this scenario is not called
 
-    def _last_words(self, chunk: Chunk, status: int) -> str:
-        end = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit status {os.WEXITSTATUS(status)}"
-        return end + self._stack(chunk)
+    def _wait(self, chunk: Chunk) -> int:
+        """The exit status of the process; of a signal the negative number."""
+        status = os.waitstatus_to_exitcode(os.waitpid(chunk.pid, 0)[1]) if chunk.process is None else chunk.process.wait()
+        chunk.pid = 0
+        return status
 
     def _stack(self, chunk: Chunk) -> str:
         """The innermost frames of what the process wrote when it died."""
