@@ -87,7 +87,7 @@ def test_everything_is_found() -> None:
     def calls(scenario: int) -> Iterator[Call]:
         yield SCRIPT[scenario][1] if scenario < len(SCRIPT) else SCRIPT[1000][1]
 
-    runner = Runner(calls, 10, lambda: None, on_cuda=False, jobs=2, scenarios=7, limit=2.0)
+    runner = Runner(calls, 10, on_cuda=False, jobs=2, scenarios=7, limit=2.0)
     tally = runner.run(0, len(SCRIPT) + 2, None)
     kinds = [kind for kind, _ in SCRIPT] + [BROKEN] * 2
     assert {kind: count for (_, kind), count in tally.counts.items()} == {kind: kinds.count(kind) for kind in kinds}
@@ -98,7 +98,7 @@ def test_everything_is_found() -> None:
 
 
 def test_no_call_begins_after_the_last_second() -> None:
-    runner = Runner(lambda scenario: iter([call_of(lambda n: time.sleep(0.01))]), 10, lambda: None, on_cuda=False, jobs=2, scenarios=50, limit=60.0)
+    runner = Runner(lambda scenario: iter([call_of(lambda n: time.sleep(0.01))]), 10, on_cuda=False, jobs=2, scenarios=50, limit=60.0)
     begin = time.monotonic()
     assert runner.run(0, None, 1.0).calls > 10
     assert time.monotonic() - begin < 30

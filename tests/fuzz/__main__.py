@@ -59,7 +59,6 @@ def parse() -> argparse.Namespace:
 def only(arguments: argparse.Namespace) -> int:
     """One call, with all that is known of it."""
     faulthandler.enable()
-    prepare()
     scenario, place = divmod(arguments.only, CALLS)
     for i, call in enumerate(calls_of(arguments.seed, scenario, torch.device(arguments.device))):
         print(f"call {scenario * CALLS + i}: {call.title}", flush=True)
@@ -78,10 +77,6 @@ def warm_up() -> None:
     assert torch._dynamo.source is not None
     with contextlib.suppress(ValueError):      # the first error from C++ imports what describes it
         attn_backend.sample(torch.zeros(1, 0))
-
-
-def prepare() -> None:
-    torch.set_num_threads(1)
 
 
 def report(tally: Tally, seed: int, device: str, seconds: float) -> None:
@@ -118,7 +113,6 @@ def main() -> int:
     runner = Runner(
         lambda scenario: calls_of(arguments.seed, scenario, device),
         CALLS,
-        prepare,
         on_cuda=device.type == "cuda",
         jobs=arguments.jobs,
         scenarios=max(arguments.chunk // CALLS, 1),

@@ -88,7 +88,7 @@ class Chunk:
 class Runner:
     """Runs scenarios in processes, `jobs` at a time.
 
-    calls_of: the calls of a scenario; runs in the process of the chunk, as `prepare` does.
+    calls_of: the calls of a scenario; runs in the process of the chunk.
     calls_of_scenario: so many at most.
     scenarios: of a chunk.
     command: begins the process of a chunk, which then calls `work`: given the chunk, the descriptor that takes its events, and the seconds that are left.
@@ -100,7 +100,6 @@ class Runner:
         self,
         calls_of: CallsOf,
         calls_of_scenario: int,
-        prepare: Callable[[], None],
         *,
         on_cuda: bool,
         jobs: int,
@@ -108,7 +107,7 @@ class Runner:
         limit: float,
         command: Callable[[Chunk, int, float | None], list[str]] | None = None,
     ) -> None:
-        self.calls_of, self.calls_of_scenario, self.prepare = calls_of, calls_of_scenario, prepare
+        self.calls_of, self.calls_of_scenario = calls_of, calls_of_scenario
         self.on_cuda, self.jobs, self.scenarios, self.limit, self.command = on_cuda, jobs, scenarios, limit, command
         self.tally = Tally()
 
@@ -180,7 +179,6 @@ class Runner:
             warnings.simplefilter("ignore")
             if not self.on_cuda:
                 resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-            self.prepare()
             self._make_calls(chunk, writer, deadline)
             status = 0
         except BaseException:

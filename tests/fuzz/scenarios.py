@@ -31,7 +31,8 @@ GPU_SHARES = {graphs.replays: 0.3}      # instead of those above
 
 
 def calls_of(seed: int, scenario: int, device: torch.device) -> Iterator[Call]:
-    """The calls of one scenario."""
+    """The calls of one scenario, on one thread: there are as many processes as cores."""
+    torch.set_num_threads(1)
     rng = numpy.random.default_rng([seed, scenario])
     shares = SCENARIOS | (GPU_SHARES if device.type == "cuda" else {})
     weights = numpy.array(list(shares.values()))
