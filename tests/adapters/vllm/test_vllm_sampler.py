@@ -145,6 +145,7 @@ class V1Runner:
     device = CPU
     use_async_scheduling = False
     max_model_len = 2**20
+    routed_experts_initialized = False      # 0.26
     _to_list = staticmethod(Tensor.tolist)
     _get_prompt_logprobs_dict = staticmethod(lambda *arguments: {})
 
