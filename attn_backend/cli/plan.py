@@ -87,9 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"\nwrote {arguments.png}")
     except (ValueError, OSError, ImportError) as error:
         hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
-        print(f"attn-backend plan: {error}{hint}", file=sys.stderr)
-        return 2
+        return _refused(f"{error}{hint}")
+    except RecursionError:
+        return _refused(f"{arguments.file} is nested too deeply")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):     # what torch and C++ say of memory has it
+            raise
+        return _refused("there is not enough memory for this batch")
     return 0
+
+
+def _refused(text: str) -> int:
+    print(f"attn-backend plan: {text}", file=sys.stderr)
+    return 2
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

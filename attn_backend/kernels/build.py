@@ -47,8 +47,9 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
         return name, arch, time.monotonic() - start, report, path
 
     with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, task) for task in tasks]
         try:
-            for name, arch, seconds, report, path in pool.map(one, tasks):
+            for name, arch, seconds, report, path in (future.result() for future in futures):
                 if path is None:
                     failures += 1
                     print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
@@ -65,7 +66,9 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                     shutil.copyfile(path, target)
         except BaseException:     # as from the keyboard, which the compilers do not hear
             pool.shutdown(wait=False, cancel_futures=True)
-            cuda_compiler.stop()
+            while not all(future.done() for future in futures):
+                cuda_compiler.stop()
+                time.sleep(0.05)
             raise
     return failures
 

@@ -88,10 +88,12 @@ def test_an_interrupt_ends_the_compilers(fake: FakeKernels) -> None:
     (fake.folder / "home" / "bin").mkdir(parents=True)
     fake.nvcc.rename(fake.folder / "home" / "bin" / "nvcc")
     program = f"""
+import signal
 from pathlib import Path
 from attn_backend.cli.main import main
 from attn_backend.kernels import cubins
 cubins.source_root = lambda: Path({str(fake.folder)!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)     # it may be ignored where tests run in the background
 raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 """
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

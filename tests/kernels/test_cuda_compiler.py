@@ -74,6 +74,19 @@ def test_what_a_compiler_leaves_running_is_not_waited_for(fake: FakeKernels) -> 
         os.kill(int(child.read_text()), 9)
 
 
+def test_a_compiler_has_no_input_to_wait_for(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_compiler, "TIME_LIMIT", 10.0)
+    fake_nvcc(fake.nvcc, f"read line; cp {fake.folder}/good $out")
+    before, (reader, writer) = os.dup(0), os.pipe()
+    os.dup2(reader, 0)
+    try:
+        assert cubins.find_kernel("k", "sm_90a").read_bytes() == cubin()
+    finally:
+        os.dup2(before, 0)
+        for handle in (before, reader, writer):
+            os.close(handle)
+
+
 def test_stop_ends_the_compilers_of_other_threads(fake: FakeKernels) -> None:
     fake_nvcc(fake.nvcc, f"echo $$ > {fake.folder}/started; exec sleep 1000")
     errors: list[str] = []
