@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from attn_backend import Attention, BSRView
 from attn_backend.cli import batches
@@ -173,6 +174,18 @@ def test_members_are_as_many_as_the_planner_says() -> None:
         for members in planned.members:
             places = sorted(map(order.index, members))
             assert places == list(range(places[0], places[0] + len(members)))
+
+
+@pytest.mark.parametrize("pages", [1, 64])
+def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
+    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but behind other ones. One page is not worth it, 64 are."""
+    first, second, own = torch.arange(pages), torch.arange(pages, 2 * pages), 1000 * torch.arange(1, 6)
+    heads = [[first, second], [first, second], [first], [first], [first + 500, second]]
+    table = [torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int() for i, head in enumerate(heads)]
+    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Settings())
+    forest = planned.schedule.forest
+    assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {pages: [0, 1, 2, 3], 2 * pages: [0, 1]}
+    assert all((node.group >= 0) == (pages > 1) for node in forest)
 
 
 def test_summary_says_what_cascade_saves(capsys: Capture) -> None:
