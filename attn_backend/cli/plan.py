@@ -34,6 +34,8 @@ a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
   output_length   tokens of the answer; a request is drawn in the middle of it
   hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens behind equal tokens; [first, count] is a run of ids
 
+at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
+
 what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a row group's once), the cost of all and of
   the busiest CTA (in the planner's units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what
   became of it; a node lies below the one above it.
