@@ -98,11 +98,14 @@ raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 """
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = fake.folder / "started"
-    while not (started.exists() and len(started.read_text().split()) == 2):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        while not (started.exists() and len(started.read_text().split()) == 2):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
     assert fake.files() == []
 
