@@ -217,10 +217,8 @@ struct KvLoader {
   __device__ __forceinline__ bool advance() {
     if (!more) return false;
     const LoadedTile& loaded = store.get();
-    if (cursor.now.kv_tile + 1 < cursor.last_existing_kv_tile(loaded.num_kv_tiles, loaded.visible_end - loaded.first_token, kTokens)) {
-      ++cursor.now.kv_tile;
-      return false;
-    }
+    const bool is_inside = ++cursor.now.kv_tile < cursor.last_kv_tile(loaded.num_kv_tiles);
+    if (is_inside && (params.has_ragged == 0 || cursor.now.kv_tile * kTokens < loaded.visible_end - loaded.first_token)) return false;
     const int32_t tile = cursor.now.tile;
     cursor.next_pair(params.num_kv_heads);
     if (!cursor.done() && cursor.now.tile == tile) return false;
