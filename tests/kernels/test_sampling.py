@@ -252,6 +252,27 @@ def test_token_mask(device: torch.device) -> None:
     assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31      # the first token that is allowed
 
 
+@pytest.mark.parametrize("is_slice", [False, True])
+@pytest.mark.parametrize("vocab", [31, 64, 1000])
+def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice: bool) -> None:
+    """What lies behind a row's words does not count: words of a larger vocabulary, or a slice of an engine's buffer."""
+    generator = torch.Generator().manual_seed(8)
+    batch, words = 12, (vocab + 31) // 32
+    mask = torch.rand(batch, vocab, generator=generator) < 0.3
+    mask[5] = False
+    logits = torch.randn(batch, vocab, generator=generator)
+    logits[3] = torch.where(mask[3], NAN, 0.0)      # a bad row: its first token that is allowed
+    wide = torch.randint(-(2**31), 2**31 - 1, (batch + 1, words + 3), dtype=torch.int32, generator=generator)
+    wide[1:, :words] = bits(mask)
+    given = wide.to(device)[1:, : words + 1 if is_slice else words + 3]
+    for settings in ({}, {"top_p": 0.8}, {"top_k": 5}):
+        exact = sample(logits.to(device), token_mask=bits(mask).to(device), seed=11, **settings)
+        samples = sample(logits.to(device), token_mask=given, seed=11, **settings)
+        assert samples.token_ids.tolist() == exact.token_ids.tolist()
+        assert samples.valid.tolist() == exact.valid.tolist() == [i not in (3, 5) for i in range(batch)]
+        assert all(mask[i, token] for i, token in enumerate(samples.token_ids.tolist()) if i != 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_out(device: torch.device, dtype: torch.dtype) -> None:
     out = torch.full((4,), -1, dtype=dtype, device=device)
