@@ -16,6 +16,7 @@ from attn_backend.kernels.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
+_MAX_TILES = 7     # in ScheduleConfig
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
@@ -47,16 +48,19 @@ class _View(ctypes.Structure):
     )
 
 
-def plan(library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None) -> Schedule:
-    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner."""
-    return plan_and_lists_rows(library, attention, composition, device_seed)[0]
+def plan(
+    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None, max_tiles: int | None = None
+) -> Schedule:
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
+    `max_tiles`: room for so many row tiles instead of as many as a batch may have."""
+    return plan_and_lists_rows(library, attention, composition, device_seed, max_tiles)[0]
 
 
 def plan_and_lists_rows(
-    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None
+    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None, max_tiles: int | None = None
 ) -> tuple[Schedule, bool]:
     """plan(), and whether its last level, a forest's if one was sought, has a row list."""
-    config, c_config, workspace, offsets = _workspace(library, attention)
+    config, c_config, workspace, offsets = _workspace(library, attention, max_tiles)
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
@@ -80,9 +84,13 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     attention._schedule.copy_(workspace)
 
 
-def _workspace(library: ctypes.CDLL, attention: Attention) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
+def _workspace(
+    library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
+) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
     """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
     config = list(attention._library.schedule_config(attention._handle))[:-6]
+    if max_tiles is not None:
+        config[_MAX_TILES] = max_tiles
     c_config = (ctypes.c_int32 * len(config))(*config)
     offsets = (ctypes.c_int64 * 6)()
     workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
