@@ -49,26 +49,56 @@ class _View(ctypes.Structure):
 
 
 def plan(
-    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None, max_tiles: int | None = None
+    library: ctypes.CDLL,
+    attention: Attention,
+    composition: BSRView | Composition,
+    device_seed: int | None = None,
+    *,
+    workspace: Tensor | None = None,
+    searched: BSRView | None = None,
+    lost: int = -1,
+    max_tiles: int | None = None,
 ) -> Schedule:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
-    `max_tiles`: room for so many row tiles instead of as many as a batch may have."""
-    return plan_and_lists_rows(library, attention, composition, device_seed, max_tiles)[0]
+
+    Args:
+        workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
+        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
+        lost: a CTA of the device planner whose findings get lost.
+        max_tiles: room for so many row tiles, instead of as many as a batch may have.
+    """
+    options = {"workspace": workspace, "searched": searched, "lost": lost, "max_tiles": max_tiles}
+    return plan_and_lists_rows(library, attention, composition, device_seed, **options)[0]  # type: ignore[arg-type]
+
+
+def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
+    """Of a schedule."""
+    return _workspace(library, attention)[2].numel()
 
 
 def plan_and_lists_rows(
-    library: ctypes.CDLL, attention: Attention, composition: BSRView | Composition, device_seed: int | None = None, max_tiles: int | None = None
+    library: ctypes.CDLL,
+    attention: Attention,
+    composition: BSRView | Composition,
+    device_seed: int | None = None,
+    *,
+    workspace: Tensor | None = None,
+    searched: BSRView | None = None,
+    lost: int = -1,
+    max_tiles: int | None = None,
 ) -> tuple[Schedule, bool]:
     """plan(), and whether its last level, a forest's if one was sought, has a row list."""
-    config, c_config, workspace, offsets = _workspace(library, attention, max_tiles)
+    config, c_config, zeros, offsets = _workspace(library, attention, max_tiles)
+    workspace = zeros if workspace is None else workspace
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
+    of_search = views if searched is None else (_View * 1)(_view(searched, attention.max_rows, kept))
     address = ctypes.c_void_p(workspace.data_ptr())
     if device_seed is None:
         lists_rows = library.host_planner_plan(c_config, address, views, len(levels))
     else:
-        lists_rows = library.device_planner_plan(c_config, address, views, len(levels), ctypes.c_uint32(device_seed))
+        lists_rows = library.device_planner_plan(c_config, address, views, len(levels), ctypes.c_uint32(device_seed), of_search, lost)
     return Schedule.read(workspace, [*config, *offsets]), bool(lists_rows)
 
 

@@ -29,6 +29,7 @@ struct OnlyNode {
 };
 
 struct ForestShared {
+  uint64_t begin;            // when this CTA began, by ptx::global_timer()
   SumMemory<int32_t> sums;
   OnlyNode only;
   int32_t saved;             // what the taken nodes save
@@ -126,10 +127,9 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
   return only;
 }
 
-/// Finds out which requests share a first page: `key` becomes whether a request attaches. Returns whether any does. `errors`: of this thread; `wrong`: receives
-/// whether there are any; `only`: receives the only node, if there is but one.
-__device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors, bool& wrong,
-                                             OnlyNode& only) {
+/// Finds out which requests share a first page: `key` becomes whether a request attaches. Returns whether any does; where anything is wrong, nothing is shared. `errors`: of
+/// this thread; `only`: receives the only node, if there is but one.
+__device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors, OnlyNode& only) {
   const Forest& f = m.forest;
   const int32_t thread = team.thread();
   bool alone = f.size >= team.count;    // or not known to have the first page of request 0
@@ -148,7 +148,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
     shared.last_leader = shared.last_taken = -1;
   }
   if (!team.sync_or(alone || errors != 0)) {
-    // All attach to request 0, and as nothing is wrong, rows are numbered already.
+    // All attach to request 0, and as nothing is wrong, rows are numbered already. No request has rows behind the last one's, even if lengths change while they are read.
     const int32_t last = f.size - 1;
     only.leader = 0;
     only.number = 1;
@@ -159,13 +159,13 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
     if (thread < f.size) {
       f[thread].key = thread > 0;
       f[thread].merge_begin = f[thread].qo_begin;
+      f[thread].qo_len = clamp(only.rows - f[thread].qo_begin, 0, f[thread].qo_len);
     }
     return true;
   }
-  if (!team.sync_or(group_by_key(m, team))) return false;
-  wrong = team.sync_or(errors != 0);
+  if (!team.sync_or(group_by_key(m, team)) || team.sync_or(errors != 0)) return false;
   team.for_each(f.size, [&](int32_t i) { f[i].key = f[i].same >= 0 && f[f[i].same].smallest != i; });
-  if (f.size < team.count && !wrong) only = expect_only_node(p, m, shared, team); else team.sync();
+  if (f.size < team.count) only = expect_only_node(p, m, shared, team); else team.sync();
   return true;
 }
 
@@ -179,14 +179,22 @@ __device__ __forceinline__ RowGroup expect_group(const PlanParams& p, const Fore
                   choose_kind(p.config, packed_rows_of(p.config, qo_len)), is_node ? only.rows : f[i].merge_begin, 0};
 }
 
+/// Whether request i can attach so, by the lengths that this CTA has read: if not, another one has read other ones.
+__device__ __forceinline__ bool is_possible(const PlanParams& p, const Forest& f, int32_t i, Attachment attachment) {
+  if (attachment.leader < 0 || attachment.leader >= i || attachment.pages <= 0) return false;
+  const int64_t tokens = static_cast<int64_t>(attachment.pages) * p.levels[0].table.page_size;
+  return attachment.pages <= kMaxSharedPages && tokens <= min_of(f[i].kv_len, f[attachment.leader].kv_len);
+}
+
 /// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Whole warps: returns whether all requests of the
 /// warp attach there, as all others must; if not, nothing is decided.
-__device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, int32_t i, OnlyNode& only, RowGroup& group) {
+__device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, uint64_t begin, int32_t i, OnlyNode& only, RowGroup& group) {
   const Forest& f = m.forest;
-  const bool attaches = i < f.size && f[i].key != 0;
+  const int32_t request = i < f.size && f[i].key != 0 ? i : only.number;
   Attachment own, expected;
-  AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + (attaches ? i : only.number)), AttachmentMail(p.schedule.attachments + only.number), own, expected);
-  if (__any_sync(0xffffffffu, own.leader != expected.leader || own.pages != expected.pages)) return false;
+  AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + request), AttachmentMail(p.schedule.attachments + only.number), begin, own, expected);
+  const bool attaches_there = own.leader == only.leader && own.pages == expected.pages && is_possible(p, f, request, own);
+  if (!__all_sync(0xffffffffu, attaches_there)) return false;
   only.pages = expected.pages;
   only.cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
   only.reason = judge_node(p.config, only.cost, 0, 2 * only.rows, forest_states(p.config));
@@ -204,15 +212,10 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
 }
 
 /// Returns whether the last word of request i says what the first did.
-__device__ __forceinline__ bool confirm_only_node(const PlanParams& p, const ForestMemory& m, int32_t i, const OnlyNode& only) {
+__device__ __forceinline__ bool confirm_only_node(const PlanParams& p, const ForestMemory& m, const ForestShared& shared, int32_t i) {
   if (i >= m.forest.size || m.forest[i].key == 0) return true;
-  const Attachment last = AttachmentMail(p.schedule.attachments + i).wait();
-  return last.leader == only.leader && last.pages == only.pages;
-}
-
-/// Empties the slot of request i for the next plan.
-__device__ __forceinline__ void clear_mail(const PlanParams& p, const ForestMemory& m, int32_t i) {
-  if (i < m.forest.size && m.forest[i].key != 0) AttachmentMail(p.schedule.attachments + i).clear();
+  const Attachment last = AttachmentMail(p.schedule.attachments + i).wait(shared.begin);
+  return last.leader == shared.only.leader && last.pages == shared.only.pages;
 }
 
 /// Writes down the only node, and links its rows, if it is taken.
@@ -251,12 +254,14 @@ struct Seeker {
   int32_t passed;        // the last node that was not its own; -1: none so far
 };
 
-/// Receives where request i attaches, and says it.
-__device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, int32_t i) {
+/// Receives where request i attaches, and says it. `failed`: receives whether it does not attach as it must.
+__device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, uint64_t begin, int32_t i, bool& failed) {
   if (i >= f.size || f[i].key == 0) return Seeker{-1, false, -1, -1};
-  const AttachmentMail mail(p.schedule.attachments + i);
-  const Attachment own = mail.wait();
-  mail.clear();
+  const Attachment own = AttachmentMail(p.schedule.attachments + i).wait(begin);
+  if (!is_possible(p, f, i, own)) {
+    failed = true;
+    return Seeker{-1, false, -1, -1};
+  }
   f[i].leader = own.leader;
   f[i].pages = own.pages;
   const int32_t key = Forest::path_key(i, own.pages);
@@ -284,15 +289,16 @@ __device__ __forceinline__ void seek_node(const Forest& f, int32_t i, Seeker& se
   }
 }
 
-/// Receives where requests attach, finds the nodes, and adds up what they hold.
-__device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
+/// Receives where requests attach, finds the nodes, and adds up what they hold. Returns false if some request does not attach as it must: there are then no nodes.
+__device__ __forceinline__ bool find_nodes(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team) {
   static_assert(kMaxForestRequests <= 2 * kMaxPlanThreads, "a thread has no more than two requests");
   const Forest& f = m.forest;
   const int32_t first = team.thread();
   const int32_t second = first + team.count;
-  Seeker of_first = receive_attachment(p, f, first);
-  Seeker of_second = receive_attachment(p, f, second);
-  if (wrong) return;     // what is wrong is not shared; the mail had to be received all the same
+  bool failed = false;
+  Seeker of_first = receive_attachment(p, f, shared.begin, first, failed);
+  Seeker of_second = receive_attachment(p, f, shared.begin, second, failed);
+  if (team.sync_or(failed)) return false;
   while (team.sync_or(of_first.seeks || of_second.seeks)) {
     seek_node(f, first, of_first);
     seek_node(f, second, of_second);
@@ -349,6 +355,7 @@ __device__ __forceinline__ void find_nodes(const PlanParams& p, const ForestMemo
     ptx::shared_max(&shared.max_depth, f[n].depth);
   });
   team.sync();
+  return true;
 }
 
 /// Decides which nodes are taken. All threads must have passed a barrier before any of them asks forest_is_taken().
@@ -388,10 +395,14 @@ __device__ __forceinline__ void clear_counts(const ForestMemory& m, const PlanTe
   team.for_each(ceil_div(m.forest.size, 32) * columns, [&](int32_t i) { m.slots[i] = 0; });
 }
 
-/// Finds the nodes and decides on them.
-__device__ __forceinline__ void make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, bool wrong) {
-  find_nodes(p, m, shared, team, wrong);
-  if (!wrong) decide(p, m, shared, team);
+/// Finds the nodes and decides on them. Where this fails, no node is left, nor that which was the only one so far.
+__device__ __forceinline__ void make_forest(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors) {
+  if (find_nodes(p, m, shared, team)) {
+    decide(p, m, shared, team);
+    return;
+  }
+  errors |= kPrefixSearchFailed;
+  if (team.thread() == 0 && shared.only.leader >= 0) p.schedule.nodes[shared.only.number].leader = -1;
 }
 
 /// Takes back what was taken, where it is not worth it together.

@@ -465,14 +465,13 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
   const bool reports = thread == min_of(size, plan_threads() - 1);
   uint32_t errors = 0;
   Piece piece{};
-  bool wrong = false;
   bool goes_on = false;      // nodes must be found
   const int32_t idle_from = team.count < plan_threads() ? team.count : 0;     // threads that have nothing to do with the forest; if there are none, all
   if (thread >= idle_from) clear_nodes(p, m.forest, PlanTeam{0, plan_threads() - idle_from, idle_from});
   if (team.has_this_thread()) {
     Planned planned = empty_plan(p, size, size);
     OnlyNode only;
-    const bool shares = find_sharing(p, m, shared.forest, team, errors, wrong, only);
+    const bool shares = find_sharing(p, m, shared.forest, team, errors, only);
     goes_on = shares;
     if (reports) {     // as if it were taken
       if (only.leader >= 0) {
@@ -485,7 +484,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     }
     if (only.leader >= 0) {
       RowGroup group = expect_group(p, m, only, thread);
-      goes_on = !receive_only_node(p, m, thread, only, group);
+      goes_on = !receive_only_node(p, m, shared.forest.begin, thread, only, group);
       if (!goes_on) {
         const bool taken = only.reason == kNodeTaken;
         if (reports) {
@@ -507,7 +506,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     Candidates candidates{planned.num_groups, 0};
     bool is_only = shared.forest.only.leader >= 0;
     if (finds_nodes) {
-      if (team.has_this_thread()) make_forest(p, m, shared.forest, team, wrong);
+      if (team.has_this_thread()) make_forest(p, m, shared.forest, team, errors);
       if (reports) shared.longest_pair = shared.has_largest_tiles = 0;
       __syncthreads();
       is_only = false;
@@ -521,12 +520,11 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
         drop_forest(p, m.forest, team);
       }
     } else if (again) {
-      if (team.has_this_thread()) clear_mail(p, m, thread);
       return;
     }
     plan<true>(p, m, linkers, shared, candidates, is_only, piece, tile_begin, planned, errors);
     if (!is_only) return;
-    goes_on = team.has_this_thread() && !confirm_only_node(p, m, thread, shared.forest.only);
+    goes_on = team.has_this_thread() && !confirm_only_node(p, m, shared.forest, thread);
   }
 }
 
@@ -541,7 +539,10 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
+  if (threadIdx.x == 0) {
+    if (kSeeksForest) shared.forest.begin = ptx::global_timer();     // before anything takes time
+    shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
+  }
   if constexpr (kSeeksForest) {
     plan_with_forest(p, m, shared, tile_begin);
   } else {

@@ -2,11 +2,11 @@
 // before them, and tell the first CTA where its requests attach. They wait for nobody.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "attn/forest.h"
 #include "attn/planning.h"
 #include "device/plan_threads.cuh"
+#include "device/ptx/global_timer.cuh"
+#include "device/ptx/mail.cuh"
 #include "device/ptx/shared_reduction.cuh"
 
 namespace attn {
@@ -47,47 +47,53 @@ __device__ __forceinline__ bool read_request(const PlanParams& p, const ForestMe
   return pages > 0 && first_entry == entry_of_first;
 }
 
-/// An attachment on its way from the CTA that found it to the one that plans, in one word; 0: not there yet. A word is all that they tell each other: its
-/// arrival says all, no other memory has to be made visible. A first word may come before the last one: the attachment if no other request shares more.
+/// An attachment on its way from the CTA that found it to the one that plans. Both words arrive together and are all that is told: no other memory has to be made visible.
+/// A first word may come before the last one: the attachment if no other request shares more. A last one comes for every request, also for one that attaches nowhere.
+///
+/// What a slot held before this launch is not believed, whoever wrote it: `begin` is when the planning CTA began, which is the first of the grid to do so. A wait
+/// ends, with Attachment{-1, 0}, when the launch has taken ptx::kMostWait.
 class AttachmentMail {
  public:
-  __device__ explicit AttachmentMail(Attachment* slot) : word_(*reinterpret_cast<uint64_t*>(slot)) {}
+  __device__ explicit AttachmentMail(AttachmentSlot* slot) : slot_(reinterpret_cast<ptx::Mail*>(slot)) {}
 
   __device__ void send(Attachment attachment, bool is_last) const {
-    word().store(static_cast<uint64_t>(attachment.pages) << 32 | (is_last ? kIsLast : 0) | static_cast<uint32_t>(attachment.leader), cuda::memory_order_relaxed);
+    const uint32_t leader = static_cast<uint32_t>(attachment.leader) & ~kIsLast;
+    ptx::send(slot_, ptx::Mail{ptx::global_timer(), static_cast<uint64_t>(attachment.pages) << 32 | (is_last ? kIsLast : 0) | leader});
   }
 
   /// Waits for the last word.
-  __device__ Attachment wait() const {
-    uint64_t value;
+  __device__ Attachment wait(uint64_t begin) const {
     do {
-      value = word().load(cuda::memory_order_relaxed);
-    } while ((value & kIsLast) == 0);
-    return attachment(value);
+      const ptx::Mail mail = ptx::receive(slot_);
+      if (is_of_launch(mail, begin) && (mail.high & kIsLast) != 0) return attachment(mail);
+    } while (ptx::global_timer() - begin <= ptx::kMostWait);
+    return Attachment{-1, 0};
   }
 
   /// Waits for any word of two at once.
-  __device__ static void wait_for_first(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
-    uint64_t first, second;
+  __device__ static void wait_for_first(const AttachmentMail& a, const AttachmentMail& b, uint64_t begin, Attachment& of_a, Attachment& of_b) {
+    ptx::Mail first, second;
+    bool are_there;
     do {
-      first = a.word().load(cuda::memory_order_relaxed);
-      second = b.word().load(cuda::memory_order_relaxed);
-    } while (first == 0 || second == 0);
-    of_a = attachment(first);
-    of_b = attachment(second);
+      first = ptx::receive(a.slot_);
+      second = ptx::receive(b.slot_);
+      are_there = is_of_launch(first, begin) && is_of_launch(second, begin);
+    } while (!are_there && ptx::global_timer() - begin <= ptx::kMostWait);
+    of_a = are_there ? attachment(first) : Attachment{-1, 0};
+    of_b = are_there ? attachment(second) : Attachment{-1, 0};
   }
-
-  /// Empties the slot for the next plan.
-  __device__ void clear() const { word().store(0, cuda::memory_order_relaxed); }
 
  private:
   static constexpr uint32_t kIsLast = 1u << 31;
 
-  __device__ static Attachment attachment(uint64_t value) { return Attachment{static_cast<int32_t>(static_cast<uint32_t>(value) & ~kIsLast), static_cast<int32_t>(value >> 32)}; }
-  __device__ cuda::atomic_ref<uint64_t, cuda::thread_scope_device> word() const { return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(word_); }
+  __device__ static bool is_of_launch(const ptx::Mail& mail, uint64_t begin) { return mail.low - begin <= ptx::kMostWait; }
+  __device__ static Attachment attachment(const ptx::Mail& mail) {
+    return Attachment{static_cast<int32_t>(static_cast<uint32_t>(mail.high) & ~kIsLast), static_cast<int32_t>(mail.high >> 32)};
+  }
 
-  uint64_t& word_;
+  ptx::Mail* slot_;
 };
+static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Mail), "what is sent");
 
 /// The threads that look after one request.
 struct SearchTeam {
@@ -205,11 +211,9 @@ __device__ __forceinline__ int32_t next_candidate(const PageTable& table, const 
 /// Finds where a request attaches, and sends it.
 __device__ __forceinline__ void attach(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, const AttachmentMail& mail) {
   const int32_t own = m.forest[request].pages;
-  if (own == 0) return;
   Attachment best{-1, 0};
   uint32_t candidates = ~0u;
-  int32_t other = first_candidate(m.forest, request);
-  if (other == request) return;
+  int32_t other = own > 0 ? first_candidate(m.forest, request) : request;
 #pragma unroll 1
   for (int32_t comparisons = 1; other < request; ++comparisons) {
     const int32_t common = common_pages(table, m, team, request, other);
@@ -234,8 +238,11 @@ __device__ __forceinline__ void attach_alone(const PageTable& table, const Fores
   SearchMemory& shared = *reinterpret_cast<SearchMemory*>(m.slots + 2 * (kMaxPlanThreads / 32));    // behind what teams use
   const int32_t own = f[request].pages;
   const int32_t first = first_candidate(f, request);
-  if (own == 0 || first == request) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  if (own == 0 || first == request) {
+    if (thread == 0) mail.send(Attachment{-1, 0}, true);
+    return;
+  }
   const int32_t warps = plan_threads() / 32;
   if (team.index == 0) {
     const int32_t common = common_pages(table, m, team, request, first);

@@ -352,16 +352,16 @@ struct FewSurvivors {
     if (needs_row_mass(own)) bytes += send_masses(own.temperature);
     if (row.lane() == 0) ptx::mailbox_announce(ptx::cluster_address(mailbox(), 0), bytes);
     if (row.rank != 0) {
-      ptx::mailbox_wait(answer());
-      return shared.is_enough != 0;
+      const bool is_answered = ptx::mailbox_wait(answer());
+      return __syncthreads_and(is_answered) != 0 && shared.is_enough != 0;
     }
     const RowDraw draw(row.params, row.row);      // needed late
     const RowSettings settings = row_settings(own, row.params.vocab);
     __syncthreads();          // the bins are empty
-    ptx::mailbox_wait(mailbox());
+    const bool all_came = __syncthreads_and(ptx::mailbox_wait(mailbox())) != 0;
     int32_t num_survivors = 0;
     float reference = 0.0f;
-    const bool is_enough = list_survivors(settings, num_survivors, reference);
+    const bool is_enough = all_came && list_survivors(settings, num_survivors, reference);
     if (is_enough) __syncthreads();       // survivors are listed
     const int32_t told_cta = row.warp() == kSamplingWarps - 1 ? row.lane() : 0;      // the last warp has the least to do
     if (0 < told_cta && told_cta < row.num_ctas) {

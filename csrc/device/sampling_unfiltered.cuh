@@ -2,6 +2,7 @@
 // exchange, no cluster, which starts later and has at most sixteen CTAs; and little code, which comes from memory when the L2 is cold.
 #pragma once
 
+#include "device/ptx/global_timer.cuh"
 #include "device/ptx/mail.cuh"
 #include "device/sampling_race.cuh"
 
@@ -17,8 +18,16 @@ struct UnfilteredRow {
   const int32_t rank;       // of the CTA among the row's
   const int32_t num_ctas;
 
-  static constexpr uint32_t kArrived = 1;       // of a mail's word: it is there, though 0 everywhere else
-  static constexpr uint32_t kSpoilt = 2;        // a value that no row may hold was seen
+  // A mail is the order of a racer, and below its sender's sign the token. The sign tells a mail of this launch and row from whatever else the slot held: the row, and the
+  // number of the row's launch, which its last CTA counts on when all others have read it.
+  static constexpr uint32_t kTokenBits = 20;
+  static constexpr uint32_t kSpoilt = 1u << kTokenBits;      // a value that no row may hold was seen
+  static constexpr uint32_t kArrived = 2u << kTokenBits;
+  static constexpr int32_t kRowShift = kTokenBits + 2;
+  static_assert(kMaxVocab < 1 << kTokenBits && kMostUnfilteredRows <= 1 << (32 - kRowShift), "a mail has room for a token and a row");
+
+  __device__ __forceinline__ uint32_t* launch_number() const { return static_cast<uint32_t*>(params.workspace) + row; }
+  __device__ __forceinline__ uint64_t sign(uint32_t launch) const { return static_cast<uint64_t>(launch) << 32 | static_cast<uint32_t>(row) << kRowShift | kArrived; }
 
   __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
   __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
@@ -80,6 +89,7 @@ struct UnfilteredRow {
   }
 
   __device__ __forceinline__ void run(Racer (&of_warps)[kSamplingWarps]) const {
+    const uint32_t launch = warp() == 0 ? ptx::load_relaxed(launch_number()) : 0;
     bool is_spoilt;
     {
       const Racer of_warp = best_of_warp(read(is_spoilt));
@@ -88,22 +98,25 @@ struct UnfilteredRow {
     is_spoilt = __syncthreads_or(is_spoilt) != 0;
     if (warp() != 0) return;
     Racer best = best_of_warp(lane() < kSamplingWarps ? of_warps[lane()] : nobody());
-    ptx::Mail* mails = static_cast<ptx::Mail*>(params.workspace) + static_cast<int64_t>(row) * (num_ctas - 1);
+    ptx::Mail* mails = reinterpret_cast<ptx::Mail*>(static_cast<uint32_t*>(params.workspace) + kMostUnfilteredRows) + static_cast<int64_t>(row) * (num_ctas - 1);
     if (rank + 1 < num_ctas) {
-      if (lane() == 0) ptx::send(mails + rank, ptx::Mail{best.order, static_cast<uint64_t>(kArrived | (is_spoilt ? kSpoilt : 0)) << 32 | static_cast<uint32_t>(best.token)});
+      if (lane() == 0) ptx::send(mails + rank, ptx::Mail{best.order, sign(launch) | (is_spoilt ? kSpoilt : 0) | static_cast<uint32_t>(best.token)});
       return;
     }
+    const uint64_t begin = ptx::global_timer();
 #pragma unroll 1
     for (int32_t other = lane(); other < num_ctas - 1; other += 32) {
       ptx::Mail mail;
+      bool is_there;
       do {
         mail = ptx::receive(mails + other);
-      } while (mail.high == 0);
-      ptx::send(mails + other, ptx::Mail{0, 0});      // for the next launch
-      const Racer racer{mail.low, static_cast<int32_t>(static_cast<uint32_t>(mail.high)), 0};
+        is_there = (mail.high & ~static_cast<uint64_t>(kSpoilt | (kSpoilt - 1))) == sign(launch);
+      } while (!is_there && ptx::global_timer() - begin <= ptx::kMostWait);
+      const Racer racer{mail.low, static_cast<int32_t>(static_cast<uint32_t>(mail.high) & (kSpoilt - 1)), 0};
       if (racer.beats(best)) best = racer;
-      is_spoilt |= (mail.high >> 32 & kSpoilt) != 0;
+      is_spoilt |= !is_there || (mail.high & kSpoilt) != 0;      // what does not come in time spoils the row, too
     }
+    if (lane() == 0 && num_ctas > 1) ptx::store_relaxed(launch_number(), launch + 1);
     best = best_of_warp(best);
     const bool is_valid = !__any_sync(ptx::kAllLanes, is_spoilt) && best.token < params.vocab;
     const int32_t token = is_valid ? best.token : first_allowed();

@@ -184,7 +184,7 @@ void launch(const SamplingParams& params, const String& file, const String& few_
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   if (params.workspace != nullptr && is_unfiltered(params)) {
     const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
-    if (ctas > 0 && params.batch * ctas <= kWorkspaceWords / 2) {
+    if (ctas > 0 && params.batch <= kMostUnfilteredRows && params.batch * (ctas - 1) <= kWorkspaceMails) {
       const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
       driver::launch(kernel, driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads}, &params, stream);
       return;

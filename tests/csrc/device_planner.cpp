@@ -40,6 +40,9 @@ Barrier barriers[16];
 Warp warps[kMaxThreads / 32];
 int64_t progress;
 uint32_t state = 1;
+uint64_t now = 1;              // of this launch's first CTA when it begins, and then as it waits
+uint64_t sent = 0;             // words that the others have stamped
+int32_t lost_block = -1;
 void (*body)();
 
 void give_way() { swapcontext(&fibers[threadIdx.x], &scheduler); }
@@ -61,6 +64,17 @@ void fail(const char* what) {
 uint32_t random() {
   state = state * 1664525u + 1013904223u;
   return state >> 8;
+}
+
+uint64_t time() { return blockIdx.x > 0 ? now + 2000 + ++sent : now += 1000; }
+
+bool loses_mail() { return blockIdx.x == lost_block; }
+
+/// Launches lie a millisecond apart.
+void begin_launch(int32_t loses_mail_of) {
+  now += 1'000'000;
+  sent = 0;
+  lost_block = loses_mail_of;
 }
 
 bool barrier(int32_t id, int32_t threads, bool value) {
@@ -139,24 +153,28 @@ namespace {
 
 attn::PlanParams planned_params;
 
+void run_cta(int32_t block, uint32_t seed) {
+  emulation::run_cta(block, attn::plan_ctas(planned_params), attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block),
+                     [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+}
+
 }  // namespace
 
-/// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads.
-extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed) {
+/// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads. `searched`: what the CTAs that search for prefixes read, views of as many requests; `lost`: the CTA whose
+/// words get lost, -1 for none. Returns whether the last level lists its rows.
+extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed, const attn::PassedView* searched,
+                                       int32_t lost) {
+  emulation::begin_launch(lost);
+  planned_params = attn::passed_params(config, workspace, searched, num_levels);
+  for (int32_t block = attn::plan_ctas(planned_params) - 1; block > 0; --block) run_cta(block, seed);
   planned_params = attn::passed_params(config, workspace, views, num_levels);
-  const int32_t blocks = attn::plan_ctas(planned_params);
-  for (int32_t block = blocks - 1; block >= 0; --block) {
-    emulation::run_cta(block, blocks, attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block), [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
-  }
+  run_cta(0, seed);
+  attn::ptx::deliver_all();
   const bool lists_rows = attn::last_level_lists_rows(planned_params);
   for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {
     const attn::Level got = planned_params.schedule.header->levels[i];
     attn::write_level(planned_params, i, !lists_rows);
     if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0) emulation::fail("a level is not described");
-  }
-  for (int32_t i = 0; i < (planned_params.seeks_forest ? planned_params.levels[0].num_groups : 0); ++i) {
-    const attn::Attachment& attachment = planned_params.schedule.attachments[i];
-    if (attachment.leader != 0 || attachment.pages != 0) emulation::fail("a word is left for the next plan");
   }
   return lists_rows;
 }

@@ -74,7 +74,7 @@ def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: di
             assert planned.cost_begin.tolist() == whole.cost_begin[:max_tiles].tolist(), seed
             assert planned.positions[-1].tolist() == [min(max_tiles, len(whole.tiles)), 0, 0]
             assert not fits or schedule_model.same(planned, whole), seed
-            assert schedule_model.same(host_planner.plan(library, attention, view, seed, max_tiles), planned), seed
+            assert schedule_model.same(host_planner.plan(library, attention, view, seed, max_tiles=max_tiles), planned), seed
 
 
 def test_random_compositions(library: ctypes.CDLL) -> None:

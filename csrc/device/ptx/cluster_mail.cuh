@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/platform.h"
+#include "device/ptx/global_timer.cuh"
 
 namespace attn::ptx {
 
@@ -43,18 +44,24 @@ __device__ __forceinline__ void mailbox_announce(uint32_t mailbox, uint32_t byte
 #endif
 }
 
-/// Waits until all of the first phase has come to this CTA's mailbox.
-__device__ __forceinline__ void mailbox_wait(uint32_t mailbox) {
+/// Waits until all of the first phase has come to this CTA's mailbox. Returns false where it has not in ptx::kMostWait.
+__device__ __forceinline__ bool mailbox_wait(uint32_t mailbox) {
+  uint32_t done = 1;
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(mailbox)
-      : "memory");
+  const uint64_t begin = global_timer();
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(mailbox)
+        : "memory");
+  } while (done == 0 && global_timer() - begin <= kMostWait);
 #endif
+  return done != 0;
 }
 
 }  // namespace attn::ptx

@@ -20,4 +20,13 @@ __device__ __forceinline__ Mail receive(const Mail* slot) {
   return mail;
 }
 
+/// A word that other CTAs read and write too.
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory"); }
+
 }  // namespace attn::ptx

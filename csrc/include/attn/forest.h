@@ -205,7 +205,7 @@ ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   const bool is_root = node.parent < 0;
   const ForestEntry& parent = f[is_root ? n : node.parent];
   const int32_t depth_above = is_root ? 0 : parent.taken_depth;
-  node.begin = is_root ? 0 : parent.covered;
+  node.begin = is_root ? 0 : min_of(parent.covered, node.pages);   // a node lies below its parent, unless metadata changed while it was planned
   const NodeCost cost = node_cost(p, node);
   const int32_t reason = judge_node(p.config, cost, depth_above, node_states(node.rows, node.begin), free_states);
   const bool taken = reason == kNodeTaken;

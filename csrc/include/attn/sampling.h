@@ -26,7 +26,8 @@ constexpr int32_t kSamplingStateBytes = 33280;    // of shared memory, before th
 // Of rows without filters whose CTAs tell each other through global memory.
 constexpr int32_t kUnfilteredCtas = 4;            // on a multiprocessor at a time
 constexpr int32_t kMostUnfilteredRows = 64;       // that wait at a time
-constexpr int32_t kWorkspaceWords = 4096;         // of 8 bytes, two for each CTA
+constexpr int32_t kWorkspaceWords = 4096;         // of 8 bytes: a launch number of 4 bytes for each row, then two words for each CTA
+constexpr int32_t kWorkspaceMails = kWorkspaceWords / 2 - kMostUnfilteredRows / 4;
 
 // Of rows that are looked at for few survivors first.
 constexpr int32_t kLeastFewCtas = 4;
@@ -130,7 +131,7 @@ struct SamplingParams {
   int32_t* top_token_ids;
   float* written;                     // [batch, vocab]: what kRenorm and kMaskLogits write
   int64_t written_stride;
-  void* workspace;                    // 0 everywhere between launches: what the CTAs of an unfiltered row tell each other; nullptr: there is none
+  void* workspace;                    // what the CTAs of an unfiltered row tell each other, before a launch anything; nullptr: there is none
   // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
   const float* draft_probs;           // [batch, num_draft_tokens, vocab], contiguous
   const void* draft_token_ids;        // [batch, num_draft_tokens]

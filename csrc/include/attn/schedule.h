@@ -45,6 +45,7 @@ enum ScheduleError : uint32_t {
   kTableRowInvalid = 1u << 4,       // row of the table outside it
   kPageIndexInvalid = 1u << 5,      // page id outside the cache (seen by the attention kernel)
   kRowInvalid = 1u << 6,            // row of a row list outside [0, max_rows): it is left out
+  kPrefixSearchFailed = 1u << 7,    // metadata changed while it was planned, or the search for shared prefixes did not end in time: planned without any
 };
 
 /// A row group of a level's BSR view: rows, and the pages that they attend to.
@@ -155,6 +156,12 @@ struct Attachment {
   int32_t pages;
 };
 
+/// Where a CTA of the device planner finds an attachment that another one found: when it was sent, and what (AttachmentMail in device/prefix_search.cuh).
+struct alignas(16) AttachmentSlot {
+  uint64_t time;
+  uint64_t attachment;
+};
+
 /// How a plan looks for shared prefixes.
 enum CascadeMode : int32_t { kCascadeOff = 0, kCascadeByCost = 1, kCascadeAlways = 2 };
 
@@ -219,7 +226,7 @@ struct ScheduleLayout {
     rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
     nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
     attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
-    bytes = align(attachments + static_cast<int64_t>(sizeof(Attachment)) * config.max_nodes);
+    bytes = align(attachments + static_cast<int64_t>(sizeof(AttachmentSlot)) * config.max_nodes);
   }
 
  private:
@@ -235,7 +242,7 @@ struct Schedule {
   RowLink* links;            // [num_links][max_merge_rows]
   int32_t* rows;             // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;         // [max_nodes]
-  Attachment* attachments;   // [max_nodes]: what the device planner's CTAs tell each other; 0 between plans
+  AttachmentSlot* attachments;   // [max_nodes]: what the device planner's CTAs tell each other; between plans anything
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
@@ -247,7 +254,7 @@ struct Schedule {
     links = reinterpret_cast<RowLink*>(base + layout.links);
     rows = reinterpret_cast<int32_t*>(base + layout.rows);
     nodes = reinterpret_cast<PrefixNode*>(base + layout.nodes);
-    attachments = reinterpret_cast<Attachment*>(base + layout.attachments);
+    attachments = reinterpret_cast<AttachmentSlot*>(base + layout.attachments);
   }
 };
 

@@ -31,6 +31,12 @@ namespace emulation {
 /// A number that depends on the seeds of the CTAs so far.
 uint32_t random();
 
+/// The global timer, in ns: the first CTA of a launch begins before the others send anything, and waits last.
+uint64_t time();
+
+/// Whether what this CTA sends gets lost, as if it never ran.
+bool loses_mail();
+
 /// Waits for `threads` threads at barrier `id`; returns whether any of them says so.
 bool barrier(int32_t id, int32_t threads, bool value);
 

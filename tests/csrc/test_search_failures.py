@@ -1,0 +1,150 @@
+"""What the device planner believes of what its CTAs tell each other: nothing that an earlier launch left, nothing that contradicts what it has read itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import host_planner
+import numpy
+import pytest
+import schedule_model
+import torch
+from forests import Batch, random_batch
+from test_device_planner import SHAPES, make_attention
+
+from attn_backend import Attention, BSRView
+from attn_backend.kernels.schedule import Schedule
+
+pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+
+_SEARCH_FAILED = 1 << 7     # ScheduleError
+_GUARD = 4096               # bytes behind the schedule that no plan may touch
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder: Path = tmp_path_factory.mktemp("planners")
+    return host_planner.build(folder, device=True)
+
+
+def forests(count: int) -> Iterator[tuple[int, numpy.random.Generator, Batch, Attention]]:
+    """Batches whose requests share prefixes: one, or a tree of them."""
+    for seed in range(count):
+        rng = numpy.random.default_rng([seed, 11])
+        batch = random_batch(rng, int(rng.choice([2, 8, 16, 64])))
+        shape = SHAPES[seed % len(SHAPES)]
+        yield seed, rng, batch, make_attention(shape, max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade="always" if seed % 3 else True)
+
+
+def poisoned(library: ctypes.CDLL, attention: Attention, rng: numpy.random.Generator) -> torch.Tensor:
+    size = host_planner.workspace_bytes(library, attention) + _GUARD
+    fill = int(rng.integers(3))
+    if fill == 0:
+        return torch.full((size,), 255, dtype=torch.uint8)
+    values = rng.integers(0, 256, size, dtype=numpy.uint8)
+    if fill == 1:     # small times and small numbers, as an earlier launch leaves them
+        values.reshape(-1, 8)[:, 3:] = 0
+    return torch.from_numpy(values)
+
+
+def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
+    for seed, rng, batch, attention in forests(40):
+        view = batch.view(rng, "cpu")
+        workspace = poisoned(library, attention, rng)
+        guard = workspace[-_GUARD:].clone()
+        planned = host_planner.plan(library, attention, view)
+        for again in range(3):
+            assert schedule_model.same(host_planner.plan(library, attention, view, seed + again, workspace=workspace), planned), (seed, again)
+        assert torch.equal(workspace[-_GUARD:], guard)
+
+
+def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
+    """One CTA's findings get lost: the plan ends, says so, and plans every request for itself. The next one is right again."""
+    failures = 0
+    for seed, rng, batch, attention in forests(24):
+        view = batch.view(rng, "cpu")
+        workspace = poisoned(library, attention, rng)
+        whole = host_planner.plan(library, attention, view)
+        alone = host_planner.plan(library, make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False), view)
+        lost = int(rng.integers(1, 1 + min(len(batch.pages), 128)))
+        planned = host_planner.plan(library, attention, view, seed, workspace=workspace, lost=lost)
+        if planned.errors:
+            failures += 1
+            assert planned.errors == _SEARCH_FAILED
+            assert planned.forest == ()
+            for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
+                assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
+        else:
+            assert schedule_model.same(planned, whole), seed     # nobody waited for that one
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
+    assert failures > 8
+
+
+def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
+    """`view` before or after the engine changed some of its metadata."""
+    table = view.table
+    tensors = {name: getattr(table, name) for name in ("indices", "indptr", "last_page_len", "kv_lens", "rows")}
+    for name in rng.permutation(["indices", "kv_lens", "qo_indptr", "last_page_len"])[: int(rng.integers(1, 4))]:
+        if name == "qo_indptr":
+            continue
+        tensor = tensors[name]
+        if tensor is None:
+            continue
+        new = tensor.clone() if tensor.is_contiguous() else tensor.as_strided(tensor.shape, tensor.stride()).clone()
+        flat = new.view(-1) if new.is_contiguous() else new.reshape(-1)
+        if flat.numel():
+            at = torch.from_numpy(rng.integers(0, flat.numel(), max(1, flat.numel() // int(rng.choice([1, 4, 50])))))
+            if name == "indices":
+                flat[at] = flat[torch.from_numpy(rng.integers(0, flat.numel(), len(at)))]
+            elif name == "kv_lens":
+                flat[at] = (flat[at] * float(rng.random())).to(flat.dtype)
+            else:
+                flat[at] = 1
+        tensors[name] = new if not new.is_contiguous() else flat.view(new.shape)
+    qo_indptr = view.qo_indptr.clone()
+    if rng.random() < 0.4:
+        qo_indptr = torch.sort(torch.from_numpy(rng.integers(0, int(qo_indptr[-1]) + 1, len(qo_indptr)))).values.to(qo_indptr.dtype)
+        qo_indptr[0] = 0
+    return BSRView(qo_indptr, type(table)(table.page_size, **tensors, entry_step=table.entry_step), causal=view.causal, window_left=view.window_left)
+
+
+def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
+    """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
+    config = list(attention._library.schedule_config(attention._handle))
+    max_groups, max_rows, max_tiles, max_states, max_merge_rows = config[5:10]
+    groups, num_groups = schedule.groups, len(schedule.groups)
+    assert num_groups <= max_groups
+    assert len(schedule.tiles) <= max_tiles
+    assert (groups[:, 2] >= 0).all()      # kv_len
+    is_request = groups[:, 4] == 0
+    assert (groups[:, 0] >= 0).all()
+    assert (groups[is_request, 0] + groups[is_request, 1] <= max_rows).all()
+    assert (groups[~is_request, 0] + groups[~is_request, 1] <= max_states).all()      # of the row list
+    states = groups[:, 6] >= 0
+    assert (groups[states, 6] + groups[states, 1] <= max_states).all()
+    assert ((schedule.tiles[:, 0] >= 0) & (schedule.tiles[:, 0] < num_groups)).all()
+    assert (schedule.tiles[:, 5] >= 1).all()
+    assert schedule.links.shape[1] <= max_merge_rows
+    linked = schedule.links[..., 0]
+    assert (linked < num_groups).all()
+    positions = [tuple(position) for position in schedule.positions.tolist()]
+    assert positions == sorted(positions)
+
+
+def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
+    """The searching CTAs have read other metadata than the one that plans: the plan ends in bounds, and the next one is right."""
+    failures = 0
+    for seed, rng, batch, attention in forests(150):
+        view = batch.view(rng, "cpu")
+        other = changed(rng, view)
+        workspace = poisoned(library, attention, rng)
+        guard = workspace[-_GUARD:].clone()
+        planned = host_planner.plan(library, attention, view, seed, workspace=workspace, searched=other)
+        check_bounds(planned, library, attention)
+        assert planned.errors in (0, _SEARCH_FAILED)
+        failures += planned.errors != 0
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), host_planner.plan(library, attention, view)), seed
+        assert torch.equal(workspace[-_GUARD:], guard)
+    assert failures > 5
