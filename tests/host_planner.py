@@ -27,7 +27,7 @@ def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.
     sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
     includes = [f"-I{ROOT / 'csrc' / 'include'}", f"-I{ROOT / 'csrc'}"]
     if device:
-        sources.append(tests / "device_planner.cpp")
+        sources += [tests / "device_planner.cpp", tests / "emulated" / "cuda_emulation.cpp"]
         includes.insert(0, f"-I{tests / 'emulated'}")
     if one_kind:
         includes += ["-include", str(tests / "one_kind.h")]

@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_oracle import keeps, philox4x32, probabilities, race_values
+from sampling_oracle import bits, keeps, philox4x32, probabilities, race_values
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def bits(token_mask: torch.Tensor) -> torch.Tensor:
-    """bool [batch, vocab] as the int32 words of a token mask."""
-    batch, vocab = token_mask.shape
-    padded = torch.zeros(batch, (vocab + 31) // 32 * 32, dtype=torch.int64)
-    padded[:, :vocab] = token_mask
-    words = (padded.view(batch, -1, 32) << torch.arange(32)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def random_settings(choose: random.Random, batch: int, vocab: int, device: torch.device) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sampling import bits
+from sampling_oracle import bits
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 

@@ -10,7 +10,8 @@ from typing import Any
 import cpu_isa
 import pytest
 import torch
-from test_sampling import bits, random_settings
+from sampling_oracle import bits
+from test_sampling import random_settings
 
 from attn_backend import Samples, chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
