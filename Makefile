@@ -18,6 +18,9 @@ JOBS ?= $(shell nproc)
 TEST_PYTHON := $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
 PYTEST := PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
+# of make fuzz
+SECONDS ?= 60
+SEED ?= 0
 
 .PHONY: help
 help:
@@ -28,6 +31,7 @@ help:
 	@echo "make kernels                    compile all CUDA kernels for $(ARCHS) into build/cubins; pip install ships them"
 	@echo "make lint                       ruff and mypy"
 	@echo "make unit, make integration     the two halves of the tests"
+	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
 
 .PHONY: demo
@@ -43,7 +47,7 @@ demo: base-python
 endif
 
 .PHONY: test
-test: environment lint kernels unit integration
+test: environment lint kernels unit fuzz integration
 	@$(call warn_without_nvcc)
 
 .PHONY: environment
@@ -60,6 +64,10 @@ lint: environment
 .PHONY: unit
 unit: environment
 	$(PYTEST) -n $(JOBS) tests --ignore=tests/integration
+
+.PHONY: fuzz
+fuzz: environment
+	PYTHONSAFEPATH= $(TEST_PYTHON) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
 # A test that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ..metadata import KVCache
-from ..metadata.structure import check_types
+from ..metadata.structure import check_plain, check_types, explain_failure
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -31,8 +31,11 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     try:
+        for name, tensor in (("k", k), ("v", v), ("slots", slots)):
+            if tensor.is_neg() or (torch.is_grad_enabled() and tensor.requires_grad):
+                check_plain(name, tensor)
         library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
-    except (AttributeError, TypeError):     # looked into only here: a layer's call has no time for it
-        check_types(torch.Tensor, "a tensor", k=k, v=v, slots=slots)
+    except (AttributeError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
+        explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
         raise

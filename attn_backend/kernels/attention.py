@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+from threading import Lock
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..metadata import BSRView, Composition, KVCache
-from ..metadata.checks import check_values
+from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
-from ..metadata.structure import check_types, refuse
+from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -24,9 +25,11 @@ _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
 _KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
-_CASCADE_MODES: dict[object, int] = {False: 0, True: 1, "always": 2}
+_CASCADE_MODES: dict[bool | str, int] = {False: 0, True: 1, "always": 2}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CTAS = 4096
+_MAX_HEADS = 2**16
+_MAX_FLOAT = torch.finfo(torch.float32).max
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 _MAX_CPU_BATCH = 2**20
 
@@ -76,19 +79,16 @@ class Attention:
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
     ) -> None:
-        device = _device(device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            refuse("device", str(device), "cpu here: torch sees no GPU")
+        device = check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
-        _check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
-        if cascade not in _CASCADE_MODES:
+        num_qo_heads, num_kv_heads, head_dim = _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
+        max_rows, max_batch, max_levels = _check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
+        if not isinstance(cascade, bool) and cascade != "always":
             refuse("cascade", cascade, "True, False or 'always'")
         _check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         chosen = _choose_kernel(kernel, device)
-        if num_ctas is not None and not 1 <= _int("num_ctas", num_ctas) <= _MAX_CTAS:
-            refuse("num_ctas", num_ctas, f"in [1, {_MAX_CTAS}]")
+        num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, _MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
@@ -99,7 +99,6 @@ class Attention:
         self.max_batch = max_batch
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
-        self._debug = os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0")
         self._sm_scale = head_dim**-0.5
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
@@ -115,7 +114,7 @@ class Attention:
             max_rows,
             max_batch,
             max_levels,
-            num_ctas or 0,
+            num_ctas,
             _CASCADE_MODES[cascade],
             batch_invariant,
             _KERNEL_CODES[chosen],
@@ -125,15 +124,31 @@ class Attention:
         )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = self._library.workspace_size(self._handle)
-        self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
-        self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
+        try:
+            self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
+            self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
+            self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
+        except RuntimeError as error:     # torch.OutOfMemoryError is one
+            room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes)} bytes on {device}"
+            raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
+        if os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0"):
+            in_use = Lock()
+            self.plan = self._until_done(self.plan, in_use)     # type: ignore[method-assign]
+            self.run = self._until_done(self.run, in_use)       # type: ignore[method-assign]
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that this object holds."""
         return sum(t.numel() * t.element_size() for t in (self._schedule, self._partial_o, self._partial_lse))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses copy.copy, copy.deepcopy and pickle.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("an Attention owns its workspace and cannot be copied or pickled: make another one")
 
     def plan(self, composition: Composition | BSRView) -> None:
         """Computes the schedule of a batch: one kernel on the current stream, no synchronisation; may be captured in a CUDA graph.
@@ -145,10 +160,12 @@ class Attention:
             ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids beyond the cache: by `run`, which knows it).
                 What is wrong in a Composition is named with its level. There is then no plan, not even the one before. On CUDA wrong values are clamped,
                 so that nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
+            RuntimeError: another thread uses this object.
         """
-        levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
-        errors = level = 0
+        level = -1     # that is looked at
         try:
+            levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
+            errors = 0
             for level, view in enumerate(levels):
                 table = view.table
                 errors = self._plan_level(
@@ -167,17 +184,19 @@ class Attention:
                     view.causal,
                     view.window_left,
                 )
-            for level in range(len(levels) if errors else 0):
-                check_values(levels[level], self.max_rows)
-        except ValueError as error:
-            if isinstance(composition, BSRView):
-                raise
-            raise ValueError(f"levels[{level}]: {error}") from None
-        if errors:
-            raise ValueError(describe_errors(errors))
+            if errors:
+                for level, view in enumerate(levels):  # noqa: B007
+                    check_values(view, self.max_rows)
+                level = -1
+                raise ValueError(describe_errors(errors))
+        except BaseException as error:
+            self._library.abandon_plan(self._handle)
+            if level >= 0 and isinstance(error, RuntimeError) and not str(error).startswith("this Attention"):
+                explain_failure(_tensors_of(levels[level]))
+            if level >= 0 and isinstance(error, ValueError) and isinstance(composition, Composition):
+                raise ValueError(f"levels[{level}]: {error}") from None
+            raise
         self._levels = levels
-        if self._debug:
-            self.raise_for_errors()
 
     def run(
         self,
@@ -207,24 +226,52 @@ class Attention:
             out.
 
         Raises:
-            ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet.
+            ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet; on a CPU also a page id beyond the cache.
+            RuntimeError: another thread uses this object.
         """
         try:
+            # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
+            if q.is_neg() or (is_grad_enabled() and q.requires_grad):
+                check_plain("q", q)
             if out is None:
                 out = torch.empty_like(q)
+            elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
+                check_plain("out", out)
+            if lse is not None:
+                check_plain("lse", lse)
             scale = self._sm_scale if sm_scale is None else sm_scale
             errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
-        except (AttributeError, TypeError):     # looked into only here: a layer's call has no time for it
-            check_types(Tensor, "a tensor", q=q, out=q if out is None else out, lse=q if lse is None else lse)
+        except (AttributeError, OverflowError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
             check_types(KVCache, "a KVCache", kv=kv)
-            check_types(Real, "a number", sm_scale=self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap=logits_soft_cap)
+            tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
+            explain_failure(tensors.items())
+            numbers = {"sm_scale": self._sm_scale if sm_scale is None else sm_scale, "logits_soft_cap": logits_soft_cap}
+            check_types(Real, "a number", **numbers)
+            for name, number in numbers.items():
+                if abs(number) > _MAX_FLOAT:
+                    refuse(name, number, "a number that a float32 holds")
             check_types(bool, "True or False", after_append=after_append)
             raise
         if errors:
+            for view in self._levels:
+                check_page_ids(view, kv.num_pages)
             raise ValueError(describe_errors(errors))
-        if self._debug:
-            self.raise_for_errors()
         return out
+
+    def _until_done(self, function: Callable[..., Any], in_use: Lock) -> Callable[..., Any]:
+        """`function`, for ATTN_BACKEND_DEBUG=1: it ends when the device is done and has found nothing wrong; other threads are refused until then."""
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            if not in_use.acquire(blocking=False):
+                raise RuntimeError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
+            try:
+                result = function(*arguments, **options)
+                self.raise_for_errors()
+                return result
+            finally:
+                in_use.release()
+
+        return checked
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
@@ -243,6 +290,16 @@ class Attention:
             raise ValueError(describe_errors(errors))
 
 
+def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
+    """By the names that their makers know."""
+    table = view.table
+    indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
+    tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
+    for name, tensor in zip(("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"), tensors, strict=True):
+        if tensor is not None:
+            yield name, tensor
+
+
 def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     if not isinstance(composition, Composition):
         refuse("composition", composition, "a Composition or a BSRView")
@@ -251,56 +308,44 @@ def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     return composition.levels
 
 
-def _int(name: str, value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        refuse(name, value, "an int of at least 1")
-    return int(value)
-
-
-def _device(device: object) -> torch.device:
-    try:
-        return torch.device(device)     # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
-        refuse("device", device, "a CUDA device or the CPU")
-
-
-def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    if _int("num_kv_heads", num_kv_heads) < 1:
-        refuse("num_kv_heads", num_kv_heads, "at least 1")
-    if _int("num_qo_heads", num_qo_heads) < 1 or num_qo_heads % num_kv_heads:
-        refuse("num_qo_heads", num_qo_heads, f"a positive multiple of num_kv_heads = {num_kv_heads}")
-    _int("head_dim", head_dim)
+def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
+    """Returns num_qo_heads, num_kv_heads, head_dim."""
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, _MAX_HEADS)
+    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, _MAX_HEADS)
+    if num_qo_heads % num_kv_heads:
+        refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+    head_dim = check_int("head_dim", head_dim, 1)
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
         if head_dim not in CUDA_HEAD_DIMS:
             refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} on CUDA")
         if dtype not in _DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
-    elif device.type == "cpu":
+    else:
         if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
             refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
         if dtype not in _DTYPE_CODES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
-    else:
-        refuse("device", str(device), "a CUDA device or the CPU")
+    return num_qo_heads, num_kv_heads, head_dim
 
 
-def _check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> None:
-    """group_size: query heads of one KV head."""
+def _check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:
+    """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
     on_cuda = device.type == "cuda"
-    if _int("max_rows", max_rows) < 1 or max_rows * group_size >= 2**31:
-        refuse("max_rows", max_rows, "at least 1, and below 2^31 when multiplied by the query heads of one KV head")
-    most = _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH
-    if not 1 <= _int("max_batch", max_batch) <= most:
-        refuse("max_batch", max_batch, f"in [1, {most}]")
-    if not 1 <= _int("max_levels", max_levels) <= MAX_LEVELS:
-        refuse("max_levels", max_levels, f"in [1, {MAX_LEVELS}]")
+    max_rows = check_int("max_rows", max_rows, 1)
+    if max_rows * group_size > MAX_INT32:
+        refuse("max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head")
+    max_batch = check_int("max_batch", max_batch, 1, _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
+    max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
+    if max_rows * max_levels > MAX_INT32:
+        refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
     if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:
         refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+    return max_rows, max_batch, max_levels
 
 
 def _check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
-    if batch_invariant not in (True, False):
+    if not isinstance(batch_invariant, bool):
         refuse("batch_invariant", batch_invariant, "True or False")
     if batch_invariant and max_levels != 1:
         refuse("max_levels", max_levels, "1 with batch_invariant=True")
@@ -310,7 +355,7 @@ def _check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: in
 
 def _choose_kernel(kernel: str | None, device: torch.device) -> str:
     """The kernel that a schedule is made for."""
-    if kernel not in (None, "hopper", "generic"):
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in ("hopper", "generic")):
         refuse("kernel", kernel, "'hopper', 'generic' or None")
     if device.type == "cpu":
         return kernel or "cpu"

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..metadata.structure import check_types, refuse
+from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -65,44 +65,63 @@ def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
-    """A workspace for `sample`: int64 [4096], zeros, on `device`. Every launch leaves zeros; launches that may run at the same time need one each."""
-    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=device)
+    """A workspace for `sample`: int64 [4096] on `device`. It may hold anything. Launches that may run at the same time need one each."""
+    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=check_device(device))
 
 
-# What the library's functions are given, by the caller's names; "": not the caller's own, or checked already.
+# What the library's functions are given, by the caller's names; "": not the caller's own.
 _OF_SAMPLE = (
-    *("", "", "temperature", "top_k", "top_p", "min_p", "seed", "position", "token_mask", "", ""),
+    *("logits", "", "temperature", "top_k", "top_p", "min_p", "seed", "position", "token_mask", "", ""),
     *("out", "", "", "", "", "workspace", "", "", "", "row_ctas"),
 )
-_OF_WRITE_ROWS = ("", "", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
-_OF_SPECULATE = ("", "", "", "seed", "position", "", "", "", "", "", "row_ctas")
-_TENSORS = ("token_mask", "out", "workspace")
+_OF_SAMPLE_FROM_PROBS = ("probs", *_OF_SAMPLE[1:])
+_OF_WRITE_ROWS = ("", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
+_OF_SPECULATE = ("draft_probs", "draft_token_ids", "target_probs", "seed", "position", "", "", "", "", "", "row_ctas")
+_TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
+_TENSORS_OR_NONE = ("token_mask", "out", "workspace")
 
 
 def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
-    """Calls the library, which does not name every argument of a wrong type, nor, with tvm-ffi 0.1.11, an int that no int64 holds."""
+    """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds."""
     try:
-        function(*arguments)
-    except (OverflowError, TypeError, ValueError):
+        check_int("row_ctas", arguments[-1], 0)
         for name, value in zip(names, arguments, strict=True):
-            if name in _TENSORS:
-                if value is not None and not isinstance(value, torch.Tensor):
+            if name and isinstance(value, torch.Tensor) and (value.is_neg() or (torch.is_grad_enabled() and value.requires_grad)):
+                check_plain(name, value)
+        function(*arguments)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        for name, value in zip(names, arguments, strict=True):
+            if isinstance(value, torch.Tensor):
+                if name and not isinstance(error, ValueError):
+                    explain_failure([(name, value)])
+            elif name in _TENSORS:
+                refuse(name, value, "a tensor")
+            elif name in _TENSORS_OR_NONE:
+                if value is not None:
                     refuse(name, value, "a tensor or None")
             elif name:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     refuse(name, value, "in [-2^63, 2^63)")
-                if name == "row_ctas" and not isinstance(value, int):
-                    refuse(name, value, "an integer")
-                if not isinstance(value, int | float | torch.Tensor):
+                if not isinstance(value, int | float):
                     refuse(name, value, "a number or a tensor [batch]")
         raise
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
     """Its first size. Refuses what is no tensor of so many dimensions."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims:
-        refuse(name, tensor, f"a tensor of {dims} dimensions")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
+        refuse(name, tensor, f"a dense tensor of {dims} dimensions")
     return tensor.shape[0]
+
+
+def _write_rows(name: str, values: object, task: int, temperature: Float, top_k: Int, top_p: Float, row_ctas: int) -> torch.Tensor:
+    """float32 [batch, vocab]: what `task` makes of logits or probabilities, whichever `name` says."""
+    rows = check_plain(name, values)
+    of_probs = name == "probs"
+    out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    kernel = _kernel("probs", rows.device) if of_probs else _logits_kernel(rows)
+    _call(library().write_rows, (name, *_OF_WRITE_ROWS), rows, of_probs, task, temperature, top_k, top_p, out, *kernel, row_ctas)
+    return out
 
 
 def _is_joint(filter_order: FilterOrder) -> bool:
@@ -158,8 +177,7 @@ def sample(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    if not isinstance(num_top_logprobs, int) or not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
-        refuse("num_top_logprobs", num_top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    num_top_logprobs = check_int("num_top_logprobs", num_top_logprobs, 0, MAX_TOP_LOGPROBS)
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
     batch, device = _batch_of("logits", logits), logits.device
@@ -223,7 +241,7 @@ def sample_from_probs(
     )
     _call(
         library().sample,
-        _OF_SAMPLE,
+        _OF_SAMPLE_FROM_PROBS,
         probs,
         True,
         1.0,
@@ -254,10 +272,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", logits=logits)
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, _OF_WRITE_ROWS, logits, False, _RENORM, temperature, 0, 1.0, out, *_logits_kernel(logits), row_ctas)
-    return out
+    return _write_rows("logits", logits, _RENORM, temperature, 0, 1.0, row_ctas)
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
@@ -266,10 +281,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", logits=logits)
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _call(library().write_rows, _OF_WRITE_ROWS, logits, False, _MASK_LOGITS, 1.0, top_k, 1.0, out, *_logits_kernel(logits), row_ctas)
-    return out
+    return _write_rows("logits", logits, _MASK_LOGITS, 1.0, top_k, 1.0, row_ctas)
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
@@ -278,10 +290,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", probs=probs)
-    out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, _OF_WRITE_ROWS, probs, True, _RENORM, 1.0, top_k, 1.0, out, *_kernel("probs", probs.device), row_ctas)
-    return out
+    return _write_rows("probs", probs, _RENORM, 1.0, top_k, 1.0, row_ctas)
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
@@ -290,10 +299,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", probs=probs)
-    out = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
-    _call(library().write_rows, _OF_WRITE_ROWS, probs, True, _RENORM, 1.0, 0, top_p, out, *_kernel("probs", probs.device), row_ctas)
-    return out
+    return _write_rows("probs", probs, _RENORM, 1.0, 0, top_p, row_ctas)
 
 
 @dataclass(frozen=True)
@@ -333,7 +339,6 @@ def chain_speculative_sampling(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    check_types(torch.Tensor, "a tensor", draft_probs=draft_probs, draft_token_ids=draft_token_ids)
     batch, rows, device = _batch_of("target_probs", target_probs, 3), target_probs.shape[1], target_probs.device
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),

@@ -35,6 +35,38 @@ def check_values(view: BSRView, max_rows: int) -> None:
         _check_token_slots(table)
     else:
         _check_indptr("kv_indptr", _present(table.indptr))
+    check_page_ids(view)
+
+
+def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
+    """Checks the page ids that are used.
+
+    Args:
+        view: its lengths have been checked.
+        num_pages: of the cache, or the rows of ragged K and V; None: they are not known.
+
+    Raises:
+        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends behind their rows.
+    """
+    table, page_size = view.table, view.table.page_size
+    if view.batch_size == 0:
+        return
+    if table.form == "ragged":
+        _check_indptr("kv_indptr", _present(table.indptr), num_pages, "the rows of K and V")
+    elif table.form == "csr":
+        used = _present(table.indices)[: int(_present(table.indptr)[-1])]
+        wrong = _wrong_ids(used, num_pages)
+        if wrong.any():
+            entry = _first(wrong)
+            refuse(f"kv_indices[{entry}]", used[entry].item(), _must_be(num_pages))
+    else:
+        kv_lens = _present(table.kv_lens)
+        longest = int(kv_lens.max())
+        if table.form == "block_table":
+            _check_entries("block_table", _present(table.indices)[: view.batch_size, : -(-longest // page_size)], kv_lens, page_size, num_pages)
+        else:
+            slots = _present(table.indices)[:, :longest:page_size].index_select(0, _present(table.rows))
+            _check_entries("req_to_token", slots, kv_lens, page_size, None if num_pages is None else num_pages * page_size)
 
 
 def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
@@ -50,28 +82,23 @@ def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
 
 def _check_csr(table: PageTable) -> None:
     indptr, indices, last_page_len = _present(table.indptr), _present(table.indices), _present(table.last_page_len)
-    used = _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
+    _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
     wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
     if wrong.any():
         request = _first(wrong)
         refuse(f"kv_last_page_len[{request}]", last_page_len[request].item(), f"1 .. page_size = {table.page_size}")
-    if used > 0 and indices[:used].min() < 0:
-        entry = _first(indices[:used] < 0)
-        refuse(f"kv_indices[{entry}]", indices[entry].item(), "a page id, 0 or more")
 
 
 def _check_block_table(table: PageTable) -> None:
     block_table, kv_lens = _present(table.indices), _present(table.kv_lens)
     max_pages = block_table.shape[1]
-    longest = _check_range("kv_lens", kv_lens, max_pages * table.page_size, f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens")
-    _check_entries("block_table", block_table[:, : -(-longest // table.page_size)], kv_lens, table.page_size)
+    _check_range("kv_lens", kv_lens, max_pages * table.page_size, f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens")
 
 
 def _check_token_slots(table: PageTable) -> None:
     req_to_token, rows, kv_lens = _present(table.indices), _present(table.rows), _present(table.kv_lens)
     _check_range("rows", rows, req_to_token.shape[0] - 1, "the last row of req_to_token")
-    longest = _check_range("kv_lens", kv_lens, req_to_token.shape[1], "the tokens that a row of req_to_token holds")
-    _check_entries("req_to_token", req_to_token[:, : longest : table.page_size].index_select(0, rows), kv_lens, table.page_size)
+    _check_range("kv_lens", kv_lens, req_to_token.shape[1], "the tokens that a row of req_to_token holds")
 
 
 def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
@@ -88,24 +115,32 @@ def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str
     return last
 
 
-def _check_range(name: str, values: Tensor, limit: int, what: str) -> int:
-    """Returns the largest element; all are 0 .. `limit` (`what` says what that is)."""
+def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
+    """All elements are 0 .. `limit` (`what` says what that is)."""
     smallest, largest = (int(value) for value in values.aminmax())
     if smallest < 0:
         refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
     if largest > limit:
         refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
-    return largest
 
 
-def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int) -> None:
+def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:
     """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every request; beyond its length anything."""
-    if entries.numel() == 0 or entries.min() >= 0:
+    wrong = _wrong_ids(entries, limit)
+    if not wrong.any():
         return
-    wrong = (entries < 0) & (torch.arange(entries.shape[1]) * page_size < kv_lens[:, None])
+    wrong &= torch.arange(entries.shape[1]) * page_size < kv_lens[:, None]
     if wrong.any():
         request, page = (int(i) for i in wrong.nonzero()[0])
-        refuse(f"{name}: page {page} of request {request}", entries[request, page].item(), "0 or more")
+        refuse(f"{name}: page {page} of request {request}", entries[request, page].item(), _must_be(limit))
+
+
+def _wrong_ids(entries: Tensor, limit: int | None) -> Tensor:
+    return entries < 0 if limit is None else (entries < 0) | (entries >= limit)
+
+
+def _must_be(limit: int | None) -> str:
+    return "0 or more" if limit is None else f"in [0, {limit}), what the cache has"
 
 
 def _first(mask: Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .page_table import PageTable
-from .structure import INT32, INT32_OR_INT64, check_same_device, index_tensor, refuse
+from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse
 
 MAX_LEVELS = 8     # of one composition
 
@@ -55,8 +55,8 @@ class BSRView:
         check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
         if not isinstance(self.causal, bool):
             refuse("causal", self.causal, "True or False")
-        if not isinstance(self.window_left, int) or self.window_left < -1:
-            refuse("window_left", self.window_left, "an int: tokens, or -1 for no limit")
+        if type(self.window_left) is not int or not -1 <= self.window_left <= MAX_INT32:
+            object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:
             check_same_device("rows", index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"), "the page table", self.table.device)
 
@@ -98,7 +98,7 @@ class Composition:
         _check_sequence("tables", tables)
         if len(tables) != len(qo_indptrs):
             refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
-        if len(tables) > 1 and window_left != -1:
+        if len(tables) > 1 and check_int("window_left", window_left, -1) != -1:
             refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels")
         levels: list[BSRView] = []
         for qo_indptr, table in zip(qo_indptrs, tables, strict=True):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .structure import check_same_device, dtype_name, refuse
+from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse
 
+_Views = TypeVar("_Views")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -30,15 +33,15 @@ class KVCache:
         _check_dimensions("kv", kv, 5, "[pages, 2, page_size, num_kv_heads, head_dim]")
         if kv.shape[1] != 2:
             refuse("kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
-        k, v = kv.unbind(1)
-        return cls(_token_major(k, layout), _token_major(v, layout))
+        k, v = _view("kv", kv, lambda: kv.unbind(1))
+        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout))
 
     @classmethod
     def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD") -> KVCache:
         """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]."""
         _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
-        return cls(_token_major(k, layout), _token_major(v, layout))
+        return cls(_token_major("k", k, layout), _token_major("v", v, layout))
 
     @classmethod
     def from_packed(cls, kv: Tensor, layout: str = "HND") -> KVCache:
@@ -49,17 +52,16 @@ class KVCache:
         _check_dimensions("kv", kv, 4, "[pages, num_kv_heads, page_size, 2 * head_dim]")
         if kv.shape[3] % 2 != 0:
             refuse("kv", kv, "a tensor with an even last dimension: 2 * head_dim")
-        head_dim = kv.shape[3] // 2
-        return cls(_token_major(kv[..., :head_dim], layout), _token_major(kv[..., head_dim:], layout))
+        k, v = _view("kv", kv, lambda: kv.unflatten(3, (2, kv.shape[3] // 2)).unbind(3))
+        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout))
 
     @classmethod
     def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1) -> KVCache:
         """k, v: [slots, num_kv_heads, head_dim]; page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off."""
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
-        if not isinstance(page_size, int) or page_size < 1:
-            refuse("page_size", page_size, "an int of at least 1 token")
-        return cls(_pages_of_slots(k, page_size), _pages_of_slots(v, page_size))
+        check_int("page_size", page_size, 1)
+        return cls(_pages_of_slots("k", k, page_size), _pages_of_slots("v", v, page_size))
 
     @classmethod
     def from_ragged(cls, k: Tensor, v: Tensor) -> KVCache:
@@ -100,8 +102,9 @@ class KVCache:
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != ndim:
-        refuse(name, tensor, f"a tensor {shape}")
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.ndim != ndim:
+        refuse(name, tensor, f"a dense tensor {shape}")
+    check_plain(name, tensor)
 
 
 def _checked(name: str, view: Tensor) -> Tensor:
@@ -129,15 +132,24 @@ def _with_plain_strides(view: Tensor) -> Tensor:
     return view if tuple(plain) == strides else view.as_strided(sizes, plain)
 
 
-def _token_major(tensor: Tensor, layout: str) -> Tensor:
+def _token_major(name: str, tensor: Tensor, layout: str) -> Tensor:
     """`tensor`, which has this layout, as [pages, page_size, num_kv_heads, head_dim]."""
     if layout == "NHD":
         return tensor
     if layout == "HND":
-        return tensor.transpose(1, 2)
+        return _view(name, tensor, lambda: tensor.transpose(1, 2))
     refuse("layout", layout, "'NHD' or 'HND'")
 
 
-def _pages_of_slots(tensor: Tensor, page_size: int) -> Tensor:
+def _pages_of_slots(name: str, tensor: Tensor, page_size: int) -> Tensor:
     pages = tensor.shape[0] // page_size
-    return tensor[: pages * page_size].unflatten(0, (pages, page_size))
+    return _view(name, tensor, lambda: tensor[: pages * page_size].unflatten(0, (pages, page_size)))
+
+
+def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:
+    """What `make` makes of the argument of that name; a tensor that torch makes no view of is refused."""
+    try:
+        return make()
+    except (RuntimeError, TypeError):
+        explain_failure([(name, tensor)])
+        raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .structure import INT32, INT32_OR_INT64, check_same_device, index_tensor, indptr_tensor, refuse, table_tensor
+from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, indptr_tensor, refuse, table_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +100,8 @@ class PageTable:
         return tensor.device
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            refuse("page_size", self.page_size, "an int of at least 1 token")
+        if type(self.page_size) is not int or not 1 <= self.page_size <= MAX_INT32:
+            object.__setattr__(self, "page_size", check_int("page_size", self.page_size, 1))
         if self.entry_step not in (1, self.page_size):
             refuse("entry_step", self.entry_step, f"1 or page_size = {self.page_size}")
         form = self.form

@@ -5,11 +5,14 @@ The `..._tensor` functions return their argument, so that a caller checks and na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from numbers import Integral
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+MAX_INT32 = 2**31 - 1
 INT32 = (torch.int32,)
 INT32_OR_INT64 = (torch.int32, torch.int64)
 
@@ -29,9 +32,70 @@ def check_types(wanted: type, must_be: str, **arguments: object) -> None:
 def describe(value: object) -> str:
     """A tensor by its handle; a string as it is; anything else by its repr, or by its type where that is long."""
     if not isinstance(value, Tensor):
-        text = repr(value)
+        try:
+            text = repr(value)
+        except Exception:     # a repr of the caller's, or an int of too many digits
+            return f"a {type(value).__name__}"
         return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else f"a {type(value).__name__}"
+    if value.layout is not torch.strided or value.is_nested:
+        return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
     return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
+
+
+def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> int:
+    """Refuses what is not an int in [least, most]; True and False are none."""
+    if type(value) is int and least <= value <= most:
+        return value
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
+    if not least <= number <= most:
+        refuse(name, value, f"an int in [{least}, {most}]")
+    return number
+
+
+def check_device(device: object) -> torch.device:
+    """Refuses what is no CUDA device that torch sees, and not the CPU."""
+    try:
+        found = torch.device(device)     # type: ignore[call-overload]
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        refuse("device", device, "a CUDA device or the CPU")
+    if found.type not in ("cuda", "cpu") or isinstance(device, int):
+        refuse("device", str(device), "a CUDA device or the CPU")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        refuse("device", str(found), f"one of the {torch.cuda.device_count()} GPUs that torch sees, or the CPU")
+    return found
+
+
+def check_plain(name: str, tensor: object) -> Tensor:
+    """Refuses a tensor whose elements are not what memory holds where its handle says, and one that wants a gradient, which would not come."""
+    if not isinstance(tensor, Tensor):
+        refuse(name, tensor, "a tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        refuse(name, tensor, "a dense tensor: strided, not quantized, not nested")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{name} is {describe(tensor)}, a view whose sign is still to be changed; must be resolved: {name}.resolve_neg()")
+    if tensor.is_meta or not _has_memory(tensor):
+        raise ValueError(f"{name} is {describe(tensor)} without memory behind it, must be a tensor with data")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is {describe(tensor)} that requires a gradient, which is not computed; must be detached, or used under torch.no_grad()")
+    return tensor
+
+
+def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
+    """When a call has failed on its tensors, and does not say on which: refuses the first that is not plain, or of a subclass."""
+    for name, tensor in tensors:
+        if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the storage reaches as far as the tensor: not where it was freed or resized."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    try:
+        return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    except RuntimeError:     # a tensor of torch.func, which has none of its own
+        return False
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -44,12 +108,14 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
         not isinstance(tensor, Tensor)
         or tensor.dtype not in dtypes
         or tensor.ndim != 1
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
         or not tensor.is_contiguous()
         or (size is not None and tensor.shape[0] != size)
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return tensor
+    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -62,9 +128,16 @@ def indptr_tensor(name: str, tensor: object) -> Tensor:
 
 def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
     """Refuses what is not an int32 matrix whose rows are contiguous (they may lie further apart than they are wide)."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32 or tensor.ndim != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.dtype != torch.int32
+        or tensor.ndim != 2
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or (tensor.stride(1) != 1 and tensor.shape[1] > 1)
+    ):
         refuse(name, tensor, f"an int32 tensor {shape} with contiguous rows")
-    return tensor
+    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: torch.device) -> None:

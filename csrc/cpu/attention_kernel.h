@@ -300,7 +300,7 @@ class AttentionKernel {
     int64_t id = table_begin + page;
     if (level.indices != nullptr) {
       const int64_t entry = table_begin + int64_t{page} * level.entry_step;
-      id = level.num_entries > 0 ? level.indices[clamp<int64_t>(entry, 0, level.num_entries - 1)] / level.entry_step : -1;
+      id = level.num_entries > 0 ? page_of_slot(level.indices[clamp<int64_t>(entry, 0, level.num_entries - 1)], level.entry_step) : -1;
     }
     if (id >= 0 && id < params_.num_pages) return id;
     __atomic_fetch_or(&params_.schedule.header->errors, static_cast<uint32_t>(kPageIndexInvalid), __ATOMIC_RELAXED);

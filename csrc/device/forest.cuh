@@ -32,6 +32,7 @@ struct ForestShared {
   uint64_t begin;            // when this CTA began, by ptx::global_timer()
   SumMemory<int32_t> sums;
   OnlyNode only;
+  int32_t search_failed;     // some request does not attach as it must
   int32_t saved;             // what the taken nodes save
   int32_t states;            // that taking every node would need
   int32_t weight;            // of OnlyNode, without its leader
@@ -143,7 +144,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   const int32_t of_warp = sum_of_lanes(tile_cost);
   if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
   if (thread == 0) {
-    shared.saved = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
+    shared.search_failed = shared.saved = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = shared.last_taken = -1;
   }
@@ -179,12 +180,8 @@ __device__ __forceinline__ RowGroup expect_group(const PlanParams& p, const Fore
                   choose_kind(p.config, packed_rows_of(p.config, qo_len)), is_node ? only.rows : f[i].merge_begin, 0};
 }
 
-/// Whether request i can attach so, by the lengths that this CTA has read: if not, another one has read other ones.
-__device__ __forceinline__ bool is_possible(const PlanParams& p, const Forest& f, int32_t i, Attachment attachment) {
-  if (attachment.leader < 0 || attachment.leader >= i || attachment.pages <= 0) return false;
-  const int64_t tokens = static_cast<int64_t>(attachment.pages) * p.levels[0].table.page_size;
-  return attachment.pages <= kMaxSharedPages && tokens <= min_of(f[i].kv_len, f[attachment.leader].kv_len);
-}
+/// Whether request i attaches anywhere. It should: if it does not, the CTA that compared it has read other metadata, or its word did not come.
+__device__ __forceinline__ bool attaches(int32_t i, Attachment attachment) { return attachment.leader >= 0 && attachment.leader < i && attachment.pages > 0; }
 
 /// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Whole warps: returns whether all requests of the
 /// warp attach there, as all others must; if not, nothing is decided.
@@ -193,7 +190,7 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
   const int32_t request = i < f.size && f[i].key != 0 ? i : only.number;
   Attachment own, expected;
   AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + request), AttachmentMail(p.schedule.attachments + only.number), begin, own, expected);
-  const bool attaches_there = own.leader == only.leader && own.pages == expected.pages && is_possible(p, f, request, own);
+  const bool attaches_there = own.leader == only.leader && own.pages == expected.pages && attaches(request, own);
   if (!__all_sync(0xffffffffu, attaches_there)) return false;
   only.pages = expected.pages;
   only.cost = node_cost(p, only.pages, only.weight, only.tile_cost, only.fixed_cost);
@@ -206,7 +203,7 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
     group.kv_len = tokens;
   } else if (group.state_begin >= 0) {
     group.table_begin += static_cast<int64_t>(only.pages) * p.levels[0].table.entry_step;
-    group.kv_len -= tokens;
+    group.kv_len = max_of(group.kv_len - tokens, 0);     // no less than 0, unless lengths changed while they were read
   }
   return true;
 }
@@ -258,7 +255,7 @@ struct Seeker {
 __device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, uint64_t begin, int32_t i, bool& failed) {
   if (i >= f.size || f[i].key == 0) return Seeker{-1, false, -1, -1};
   const Attachment own = AttachmentMail(p.schedule.attachments + i).wait(begin);
-  if (!is_possible(p, f, i, own)) {
+  if (!attaches(i, own)) {
     failed = true;
     return Seeker{-1, false, -1, -1};
   }
@@ -298,10 +295,13 @@ __device__ __forceinline__ bool find_nodes(const PlanParams& p, const ForestMemo
   bool failed = false;
   Seeker of_first = receive_attachment(p, f, shared.begin, first, failed);
   Seeker of_second = receive_attachment(p, f, shared.begin, second, failed);
-  if (team.sync_or(failed)) return false;
-  while (team.sync_or(of_first.seeks || of_second.seeks)) {
+  if (failed) shared.search_failed = 1;
+  bool seeks = team.sync_or(of_first.seeks || of_second.seeks);
+  if (shared.search_failed != 0) return false;
+  while (seeks) {
     seek_node(f, first, of_first);
     seek_node(f, second, of_second);
+    seeks = team.sync_or(of_first.seeks || of_second.seeks);
   }
 
   // Each request adds itself to all nodes that it is in, from the deepest up; where a warp comes to the same node, one lane does for all.

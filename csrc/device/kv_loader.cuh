@@ -172,7 +172,8 @@ struct KvLoader {
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
-    const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
+    TokenRange all{0, tile.kv_end};
+    if (params.has_ragged != 0) all.end = min_of(all.end, existing_tokens(params, params.schedule.header->levels[kManyLevels ? group.level : 0].indices, group));
     loaded.visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
     loaded.visible_end = all.end;
     loaded.first_token = tile.kv_begin;
@@ -200,7 +201,7 @@ struct KvLoader {
     const bool is_v = threadIdx.x >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
     if (!sees_nothing()) {
-      const int32_t wanted = table.indices == nullptr || table.entry_step == 1 ? entry : entry / table.entry_step;
+      const int32_t wanted = table.indices == nullptr || table.entry_step == 1 ? entry : page_of_slot(entry, table.entry_step);
       const int32_t page = clamp(wanted, 0, params.num_pages - 1);
       if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
       const KvTensor& tensor = is_v ? params.v : params.k;
@@ -214,7 +215,12 @@ struct KvLoader {
 
   /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
   __device__ __forceinline__ bool advance() {
-    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
+    if (!more) return false;
+    const LoadedTile& loaded = store.get();
+    if (cursor.now.kv_tile + 1 < cursor.last_existing_kv_tile(loaded.num_kv_tiles, loaded.visible_end - loaded.first_token, kTokens)) {
+      ++cursor.now.kv_tile;
+      return false;
+    }
     const int32_t tile = cursor.now.tile;
     cursor.next_pair(params.num_kv_heads);
     if (!cursor.done() && cursor.now.tile == tile) return false;

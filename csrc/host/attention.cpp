@@ -1,5 +1,7 @@
 #include "host/attention.h"
 
+#include <pthread.h>
+
 #include "attn/forest.h"
 #include "attn/hopper.h"
 #include "attn/planning.h"
@@ -95,7 +97,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, int32_t fores
   if (config.max_levels > 1) {
     schedule.max_links = config.max_levels;
     schedule.max_merge_rows = config.max_rows;
-    schedule.max_states = config.max_rows * config.max_levels;
+    schedule.max_states = narrow("max_rows * max_levels", int64_t{config.max_rows} * config.max_levels);
   }
   if (config.batch_invariant) {
     schedule.max_groups = config.max_groups * kMaxLinks;
@@ -111,7 +113,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, int32_t fores
     schedule.max_states = max_of(schedule.max_states, states);
     group_rows += states;
   }
-  schedule.max_tiles = max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind);
+  schedule.max_tiles = narrow("row tiles of max_rows * max_levels * (query heads of one KV head)", max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind));
   const Costs& costs = costs_of(config.kernel, config.batch_invariant);
   schedule.turns = costs.turns;
   schedule.min_share = costs.min_share;
@@ -122,6 +124,16 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, int32_t fores
     schedule.pair_cost[kind] = costs.pair[kind];
   }
   return schedule;
+}
+
+/// Whether a row group has tokens behind the last row of ragged K and V: lengths that far out would be read one by one.
+bool leads_beyond_ragged(const Schedule& schedule, int32_t num_rows) {
+  const ScheduleHeader& header = *schedule.header;
+  for (int32_t i = 0; i < header.num_groups; ++i) {
+    const RowGroup& group = schedule.groups[i];
+    if (header.levels[group.level].indices == nullptr && group.kv_len > 0 && group.table_begin + group.kv_len > num_rows) return true;
+  }
+  return false;
 }
 
 /// Largest power of two, up to 2^12, that divides the strides between rows of K and V.
@@ -176,12 +188,31 @@ void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse
   partial_lse_ = static_cast<float*>(partial_lse);
 }
 
+void Attention::enter() {
+  uintptr_t user = 0;
+  const uintptr_t self = static_cast<uintptr_t>(pthread_self());
+  if (user_.compare_exchange_strong(user, self, std::memory_order_acquire) || user == self) return;
+  TVM_FFI_THROW(RuntimeError) << "this Attention is in use by another thread: plan() and run() of one object must follow one another; give each thread an object of its own";
+}
+
+void Attention::begin_plan() {
+  enter();
+  planned_page_size_ = 0;
+}
+
+void Attention::abandon_plan() {
+  const uintptr_t user = user_.load(std::memory_order_relaxed);
+  if (user != 0 && user != static_cast<uintptr_t>(pthread_self())) return;
+  planned_page_size_ = 0;
+  leave();
+}
+
 uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
+  const InUse in_use(*this);
   PlanParams& params = plan_params_;
   params.num_levels = num_levels;
   params.config = schedule_config_;
   params.schedule = schedule_;
-  planned_page_size_ = 0;
   prepare_plan(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
@@ -191,6 +222,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;
+    if (errors == 0 && has_negative_page(params)) errors = kPageIndexInvalid;
   }
   if (errors == 0) planned_page_size_ = params.levels[0].table.page_size;
   return errors;
@@ -261,14 +293,18 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.num_kv_heads = config_.num_kv_heads;
   params.head_dim = config_.head_dim;
   params.kv_tile = schedule_config_.kv_tile;
+  for (int32_t level = 0; level < plan_params_.num_levels; ++level) params.has_ragged |= plan_params_.levels[level].table.indices == nullptr;
   params.num_ctas = schedule_config_.num_ctas;
   params.max_merge_rows = schedule_config_.max_merge_rows;
   params.max_tile_rows = tile_rows(schedule_config_.max_kind);
   params.group_size = FastDivisor(schedule_config_.group_size);
   params.page_size = FastDivisor(planned_page_size_);
   if (!config_.on_cuda) {
-    cpu::run_attention(params, config_.dtype, config_.head_dim);
-    return schedule_.header->errors;
+    uint32_t& errors = schedule_.header->errors;
+    errors &= ~static_cast<uint32_t>(kPageIndexInvalid);     // of a run before, with another cache
+    if (leads_beyond_ragged(schedule_, params.num_pages)) errors |= kPageIndexInvalid;
+    else cpu::run_attention(params, config_.dtype, config_.head_dim);
+    return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
   const driver::Launch shape{ctas, 1, static_cast<uint32_t>(threads_), -1, true};

@@ -1,6 +1,7 @@
 // An Attention object: one shape of heads, one workspace, the last plan.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -44,9 +45,34 @@ struct WorkspaceSize {
   int64_t partial_lse;
 };
 
+/// Most query heads: what is counted for each head and row fits into 64 bits.
+constexpr int32_t kMaxHeads = 1 << 16;
+
 class Attention {
  public:
   Attention(const AttentionConfig& config, const KernelFiles& files);
+
+  /// The calling thread uses the object until it calls leave(); a thread that has entered may enter again. Throws RuntimeError if another one uses it.
+  void enter();
+  void leave() { user_.store(0, std::memory_order_release); }
+
+  /// Has entered, as long as it lives.
+  class InUse {
+   public:
+    explicit InUse(Attention& attention) : attention_(attention) { attention.enter(); }
+    ~InUse() { attention_.leave(); }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    Attention& attention_;
+  };
+
+  /// Levels of a new plan follow: enters, and forgets the plan before. plan() leaves.
+  void begin_plan();
+
+  /// If this thread began a plan: leaves. Forgets the plan before, unless another thread uses the object.
+  void abandon_plan();
 
   const AttentionConfig& config() const { return config_; }
   const ScheduleConfig& schedule_config() const { return schedule_config_; }
@@ -82,7 +108,8 @@ class Attention {
   PlanParams plan_params_{};
   float* partial_o_ = nullptr;
   float* partial_lse_ = nullptr;
-  int32_t planned_page_size_ = 0;   // 0: never planned
+  int32_t planned_page_size_ = 0;   // 0: there is no plan
+  std::atomic<uintptr_t> user_{0};  // the thread that uses the object; 0: none
 };
 
 }  // namespace attn

@@ -30,10 +30,19 @@ driver::Stream current_stream(DLDevice device) { return device.device_type == kD
 int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows, int64_t max_batch, int64_t max_levels,
                          int64_t num_ctas, int64_t cascade, bool batch_invariant, int64_t kernel, bool on_cuda, int64_t device, String plan_file, String attention_file,
                          String attention_rows_file, String merge_file) {
-  const AttentionConfig config{static_cast<int32_t>(num_qo_heads), static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim),
-                               static_cast<DataType>(dtype),       static_cast<int32_t>(max_rows),     static_cast<int32_t>(max_batch),
-                               static_cast<int32_t>(max_levels),   static_cast<int32_t>(num_ctas),     static_cast<int32_t>(cascade),
-                               batch_invariant,                    static_cast<KernelKind>(kernel),    on_cuda,                            static_cast<int32_t>(device)};
+  const AttentionConfig config{narrow("num_qo_heads", num_qo_heads, 1, kMaxHeads),
+                               narrow("num_kv_heads", num_kv_heads, 1, kMaxHeads),
+                               narrow("head_dim", head_dim, 1),
+                               static_cast<DataType>(dtype),
+                               narrow("max_rows", max_rows, 1),
+                               narrow("max_batch", max_batch, 1),
+                               narrow("max_levels", max_levels, 1, kMaxLevels),
+                               narrow("num_ctas", num_ctas),
+                               static_cast<int32_t>(cascade),
+                               batch_invariant,
+                               static_cast<KernelKind>(kernel),
+                               on_cuda,
+                               narrow("device.index", device)};
   return reinterpret_cast<int64_t>(new Attention(config, KernelFiles{plan_file, attention_file, attention_rows_file, merge_file}));
 }
 
@@ -61,12 +70,16 @@ tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
   return values;
 }
 
-/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. The caller sees to index < num_levels <= max_levels.
-/// Returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
+/// Ends a plan whose levels did not all come: what was planned before is no plan any more.
+void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
+
+/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. The caller sees to index < num_levels <= max_levels, and calls
+/// abandon_plan() if anything fails. Returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
 int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView qo_indptr, Optional<TensorView> row_list, Optional<TensorView> indices,
                    Optional<TensorView> indptr, Optional<TensorView> last_page_len, Optional<TensorView> kv_lens, Optional<TensorView> rows, int64_t page_size,
                    int64_t entry_step, bool causal, int64_t window_left) {
   Attention& attention = object(handle);
+  if (index == 0) attention.begin_plan();
   const DLDevice device = device_of(attention.config());
   const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
   if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
@@ -93,16 +106,16 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
   table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given
   if (indices.has_value()) {
     const TensorView& t = indices.value();
-    const char* name = indptr.has_value() ? "kv_indices" : "block_table";
-    check_device(name, t, device);
+    const char* name = indptr.has_value() ? "kv_indices" : rows.has_value() ? "req_to_token" : "block_table";
+    check_tensor(name, t, device);
     check_dtype(name, t, DLDataType{kDLInt, 32, 1});
     if (indptr.has_value()) {
       check_shape(name, t, {{"pages"}});
       table.num_entries = t.size(0);
     } else {
       check_shape(name, t, {{"rows"}, {"entries"}});
-      table.num_rows = static_cast<int32_t>(t.size(0));
-      table.row_entries = static_cast<int32_t>(t.size(1));
+      table.num_rows = narrow(rows.has_value() ? "req_to_token.shape[0]" : "block_table.shape[0]", t.size(0));
+      table.row_entries = narrow(rows.has_value() ? "req_to_token.shape[1]" : "block_table.shape[1]", t.size(1));
       table.row_stride = t.stride(0);
       table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
       if (!rows.has_value() && table.num_rows < batch) refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
@@ -121,7 +134,7 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
 
 /// K or V of the cache of one layer.
 KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim pages, int64_t page_size) {
-  check_device(name, t, device_of(config));
+  check_tensor(name, t, device_of(config));
   check_dtype(name, t, dl_dtype(config.dtype));
   check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, {"head_dim", config.head_dim}});
   check_contiguous_dim(name, t, 3);
@@ -131,12 +144,15 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, double sm_scale, double logits_soft_cap,
             bool after_append) {
   Attention& attention = object(handle);
+  const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
   const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim};
   check_rows("q", q, device, config.dtype, {"rows"}, heads, head_dim);
+  const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
   check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim);
+  check_no_overlap("out", out);
   if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max()) refuse("sm_scale", sm_scale, "above 0 and finite");
   if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max()) refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
   AttentionParams params{};
@@ -151,7 +167,7 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   }
   if (lse.has_value()) {
     const TensorView& t = lse.value();
-    check_device("lse", t, device);
+    check_tensor("lse", t, device);
     check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
     check_shape("lse", t, {{"rows", q.size(0)}, heads});
     if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
@@ -163,11 +179,12 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.o = out.data_ptr();
   params.o_row_stride = out.stride(0);
   params.o_head_stride = out.stride(1);
-  params.num_rows = static_cast<int32_t>(q.size(0));
+  params.num_rows = num_rows;
   params.num_pages = static_cast<int32_t>(k.size(0));
   params.sm_scale = static_cast<float>(sm_scale);
   params.logits_soft_cap = static_cast<float>(logits_soft_cap);
   params.after_append = after_append;
+  if (params.num_rows == 0) return 0;    // every row of the plan is beyond q's
   return attention.run(params, current_stream(device));
 }
 
@@ -176,10 +193,12 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
   check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
+  const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
   const struct { const char* name; const TensorView& tokens; const char* cache_name; const TensorView& cache; } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
   for (const auto& [name, tokens, cache_name, cache] : pairs) {
-    check_device(name, tokens, device);
-    check_device(cache_name, cache, device);
+    check_tensor(name, tokens, device);
+    check_tensor(cache_name, cache, device);
+    check_no_overlap(cache_name, cache);
     check_dtype(name, tokens, k_cache.dtype());
     check_dtype(cache_name, cache, k_cache.dtype());
     check_shape(name, tokens, {{"tokens"}, heads, head_dim});
@@ -188,7 +207,7 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   }
   AppendParams params{};
   params.slots = index_array("slots", slots, device, 0);
-  params.num_tokens = static_cast<int32_t>(slots.size(0));
+  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
   if (k.size(0) < slots.size(0)) refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
   if (v.size(0) < slots.size(0)) refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
   params.k = k.data_ptr();
@@ -199,11 +218,11 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   params.v_head_stride = v.stride(1);
   params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
   params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
-  params.num_pages = static_cast<int32_t>(k_cache.size(0));
-  params.num_kv_heads = static_cast<int32_t>(k_cache.size(2));
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
   params.element_bytes = k_cache.dtype().bits / 8;
-  params.head_bytes = static_cast<int32_t>(k_cache.size(3)) * params.element_bytes;
-  params.page_size = FastDivisor(static_cast<int32_t>(k_cache.size(1)));
+  params.head_bytes = narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
+  params.page_size = FastDivisor(page_size);
   if (device.device_type == kDLCPU) {
     if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
     return;
@@ -228,5 +247,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, attn::workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_workspace, attn::set_workspace);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_level, attn::plan_level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon_plan, attn::abandon_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

@@ -1,14 +1,17 @@
 // Refusals: every message names the argument, what it was and what it must be.
 #pragma once
 
+#include <sys/mman.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <initializer_list>
 #include <string>
 
 #include "attn/params.h"
+#include "host/driver.h"
 
 namespace attn {
 
@@ -32,6 +35,34 @@ inline void check_device(const char* name, const TensorView& tensor, DLDevice de
   const DLDevice was = tensor.device();
   const bool same = was.device_type == device.device_type && (was.device_type == kDLCPU || was.device_id == device.device_id);
   if (!same) refuse(std::string(name) + ".device", device_name(was), device_name(device));
+}
+
+/// Whether the process has memory at an address.
+inline bool is_mapped(uintptr_t address) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  unsigned char resident;
+  return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
+}
+
+/// Something that looks like a tensor and has no elements anywhere: a FakeTensor, a subclass that wraps others, one whose storage was freed.
+inline void check_memory(const char* name, const TensorView& tensor) {
+  // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked up.
+  constexpr uintptr_t kUnlikely = uintptr_t{1} << 32;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  if (address >= kUnlikely || tensor.numel() == 0) return;
+  if (!(tensor.device().device_type == kDLCPU ? is_mapped(address) : driver::is_device_memory(address))) refuse(name, "a tensor without memory behind it", "one with data");
+}
+
+/// The gate that every tensor passes: it is where the others are, and has memory.
+inline void check_tensor(const char* name, const TensorView& tensor, DLDevice device) {
+  check_device(name, tensor, device);
+  check_memory(name, tensor);
+}
+
+/// A value that is kept in 32 bits.
+inline int32_t narrow(const char* name, int64_t value, int64_t least = 0, int64_t most = kMaxInt32) {
+  if (value < least || value > most) refuse(name, value, "in [" + std::to_string(least) + ", " + std::to_string(most) + "]");
+  return static_cast<int32_t>(value);
 }
 
 /// A dimension of a shape: its name, and the size that it must have, if that is given.
@@ -73,12 +104,12 @@ inline void check_dtype(const char* name, const TensorView& tensor, DLDataType d
 }
 
 inline void check_contiguous_dim(const char* name, const TensorView& tensor, int32_t dim) {
-  if (tensor.size(dim) > 1 && tensor.stride(dim) != 1) refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
+  if (tensor.size(dim) > 1 && tensor.stride(dim) != 1 && tensor.numel() > 0) refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
 }
 
 /// A contiguous vector of int32 or int64 with at least `size` elements.
 inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevice device, int64_t size) {
-  check_device(name, tensor, device);
+  check_tensor(name, tensor, device);
   check_shape(name, tensor, {{"elements"}});
   const DLDataType dtype = tensor.dtype();
   if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64)) refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
@@ -89,10 +120,26 @@ inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevi
 
 /// Rows of Q or O: [rows, heads, head_dim] with head_dim contiguous.
 inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DataType dtype, Dim rows, Dim heads, Dim head_dim) {
-  check_device(name, tensor, device);
+  check_tensor(name, tensor, device);
   check_dtype(name, tensor, dl_dtype(dtype));
   check_shape(name, tensor, {rows, heads, head_dim});
   check_contiguous_dim(name, tensor, 2);
+}
+
+/// What is written must have a place of its own for each element. Strides that interleave dimensions are refused too, though they may have.
+inline void check_no_overlap(const char* name, const TensorView& tensor) {
+  int64_t extent = 1;      // elements from the first to behind the last, of the dimensions so far: those of the smallest strides
+  for (int32_t done = 0, last = -1; done < tensor.ndim(); ++done) {
+    int32_t next = -1;
+    for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
+      const auto before = [&](int32_t a, int32_t b) { return tensor.stride(a) < tensor.stride(b) || (tensor.stride(a) == tensor.stride(b) && a < b); };
+      if ((last < 0 || before(last, dim)) && (next < 0 || before(dim, next))) next = dim;
+    }
+    last = next;
+    if (tensor.size(next) < 2) continue;
+    if (tensor.stride(next) < extent) refuse(std::string(name) + ".stride(" + std::to_string(next) + ")", tensor.stride(next), "such that no two elements lie in the same place");
+    extent += tensor.stride(next) * (tensor.size(next) - 1);
+  }
 }
 
 /// Kernels move 16 bytes at a time: the base address and every stride that is used must be multiples of 16 bytes.

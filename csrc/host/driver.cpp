@@ -21,6 +21,7 @@ constexpr int kMaxDynamicSharedSizeBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNA
 constexpr int kNonPortableClusterSizeAllowed = 14;   // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kMultiprocessorCount = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kMaxSharedMemoryPerBlockOptin = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kPointerMemoryType = 2;              // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 constexpr int kClusterDimension = 4;               // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -57,6 +58,7 @@ struct Driver {
   Result (*module_function)(Function*, Module, const char*);
   Result (*module_global)(uint64_t*, size_t*, Module, const char*);
   Result (*copy_to_host)(void*, uint64_t, size_t);
+  Result (*pointer_attribute)(void*, int, uint64_t);
   Result (*function_attribute)(Function, int, int);
   Result (*occupancy)(int*, Function, int, size_t);
   Result (*launch)(const LaunchConfig*, Function, void**, void**);
@@ -85,6 +87,7 @@ const Driver& driver() {
     find(library, "cuModuleGetFunction", d.module_function);
     find(library, "cuModuleGetGlobal_v2", d.module_global);
     find(library, "cuMemcpyDtoH_v2", d.copy_to_host);
+    find(library, "cuPointerGetAttribute", d.pointer_attribute);
     find(library, "cuFuncSetAttribute", d.function_attribute);
     find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
     find(library, "cuLaunchKernelEx", d.launch);
@@ -187,6 +190,11 @@ int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
 }
 
 int32_t multiprocessor_count(int32_t device) { return device_attribute(device, kMultiprocessorCount); }
+
+bool is_device_memory(uint64_t address) {
+  unsigned type = 0;
+  return driver().pointer_attribute(&type, kPointerMemoryType, address) == 0;
+}
 
 int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxSharedMemoryPerBlockOptin); }
 

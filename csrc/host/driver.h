@@ -56,6 +56,9 @@ void allow_large_clusters(const Kernel& kernel);
 /// CTAs of `threads` threads that one multiprocessor holds.
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);
 
+/// Whether CUDA knows of memory at an address.
+bool is_device_memory(uint64_t address);
+
 int32_t multiprocessor_count(int32_t device);
 
 /// Most shared memory that a block can be given, in bytes.

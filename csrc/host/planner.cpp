@@ -93,4 +93,21 @@ void plan_on_host(const PlanParams& p) {
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level, without_list);
 }
 
+bool has_negative_page(const PlanParams& p) {
+  for (int32_t number = 0; number < p.num_levels; ++number) {
+    const PlanLevel& level = p.levels[number];
+    const PageTable& table = level.table;
+    if (table.indices == nullptr) continue;
+    for (int32_t i = 0; i < level.num_groups; ++i) {
+      uint32_t errors = 0;
+      const RowGroup group = read_row_group(p, GroupPlace{number, i}, errors);
+      const int64_t pages = group.qo_len > 0 ? ceil_div<int64_t>(group.kv_len, table.page_size) : 0;
+      int32_t signs = 0;
+      for (int64_t page = 0; page < pages; ++page) signs |= table.indices[group.table_begin + page * table.entry_step];
+      if (signs < 0) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace attn

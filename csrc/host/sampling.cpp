@@ -22,6 +22,7 @@ namespace {
 using tvm::ffi::AnyView;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
+using tvm::ffi::TypeIndex;
 
 constexpr int64_t kMaxRows = 1 << 26;     // times CTAs of a row: blocks of a grid
 
@@ -29,7 +30,7 @@ constexpr int64_t kMaxRows = 1 << 26;     // times CTAs of a row: blocks of a gr
 RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
   RowFloat result;
   if (const auto tensor = value.try_cast<TensorView>()) {
-    check_device(name, *tensor, device);
+    check_tensor(name, *tensor, device);
     check_dtype(name, *tensor, DLDataType{kDLFloat, 32, 1});
     check_shape(name, *tensor, {{"batch", rows}});
     check_contiguous_dim(name, *tensor, 0);
@@ -37,7 +38,7 @@ RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int6
     return result;
   }
   const auto number = value.try_cast<double>();
-  if (!number) refuse(name, value.GetTypeKey(), "a number or a float32 tensor [batch]");
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool) refuse(name, value.GetTypeKey(), "a number or a float32 tensor [batch]");
   if (std::isnan(*number)) refuse(name, *number, "a number");
   result.value = static_cast<float>(*number);
   return result;
@@ -52,7 +53,7 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   }
   const auto number = value.try_cast<int64_t>();
   const std::string type = value.GetTypeKey();
-  if (!number) refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type, "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool) refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type, "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
   result.value = *number;
   return result;
 }
@@ -79,6 +80,7 @@ void check_vocab(const char* name, int64_t vocab) {
 
 /// The rows of `values`: logits of any float dtype, or float32 probabilities.
 void set_rows(SamplingParams& params, const char* name, const TensorView& values) {
+  check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
   check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
@@ -90,7 +92,7 @@ void set_rows(SamplingParams& params, const char* name, const TensorView& values
 }
 
 void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows, int64_t columns) {
-  check_device(name, tensor, device);
+  check_tensor(name, tensor, device);
   check_dtype(name, tensor, dtype);
   if (columns > 0) {
     check_shape(name, tensor, {{"batch", rows}, {"columns", columns}});
@@ -182,6 +184,7 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
 /// few_file: has the kernel that looks for few survivors first, or "". max_ctas: of a row; 1 where there are no clusters. row_ctas: 0, or how many to take.
 void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas, int64_t row_ctas) {
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  narrow("row_ctas", row_ctas, 0, kWorkspaceMails);
   if (params.workspace != nullptr && is_unfiltered(params)) {
     const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
     if (ctas > 0 && params.batch <= kMostUnfilteredRows && params.batch * (ctas - 1) <= kWorkspaceMails) {
@@ -232,7 +235,7 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
   params.position = row_int("position", position, device, params.batch);
   if (token_mask.has_value()) {
     const TensorView& mask = token_mask.value();
-    check_device("token_mask", mask, device);
+    check_tensor("token_mask", mask, device);
     check_dtype("token_mask", mask, kInt32);
     check_shape("token_mask", mask, {{"batch", params.batch}, {"words"}});
     const int64_t words = ceil_div(params.vocab, 32);
@@ -253,7 +256,7 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
   }
   if (workspace.has_value()) {
     const TensorView& words = workspace.value();
-    check_device("workspace", words, device);
+    check_tensor("workspace", words, device);
     check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
     check_shape("workspace", words, {{"words"}});
     check_contiguous("workspace", words);
@@ -289,17 +292,18 @@ void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperat
 void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView target_probs, AnyView seed, AnyView position, TensorView token_ids,
                TensorView num_accepted, TensorView valid, String file, int64_t max_ctas, int64_t row_ctas) {
   const DLDevice device = target_probs.device();
+  check_memory("target_probs", target_probs);
   check_dtype("target_probs", target_probs, kFloat);
   check_shape("target_probs", target_probs, {{"batch"}, {"drafts + 1"}, {"vocab"}});
   check_contiguous("target_probs", target_probs);
   const int64_t batch = target_probs.size(0), drafts = target_probs.size(1) - 1, vocab = target_probs.size(2);
   check_vocab("target_probs.shape[2] (vocab)", vocab);
   if (drafts < 0 || drafts > kMaxInt32) refuse("target_probs.shape[1]", drafts + 1, "number of draft tokens + 1");
-  check_device("draft_probs", draft_probs, device);
+  check_tensor("draft_probs", draft_probs, device);
   check_dtype("draft_probs", draft_probs, kFloat);
   check_shape("draft_probs", draft_probs, {{"batch", batch}, {"drafts", drafts}, {"vocab", vocab}});
   check_contiguous("draft_probs", draft_probs);
-  check_device("draft_token_ids", draft_token_ids, device);
+  check_tensor("draft_token_ids", draft_token_ids, device);
   check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
   check_contiguous("draft_token_ids", draft_token_ids);
   const DLDataType id_dtype = draft_token_ids.dtype();

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")
+PAGE_INDEX_INVALID = 1 << 5     # kPageIndexInvalid in csrc/include/attn/schedule.h
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +136,32 @@ def test_wrong_pages_are_clamped_and_reported(library: ctypes.CDLL, kernel: str)
     for wrong, right in ((-1, 0), (-(2**31), 0), (num_pages, num_pages - 1), (2**31 - 1, num_pages - 1)):
         results = []
         for page in (wrong, right):
-            pages = torch.tensor([[2, page, 0], [1, 1, page]], dtype=torch.int32)
+            pages = torch.tensor([[2, 0, 0], [1, 1, 0]], dtype=torch.int32)
             view = BSRView(case.view.qo_indptr, PageTable.block_table(pages, torch.tensor([40, 35], dtype=torch.int32), 16))
             cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
             attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel)
             attention.plan(view)
+            pages[0, 1] = pages[1, 2] = page      # which a CPU's plan would refuse
             results.append(attention.run(case.q[:4], cache))
-            assert attention.schedule().errors == (0 if page == right else 1 << 5)
+            assert attention.schedule().errors == (0 if page == right else PAGE_INDEX_INVALID)
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ragged_lengths_beyond_the_tensor(library: ctypes.CDLL, kernel: str) -> None:
+    """Nothing behind K's last row is read, where there is NaN, and it is reported."""
+    for number, rows in enumerate((1, 64, 129, 300, 500)):
+        dtype, head_dim = form_of(kernel, number)
+        spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)
+        case = case_tensors.build(spec.with_(causal=False), CPU)
+        attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel, number)
+        attention.plan(case.view)
+        k, v = case.kv.k, case.kv.v
+        k[rows:], v[rows:] = torch.nan, torch.nan
+        out = attention.run(case.q, KVCache(k[:rows], v[:rows]), lse=case.lse)
+        assert attention.schedule().errors == PAGE_INDEX_INVALID
+        assert not out.isnan().any()
+        assert not case.lse.isnan().any()
 
 
 def strided(rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:

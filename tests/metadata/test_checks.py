@@ -47,7 +47,7 @@ GOOD = csr([0, 1, 3], [0, 1, 2], [4, 1])
         (QO, csr([0, 1, 4], [0, 1, 2], [4, 1]), r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices"),
         (QO, csr([0, 1, 3], [0, 1, 2], [4, 0]), r"kv_last_page_len\[1\] is 0, must be 1 .. page_size = 4"),
         (QO, csr([0, 1, 3], [0, 1, 2], [5, 1]), r"kv_last_page_len\[0\] is 5, must be 1 .. page_size = 4"),
-        (QO, csr([0, 1, 3], [0, -1, 2], [4, 1]), r"kv_indices\[1\] is -1, must be a page id"),
+        (QO, csr([0, 1, 3], [0, -1, 2], [4, 1]), r"kv_indices\[1\] is -1, must be 0 or more"),
         (QO, block_table([-1, 3], [[0], [0]]), r"kv_lens\[0\] is -1, must be at least 0"),
         (QO, block_table([0, 9], [[0, 1], [0, 1]]), r"kv_lens\[1\] is 9, must be at most 8, what a row of block_table holds: 2 pages of 4 tokens"),
         (QO, block_table([1, 5], [[0, -1], [0, -1]]), r"block_table: page 1 of request 1 is -1, must be 0 or more"),

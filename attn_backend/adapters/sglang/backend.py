@@ -11,6 +11,7 @@ finished request is computed for nothing anyway.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,15 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
+from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
 from .support import LayerKind, attention_layers, check_runner, layer_kind, refuse
 from .window import window_page_table
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self._copies_to_slots = compat.copies_to_slots(self.token_to_kv_pool)
         self._window_slots: Tensor | None = None      # where this step's tokens go in the window pool
+        self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
 
         self._max_batch = -(-self.req_to_token_pool.size // 32) * 32        # the engine pads batches to what its graphs and its ranks need
@@ -98,6 +103,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
         self._plans: dict[LayerKind, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
+        warn_if_untried(self.device, logger)
         self._allocate_buffers()
         for layer in attention_layers(runner.model):
             self._remember(layer)
@@ -223,7 +229,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _remember(self, layer: RadixAttention) -> Layer:
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
-        kind = layer_kind(layer, in_window_pool)
+        kind = layer_kind(layer, in_window_pool, self._attention_chunk_size)
         plan = self._plans.get(kind)
         if plan is None:
             plan = self._plans[kind] = Plan(kind, self._make_attention(kind, self._max_rows, self._max_batch))

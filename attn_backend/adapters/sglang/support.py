@@ -13,6 +13,7 @@ from . import NAME, compat
 
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_TREE_SPECULATION = ("NGRAM",)
 _SINKS = ("sinks", "attention_sink_bias")     # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",     # req_to_token would hold virtual slots
@@ -56,20 +57,22 @@ def check_runner(runner: Any) -> None:
     if config.is_encoder_decoder:
         raise refuse("encoder-decoder models (cross attention)")
     if runner.kv_cache_dtype != runner.dtype:
-        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", "leave --kv-cache-dtype at its default (auto)")
+        model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
+        advice = f"pass {model}--kv-cache-dtype bfloat16 (auto takes what the checkpoint declares, which may be fp8)"
+        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
     if runner.is_draft_worker:
         raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
+    # A model with this method hands masks to SGLang's Triton backend when a prompt has images, and leaves them out for every other backend (Gemma 3).
+    if hasattr(runner.model, "prepare_attn_masks") and config.is_multimodal:
+        advice = "leave --enable-multimodal out to serve text alone, or use --attention-backend triton"
+        raise refuse("masks over the images of a prompt, within which tokens see both sides", advice)
     _check_settings()
 
 
 def _check_settings() -> None:
     algorithm = compat.setting("spec.speculative_algorithm", None)
-    topk = compat.setting("spec.speculative_eagle_topk", 1)
-    if algorithm is not None and (str(algorithm).upper() not in _CHAIN_SPECULATION or topk > 1):
-        raise refuse(
-            f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} (its draft is a tree)",
-            f"use --speculative-eagle-topk 1 with one of {', '.join(_CHAIN_SPECULATION)}, or another --attention-backend",
-        )
+    if algorithm is not None:
+        _check_speculation(str(algorithm).upper(), compat.setting("spec.speculative_eagle_topk", 1))
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
             raise refuse(option)
@@ -79,13 +82,31 @@ def _check_settings() -> None:
             raise refuse(f"{option} {size}")
 
 
-def layer_kind(layer: RadixAttention, in_window_pool: bool) -> LayerKind:
+def _check_speculation(algorithm: str, topk: int) -> None:
+    if topk > 1:
+        why = "its draft is a tree"
+    elif algorithm in _TREE_SPECULATION:
+        why = "its drafts may be trees"
+    elif algorithm not in _CHAIN_SPECULATION:
+        why = "it has never been run with this backend"
+    else:
+        return
+    advice = f"use --speculative-eagle-topk 1 with one of {', '.join(_CHAIN_SPECULATION)}, or another --attention-backend"
+    raise refuse(f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} ({why})", advice)
+
+
+def layer_kind(layer: RadixAttention, in_window_pool: bool, attention_chunk_size: int | None = None) -> LayerKind:
     """What to plan for this layer.
+
+    Args:
+        attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own chunk (Llama 4).
 
     Raises:
         ValueError: see the module.
     """
     name = f"layer {layer.layer_id}"
+    if attention_chunk_size is not None and layer.use_irope:
+        raise refuse(f"attention within chunks of {attention_chunk_size} tokens ({name})")
     if layer.is_cross_attention:
         raise refuse(f"cross attention ({name})")
     if layer.qk_head_dim != layer.v_head_dim:

@@ -8,6 +8,7 @@
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
+| memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
@@ -51,7 +53,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
     The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph captured for one batch serves every batch that is
-    built afterwards: full graphs are good for decode, prefill and any mix.
+    built afterwards: full graphs are good for decode, prefill and any mix. Sleep mode leaves them where they are.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -74,20 +76,25 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
             advice = f"pass a smaller --max-num-seqs ({MAX_CUDA_INVARIANT_BATCH} at most)"
             raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
-        self.plans = {
-            key: Attention(
-                key.num_qo_heads,
-                key.num_kv_heads,
-                key.head_dim,
-                dtype=kv_cache_spec.dtype,
-                device=device,
-                max_rows=max_rows,
-                max_batch=max_batch,
-                cascade=use_cascade(),
-                batch_invariant=batch_invariant,
-            )
-            for key in plan_keys(vllm_config, kv_cache_spec, layer_names)
-        }
+        warn_if_untried(device, sampler.logger)
+        keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
+        self.plans = outside_memory_pools(
+            lambda: {
+                key: Attention(
+                    key.num_qo_heads,
+                    key.num_kv_heads,
+                    key.head_dim,
+                    dtype=kv_cache_spec.dtype,
+                    device=device,
+                    max_rows=max_rows,
+                    max_batch=max_batch,
+                    cascade=use_cascade(),
+                    batch_invariant=batch_invariant,
+                )
+                for key in keys
+            },
+            device,
+        )
         sampler.install(device, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:

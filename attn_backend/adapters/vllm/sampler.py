@@ -3,7 +3,8 @@
 vLLM has two model runners, and each has a sampler of its own. Replaced are
 
 - of the newer one (V2) `Sampler.sample`, and `SamplingStates.add_request` to know when a request's parameters change;
-- of the older one (V1) `Sampler.sample`, and `GPUModelRunner._sample`, which has what V1's sampler is not told: the requests' seeds and positions.
+- of the older one (V1) `Sampler.sample`; `GPUModelRunner._sample`, which has what V1's sampler is not told: the requests' seeds and positions; and
+  `GPUModelRunner._bookkeeping_sync`, which winds generators back that have not advanced.
 
 Everything around the draw stays vLLM's: logits processors, penalties, grammars, log-probabilities, and the rejection sampler of speculative decoding. A release
 in which these functions have other arguments than in the known ones (0.26.0 to 0.33.0), or a draw that disagrees with vLLM's own filters in the check at
@@ -16,6 +17,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from attn_backend.adapters.options import SAMPLER_SWITCH, use_sampler
 from attn_backend.adapters.seeds import SeedSource, signed_64_bits
+from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.sampler_check import check_sampler
 from attn_backend.kernels.sampling import sample, sampling_workspace
 
@@ -33,8 +36,9 @@ V1_SAMPLER, V1_RUNNER = "vllm.v1.sample.sampler", "vllm.v1.worker.gpu_model_runn
 
 # Arguments of the functions that are replaced or called, as the known releases have them.
 _V2_BATCHES = [
-    "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                                      # 0.26
-    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",  # 0.32, 0.33
+    "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                                      # 0.26, 0.27
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                          # 0.28 to 0.30
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",  # 0.31 to 0.33
 ]
 _KNOWN_ARGUMENTS = {
     (V2_SAMPLER, "Sampler.sample"): [f"self {batch} return_logprobs" for batch in _V2_BATCHES],
@@ -45,6 +49,7 @@ _KNOWN_ARGUMENTS = {
     (V1_SAMPLER, "Sampler.sample"): ["self logits sampling_metadata logprobs_mode_override"],
     (V1_SAMPLER, "Sampler.apply_temperature"): ["logits temp all_random"],
     (V1_RUNNER, "GPUModelRunner._sample"): ["self logits spec_decode_metadata"],
+    (V1_RUNNER, "GPUModelRunner._bookkeeping_sync"): ["self scheduler_output sampler_output logits hidden_states num_scheduled_tokens"],
 }
 _PROCESSED = ("processed_logits", "processed_logprobs")     # modes in which vLLM reports what the filters left
 
@@ -117,7 +122,8 @@ def _replacements(vllm_config: Any) -> list[tuple[type, str, Callable[..., Any]]
         sampler, runner = sys.modules[V1_SAMPLER].Sampler, sys.modules[V1_RUNNER].GPUModelRunner
         parallel = getattr(vllm_config, "parallel_config", None)
         source = SeedSource(getattr(getattr(vllm_config, "model_config", None), "seed", 0), getattr(parallel, "data_parallel_rank", 0))
-        found += [(sampler, "sample", v1_sample(sampler)), (runner, "_sample", v1_runner_sample(runner._sample, source))]
+        found += [(sampler, "sample", v1_sample(sampler)), (runner, "_sample", v1_runner_sample(sampler, runner._sample, source))]
+        found.append((runner, "_bookkeeping_sync", v1_bookkeeping(runner._bookkeeping_sync)))
     return found
 
 
@@ -125,7 +131,7 @@ def workspace_of(sampler: Any, device: torch.device) -> Tensor:
     """The sampler's: its batches are sampled one after another."""
     workspace: Tensor | None = getattr(sampler, "_attn_backend_workspace", None)
     if workspace is None:
-        workspace = sampler._attn_backend_workspace = sampling_workspace(device)
+        workspace = sampler._attn_backend_workspace = outside_memory_pools(lambda: sampling_workspace(device), device)
     return workspace
 
 
@@ -216,7 +222,7 @@ class Draws(NamedTuple):
     position: Tensor | int
 
 
-def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
+def v1_runner_sample(sampler: Any, original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
     """The replacement of `GPUModelRunner._sample`: tells the sampler the batch's seeds and positions.
 
     The position is that of the request's last token, as in V2: it comes from the lengths on the device, which are right also where the host runs ahead.
@@ -224,7 +230,9 @@ def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callab
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         batch = self.input_batch
-        if logits is not None and spec_decode_metadata is None and logits.shape[0] == batch.num_reqs:
+        of_tokens = logits is not None and spec_decode_metadata is None and logits.shape[0] == batch.num_reqs
+        self._attn_backend_drew = of_tokens and type(self.sampler) is sampler
+        if self._attn_backend_drew:
             metadata = batch.sampling_metadata
             if metadata.all_greedy:
                 metadata._attn_backend_draws = Draws(0, 0)
@@ -232,11 +240,28 @@ def v1_runner_sample(original: Callable[..., Any], source: SeedSource) -> Callab
                 draws = getattr(metadata, "_attn_backend_draws", None)
                 seeds = v1_seeds(self, source) if draws is None else draws.seed
                 metadata._attn_backend_draws = Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)
-            # vLLM winds a generator back after a draw that does not count. These have not advanced, and are not needed: the seeds are known.
-            batch.generators.clear()
         return original(self, logits, spec_decode_metadata)
 
     return _sample
+
+
+def v1_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of `GPUModelRunner._bookkeeping_sync`, which winds a request's generator back after a draw that does not count.
+
+    Our draws advance none, so it is shown none after them. The batch keeps them: the rejection sampler of a step with drafts draws with them.
+    """
+
+    def _bookkeeping_sync(self: Any, *arguments: Any, **named: Any) -> Any:
+        batch = self.input_batch
+        generators = batch.generators
+        if getattr(self, "_attn_backend_drew", False):
+            batch.generators = {}
+        try:
+            return original(self, *arguments, **named)
+        finally:
+            batch.generators = generators
+
+    return _bookkeeping_sync
 
 
 def v1_seeds(runner: Any, source: SeedSource) -> Tensor:
@@ -260,12 +285,15 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def sample_batch(self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor | None]:
         metadata = sampling_metadata
         draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
-        if draws is None or type(self) is not sampler:      # a warm-up run, or the bonus tokens of speculative decoding
+        if draws is None:       # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is replaced
             return original(self, logits, metadata, logprobs_mode_override)
         reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         reports_filtered = reports and (logprobs_mode_override or self.logprobs_mode) in _PROCESSED
         token_ids = v1_draw(self, logits.clone() if reports_filtered else logits, metadata, draws)
-        return token_ids, original(self, logits, metadata, logprobs_mode_override)[1] if reports_filtered else None
+        if not reports_filtered:
+            return token_ids, None
+        without_generators = replace(metadata, generators={})     # its draw is not used, and must not advance them
+        return token_ids, original(self, logits, without_generators, logprobs_mode_override)[1]
 
     return sample_batch
 

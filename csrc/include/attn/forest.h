@@ -249,7 +249,7 @@ ATTN_HD void cut_group(const PageTable& table, int32_t pages, RowGroup& group) {
   if (pages == 0) return;
   group.state_begin = 0;
   group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
-  group.kv_len -= pages * table.page_size;
+  group.kv_len = max_of(group.kv_len - pages * table.page_size, 0);   // no less than 0, unless metadata changed while it was planned
 }
 
 /// Puts a request's row number `index` into a taken node, as row `rank` of it.

@@ -69,6 +69,9 @@ struct PageTable {
   int32_t entry_step = 1;
 };
 
+/// The page of a slot; of a negative one a negative number, which no page has.
+ATTN_HD int32_t page_of_slot(int32_t slot, int32_t page_size) { return min_of(slot / page_size, slot); }
+
 /// One level of a composition: a BSR view.
 struct PlanLevel {
   IndexArray qo_indptr;           // [num_groups + 1]
@@ -133,6 +136,7 @@ struct AttentionParams {
   int32_t num_ctas;
   int32_t max_tile_rows;     // tile_rows(max_kind)
   int32_t kv_tile;           // tokens of one KV tile, as planned
+  int32_t has_ragged;        // some level is ragged: its lengths may exceed num_pages, which the plan did not know
   FastDivisor group_size;
   FastDivisor page_size;
   float sm_scale;

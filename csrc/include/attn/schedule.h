@@ -203,8 +203,8 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, i
 ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) { return static_cast<int32_t>((static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1) >> (4 + kind)); }
 
 /// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile. `group_rows`: rows of all groups together.
-inline int32_t max_row_tiles(int32_t max_groups, int64_t group_rows, int32_t group_size, int32_t max_kind) {
-  return static_cast<int32_t>(max_groups + group_rows * group_size / tile_rows(max_kind));
+inline int64_t max_row_tiles(int32_t max_groups, int64_t group_rows, int32_t group_size, int32_t max_kind) {
+  return max_groups + group_rows * group_size / tile_rows(max_kind);
 }
 
 /// Byte offsets of the schedule's arrays in its workspace.

@@ -49,6 +49,12 @@ class Request:
     length: int = 0
 
 
+def model_config(**changes: object) -> SimpleNamespace:
+    """What is read of SGLang's ModelConfig."""
+    config = {"attention_arch": AttentionArch.MHA, "is_encoder_decoder": False, "context_len": MAX_TOKENS, "is_multimodal": False, "attention_chunk_size": None}
+    return SimpleNamespace(**{**config, **changes})
+
+
 class FakeEngine:
     """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own."""
 
@@ -104,7 +110,7 @@ class FakeEngine:
             page_size=self.page_size,
             is_draft_worker=False,
             model=self.model,
-            model_config=SimpleNamespace(attention_arch=AttentionArch.MHA, is_encoder_decoder=False, context_len=MAX_TOKENS),
+            model_config=model_config(),
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool=self.pool,
         )

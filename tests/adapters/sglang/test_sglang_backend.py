@@ -275,15 +275,67 @@ def test_idle_steps() -> None:
     backend.init_forward_metadata(SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0))
 
 
-def test_a_batch_beyond_the_bounds() -> None:
+@pytest.mark.parametrize(("requests", "new_lens"), [([0, 1, 2], [33, 1, 16]), ([0, 1, 2], [5, 1, 3]), ([0, 1], [20, 1])], ids=["both", "requests", "rows"])
+def test_a_batch_beyond_the_bounds(requests: list[int], new_lens: list[int]) -> None:
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
     kept = next(iter(backend._plans.values())).attention
     backend._max_rows, backend._max_batch = 20, 2
-    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    step(engine, backend, ForwardMode.EXTEND, requests, new_lens)
     assert next(iter(backend._plans.values())).current is not kept
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
     assert next(iter(backend._plans.values())).current is kept       # captured graphs may hold it
+
+
+def test_batches_up_to_the_bounds_take_what_graphs_hold() -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    backend._max_rows, backend._max_batch = 20, 2
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [19, 1])
+    plan = next(iter(backend._plans.values()))
+    assert plan.current is plan.attention
+
+
+@pytest.mark.parametrize("moved", [("k_buffer", "v_buffer"), ("k_buffer",), ("v_buffer",)], ids=str)
+def test_a_pool_that_is_allocated_again(moved: tuple[str, ...]) -> None:
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [33, 5])
+    for name in moved:
+        old = getattr(engine.pool, name)
+        setattr(engine.pool, name, [buffer.clone() for buffer in old])
+        for buffer in old:
+            buffer.fill_(float("nan"))
+    step(engine, backend, ForwardMode.DECODE, [0, 1], [1, 1])
+
+
+def test_window_slots_behind_a_batch_are_nobodys() -> None:
+    """A captured prefill writes its padding rows as well: not to the slots of a longer prefill before it."""
+    engine = FakeEngine((LayerShape(window=20),), hybrid=True)
+    backend = SGLangAttentionBackend(engine.runner())
+    backend.init_forward_metadata(engine.batch(ForwardMode.EXTEND, [0, 1], [40, 10]))
+    captured = backend._window_slots
+    assert captured is not None
+    assert (captured > 0).all()
+    batch = engine.batch(ForwardMode.EXTEND, [2], [7])
+    backend.init_forward_metadata(batch)
+    assert torch.equal(captured[:7], engine.pool.full_to_swa_index_mapping[batch.out_cache_loc])
+    assert captured[7:].tolist() == [0] * 43
+
+
+def test_run_is_promised_an_append_where_there_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised: list[bool] = []
+    monkeypatch.setattr(sglang_backend.Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
+    engine = FakeEngine()
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.EXTEND, [0], [12])
+    backend.init_forward_metadata(batch)
+    q, k, v = engine.tensors(batch, 0)
+    backend.forward(q, k, v, engine.model[0], batch)
+    backend.forward(q, k, v, engine.model[0], batch, save_kv_cache=False)      # the model's rotary kernel has written them
+    backend.forward(q, None, None, engine.model[0], batch)                     # the layer reads another layer's cache
+    backend.forward(q, k.double(), v.double(), engine.model[0], batch)         # the pool converts and writes them
+    assert promised == [True, False, False, False]
 
 
 def test_a_layer_that_the_model_does_not_show() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape
+from fake_engine import FakeEngine, LayerShape, model_config
 from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -98,11 +99,12 @@ def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn.*--kv-cache-dtype"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}, "float8_e4m3fn.*pass --kv-cache-dtype bfloat16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, "float8_e4m3fn.*pass --dtype bfloat16 --kv-cache-dtype bfloat16"),
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"device": "xpu"}, "device 'xpu'"),
-        ({"model_config": SimpleNamespace(attention_arch=AttentionArch.MLA, is_encoder_decoder=False, context_len=64)}, "MLA"),
-        ({"model_config": SimpleNamespace(attention_arch=AttentionArch.MHA, is_encoder_decoder=True, context_len=64)}, "cross attention"),
+        ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "MLA"),
+        ({"model_config": model_config(is_encoder_decoder=True)}, "cross attention"),
     ],
 )
 def test_refused_runners(changes: dict[str, object], message: str) -> None:
@@ -114,8 +116,9 @@ def test_refused_runners(changes: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 4}, "--speculative-eagle-topk 1"),
-        ({"spec.speculative_algorithm": "NGRAM"}, "NGRAM"),
+        ({"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 4}, "its draft is a tree.*--speculative-eagle-topk 1"),
+        ({"spec.speculative_algorithm": "NGRAM"}, "NGRAM.*its drafts may be trees"),
+        ({"spec.speculative_algorithm": "DFLASH"}, "DFLASH.*it has never been run with this backend"),
         ({"memory.enable_unified_memory": True}, "--enable-unified-memory"),
         ({"parallel.attn_dcp_size": 2}, "--dcp-size 2"),
     ],
@@ -148,6 +151,47 @@ def test_refused_layers(changes: dict[str, object], message: str) -> None:
     layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, **changes)
     with pytest.raises(ValueError, match=message):
         ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
+
+
+@pytest.mark.parametrize(("use_irope", "chunk", "refused"), [(True, 8192, True), (False, 8192, False), (True, None, False)])
+def test_chunked_local_attention_is_refused(use_irope: bool, chunk: int | None, refused: bool) -> None:
+    """Llama 4: its other layers see everything, and so does a layer of a model without chunks."""
+    register()
+    engine = FakeEngine()
+    engine.model[0].use_irope = use_irope
+    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model_config=model_config(attention_chunk_size=chunk)))
+    if refused:
+        with pytest.raises(ValueError, match=r"chunks of 8192 tokens \(layer 0\)"):
+            start()
+    else:
+        start()
+
+
+def test_masks_over_images_are_refused() -> None:
+    """SGLang hands them to its Triton backend alone, and says nothing to the others. Without --enable-multimodal, its default here, there are no images."""
+    register()
+    engine = FakeEngine()
+    engine.model.prepare_attn_masks = lambda forward_batch, input_ids, mask_dtype: None
+    ATTENTION_BACKENDS[NAME](engine.runner())
+    with pytest.raises(ValueError, match=r"masks over the images.*leave --enable-multimodal out.*--attention-backend triton"):
+        ATTENTION_BACKENDS[NAME](engine.runner(model_config=model_config(is_multimodal=True)))
+
+
+def test_images_without_masks_are_served() -> None:
+    register()
+    ATTENTION_BACKENDS[NAME](FakeEngine().runner(model_config=model_config(is_multimodal=True)))
+
+
+def test_gemma_3_is_known_by_its_masks() -> None:
+    gemma3 = pytest.importorskip("sglang.srt.models.gemma3_mm")
+    assert hasattr(gemma3.Gemma3ForConditionalGeneration, "prepare_attn_masks")
+
+
+def test_the_user_is_told_of_an_untried_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(backend, "warn_if_untried", lambda device, logger: asked.append(device))
+    backend.SGLangAttentionBackend(FakeEngine().runner())
+    assert asked == [torch.device("cpu")]
 
 
 def test_sinks_are_refused() -> None:

@@ -19,6 +19,7 @@ from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_ca
 from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, PlanKey, plan_keys, workspace_maxima
+from attn_backend.kernels.attention import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])  # two decodes, a chunk of a prefill, a whole prefill, a speculative verification
@@ -209,6 +210,17 @@ def test_layer_that_shares_the_cache_of_another() -> None:
     run_layer(owner, metadata, batch, cache, k, v)
     query, output = run_layer(sharer, metadata, batch, cache, k, v, update=False)
     check(output, query, batch, k, v)
+
+
+@pytest.mark.parametrize(("has_key", "shares", "appended"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_run_is_promised_an_append_where_vllm_has_appended(has_key: bool, shares: bool, appended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    promised: list[bool] = []
+    monkeypatch.setattr(Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
+    impl, batch = make_impl(kv_sharing_target_layer_name="layer.0" if shares else None), make_batch(*MIXED)
+    metadata = make_builder([impl]).build(0, batch.metadata)
+    query, key = torch.zeros(52, 6, 64), torch.zeros(52, 2, 64) if has_key else None
+    impl.forward(None, query, key, key, make_cache("NHD"), metadata, torch.empty_like(query))
+    assert promised == [appended]
 
 
 def test_long_lengths_are_refused_on_a_cpu() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +135,7 @@ class V1Request:
 
     def __init__(self, params: SamplingParams, length: int) -> None:
         self.params, self.length = params, length
+        self.output_token_ids: list[int] = []
         self.generator = None if params.seed is None else torch.Generator().manual_seed(params.seed)
 
 
@@ -142,6 +144,10 @@ class V1Runner:
 
     device = CPU
     use_async_scheduling = False
+    max_model_len = 2**20
+    routed_experts_initialized = False      # 0.26
+    _to_list = staticmethod(Tensor.tolist)
+    _get_prompt_logprobs_dict = staticmethod(lambda *arguments: {})
 
     def __init__(self, requests: dict[str, V1Request], logprobs_mode: Any = "raw_logprobs", logprobs: int | None = None) -> None:
         self.requests = requests
@@ -149,6 +155,7 @@ class V1Runner:
         params = [request.params for request in requests.values()]
         self.seq_lens = torch.tensor([request.length for request in requests.values()] + [0, 0], dtype=torch.int32)
         batch = len(params)
+        generators = {i: request.generator for i, request in enumerate(requests.values()) if request.generator}
         config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=batch))
         min_p = MinPLogitsProcessor(config, CPU, False)
         added: Any = [(i, one, None, []) for i, one in enumerate(params)]
@@ -160,7 +167,11 @@ class V1Runner:
         self.input_batch = SimpleNamespace(
             num_reqs=batch,
             req_ids=list(requests),
-            generators={i: request.generator for i, request in enumerate(requests.values()) if request.generator},
+            req_id_to_index={name: i for i, name in enumerate(requests)},
+            num_tokens_no_spec=np.zeros(batch, dtype=np.int64),
+            token_ids_cpu=np.zeros((batch, 8), dtype=np.int64),
+            is_token_ids=np.zeros((batch, 8), dtype=bool),
+            generators=generators,
             update_async_output_token_ids=lambda: None,
             sampling_metadata=SamplingMetadata(
                 temperature=None if all(greedy) else torch.tensor([one.temperature for one in params]),
@@ -168,7 +179,7 @@ class V1Runner:
                 all_random=not any(greedy),
                 top_p=top_p if (top_p < 1).any() else None,
                 top_k=top_k if (top_k < VOCAB).any() else None,
-                generators={},
+                generators=generators,      # one dict for both, as in vLLM
                 max_num_logprobs=logprobs,
                 no_penalties=True,
                 prompt_token_ids=None,
@@ -187,6 +198,11 @@ class V1Runner:
         output = v1_runner.GPUModelRunner._sample(self, logits.clone(), None)  # type: ignore[arg-type]
         self.seq_lens[: len(self.requests)] += 1
         return output
+
+    def book(self, output: Any, discarded: Any) -> None:
+        """What vLLM does with a step's tokens; those of `discarded` do not count."""
+        self.discard_request_mask = SimpleNamespace(np=discarded)
+        v1_runner.GPUModelRunner._bookkeeping_sync(self, SimpleNamespace(num_scheduled_tokens={}), output, None, torch.empty(0), 0)  # type: ignore[arg-type]
 
     def tokens(self, logits: Tensor) -> list[int]:
         return self.step(logits).sampled_token_ids[:, 0].tolist()  # type: ignore[no-any-return]
@@ -266,8 +282,80 @@ def test_v1_requests_without_a_seed_get_one_that_stays(generator: torch.Generato
     seeds = first.input_batch.sampling_metadata._attn_backend_draws.seed.tolist()
     assert len(set(seeds)) == 4
     assert seeds[3] == -(2**63) + 5
-    assert not first.input_batch.generators     # vLLM would wind them back by draws that they have not made
     assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]     # preempted, and back in other rows
+
+
+def test_v1_position_is_that_of_the_last_token(generator: torch.Generator) -> None:
+    """As in V2, whose positions begin with 0."""
+    assert sampler.install(CPU)
+    requests = v1_requests([SamplingParams(temperature=1.0, seed=i) for i in range(40)], first_length=1)
+    logits = torch.zeros(40, VOCAB)
+    lengths = torch.tensor([request.length for request in requests.values()])
+    runner = V1Runner(requests)
+    for _ in range(3):
+        expected = sample(logits, seed=torch.arange(40), position=lengths - 1).token_ids
+        assert runner.tokens(logits) == expected.tolist()
+        lengths += 1
+
+
+class Generator:
+    """A request's torch.Generator on a GPU, of which a draw takes four numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_v1_generators_are_left_to_verification(mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rejection sampler has vLLM's dict of them: a step without drafts neither empties it nor winds back what its draws have not advanced."""
+    assert sampler.install(CPU)
+    requests = v1_requests([SamplingParams(temperature=0.7, seed=i) for i in range(3)])
+    for i, request in enumerate(requests.values()):
+        request.generator = Generator(i)  # type: ignore[assignment]
+    runner = V1Runner(requests, mode, logprobs=2)
+    generators, batch = dict(runner.input_batch.generators), runner.input_batch
+    assert len(generators) == 3
+    discarded = np.array([True, False, True])       # chunks of prompts, whose draws do not count
+    output = runner.step(distinct_logits(3, generator))
+    runner.book(output, discarded)
+    assert batch.generators is batch.sampling_metadata.generators
+    assert batch.generators == generators
+    assert [one.offset for one in generators.values()] == [0, 0, 0]
+
+
+def test_v1_generators_of_vllms_own_draws_are_wound_back() -> None:
+    assert sampler.install(CPU)
+    requests = v1_requests([SamplingParams(temperature=0.7, seed=i) for i in range(3)])
+    runner = V1Runner(requests)
+    runner.rejection_sampler = lambda *args, **others: None  # type: ignore[attr-defined]
+    runner._draft_token_req_ids = runner._get_spec_decode_draft_probs = lambda *args: None  # type: ignore[attr-defined]
+    for i in range(3):
+        runner.input_batch.generators[i] = Generator(i)
+    runner.step(torch.zeros(3, VOCAB))
+    v1_runner.GPUModelRunner._sample(runner, torch.zeros(3, VOCAB), SimpleNamespace())  # type: ignore[arg-type]
+    runner.book(SimpleNamespace(sampled_token_ids=torch.zeros(3, 1, dtype=torch.int32), logprobs_tensors=None), np.array([True, False, True]))
+    assert [one.offset for one in runner.input_batch.generators.values()] == [-4, 0, -4]
+
+
+def test_v1_another_sampler_draws_for_itself(generator: torch.Generator) -> None:
+    class OtherSampler(v1_module.Sampler):
+        pass
+
+    assert sampler.install(CPU)
+    runner = V1Runner(v1_requests([SamplingParams(temperature=0.7, seed=i) for i in range(2)]))
+    runner.sampler = OtherSampler("raw_logprobs")
+    runner.tokens(distinct_logits(2, generator))
+    assert not hasattr(runner.input_batch.sampling_metadata, "_attn_backend_draws")
+    assert not runner._attn_backend_drew  # type: ignore[attr-defined]
 
 
 def test_v1_greedy_batches_need_neither_seeds_nor_positions(generator: torch.Generator) -> None:

@@ -86,6 +86,51 @@ class V2Sampler:
         return sampled[0].cpu(), sampled[1]
 
 
+# Between `self` and the last argument of Sampler.sample and of Sampler.apply_sampling_params; read from the released sources.
+RELEASES = {
+    "0.26, 0.27": "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
+    "0.28 to 0.30": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
+    "0.31 to 0.33": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",
+}
+
+
+def function_of(arguments: str) -> Any:
+    """A function that does nothing with these arguments."""
+
+    def function(*arguments: Any, **named: Any) -> None: ...
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in arguments.split()]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_v2_arguments_of_the_known_releases(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(v2_module.Sampler, "sample", function_of(f"self {RELEASES[release]} return_logprobs"))
+        patch.setattr(v2_module.Sampler, "apply_sampling_params", function_of(f"self {RELEASES[release]} skip_top_k_top_p"))
+        sampler.check_arguments()
+        patch.setattr(v2_module.Sampler, "sample", function_of(f"self {RELEASES[release]} temperature_first return_logprobs"))
+        with pytest.raises(RuntimeError, match="temperature_first"):
+            sampler.check_arguments()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_v2_slots_and_positions_in_the_known_releases(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ReleasedSampler:
+        sample = function_of(f"self {RELEASES[release]} return_logprobs")
+        sampling_states, logprobs_mode = "states", "raw_logprobs"
+
+    read: dict[str, Any] = {}
+    parameters = SimpleNamespace(_asdict=dict)
+    monkeypatch.setattr(sampler, "_v2_penalize", lambda self, logits, batch: logits)
+    monkeypatch.setattr(sampler, "slot_parameters", lambda states, slots, slots_np: read.update(slots=slots, slots_np=slots_np) or parameters)
+    monkeypatch.setattr(sampler, "sample", lambda logits, *, position, out, workspace: read.update(position=position))
+    names = RELEASES[release].split()[1:]
+    sampler.v2_sample(ReleasedSampler)(ReleasedSampler(), torch.zeros(1, VOCAB), *names)
+    assert read == {"slots": "expanded_idx_mapping", "slots_np": "idx_mapping_np", "position": "pos"}
+
+
 def skip_unless_v2_builds(device: str) -> None:
     if device == "cuda" and "vllm_config" in inspect.signature(v2_module.Sampler.__init__).parameters:
         pytest.skip("this release's sampler wants the engine's whole configuration")

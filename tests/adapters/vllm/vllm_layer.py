@@ -50,9 +50,9 @@ def make_impl(num_heads: int = 6, head_size: int = 64, num_kv_heads: int = 2, **
     return CpuAttnImpl(num_heads, head_size, head_size**-0.5, num_kv_heads, **arguments)
 
 
-def make_builder(impls: list[Any], spec: FullAttentionSpec | None = None, **changes: Any) -> AttnMetadataBuilder:
+def make_builder(impls: list[Any], spec: FullAttentionSpec | None = None, device: str = "cpu", **changes: Any) -> AttnMetadataBuilder:
     layers = {f"layer.{i}": Layer(impl) for i, impl in enumerate(impls)}
-    return AttnMetadataBuilder(spec or make_spec(), list(layers), make_config(layers, **changes), torch.device("cpu"))
+    return AttnMetadataBuilder(spec or make_spec(), list(layers), make_config(layers, **changes), torch.device(device))
 
 
 def make_cache(memory: str, num_kv_heads: int = 2, head_size: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:

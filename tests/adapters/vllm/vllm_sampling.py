@@ -19,7 +19,7 @@ ORIGINALS = {
     owner: {name: getattr(owner, name) for name in names}
     for owner, names in [
         (v1_module.Sampler, ["sample"]),
-        (v1_runner.GPUModelRunner, ["_sample"]),
+        (v1_runner.GPUModelRunner, ["_sample", "_bookkeeping_sync"]),
         (v2_module.Sampler, ["sample"]),
         (v2_states.SamplingStates, ["add_request"]),
     ]

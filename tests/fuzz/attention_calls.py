@@ -1,0 +1,304 @@
+"""Scenarios of attention: batches of all forms on one object, prefix forests, trees, cascades, the constructor."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import attention_kernels
+import case_tensors
+import cases
+import compositions
+import forests
+import numpy
+import torch
+
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
+
+from .call import Call, ChoiceArgument, IntArgument, TensorArgument, Wrong
+from .mutations import around
+from .steps import INDEX, Arguments, Kinds, Step, check_result, plan_or_none, run_kinds, step_call
+
+MAX_ROWS, MAX_BATCH = 80, 9     # more than small_spec() makes
+NO_SEQUENCE = (3.5, "x", object())
+
+
+def seed_of(rng: numpy.random.Generator) -> int:
+    return int(rng.integers(2**31))
+
+
+def small_spec(rng: numpy.random.Generator, device: torch.device, **changes: object) -> cases.Spec:
+    """A random case whose oracle takes a millisecond."""
+    spec = cases.random_spec(seed_of(rng), device.type).with_(**changes)
+    batch = int(rng.choice([0, 1, 2, 3, 5, 8], p=[0.02, 0.28, 0.25, 0.25, 0.15, 0.05]))
+    longest = int(rng.choice([5, 40, 150], p=[0.3, 0.6, 0.1]))
+    kv_lens = rng.integers(0, longest + 1, batch).tolist()
+    style = rng.random()
+    qo_lens = [1 if style < 0.4 else int(rng.integers(0, 7)) for _ in range(batch)]
+    if batch and style > 0.8:
+        qo_lens[int(rng.integers(batch))] = int(rng.integers(1, 30))
+    page_size = spec.page_size if rng.random() < 0.03 else min(spec.page_size, 32)
+    window_left = spec.window_left % (longest + 2) if spec.window_left >= 0 else -1
+    return spec.with_(qo_lens=tuple(qo_lens), kv_lens=tuple(kv_lens), page_size=page_size, window_left=window_left, padding_rows=int(rng.choice([0, 0, 1, 5])))
+
+
+def heads_of(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
+    """The head configuration of an object, as fields of a case."""
+    spec = cases.random_spec(seed_of(rng), device.type)
+    kv_heads = min(spec.num_kv_heads, 2)
+    head_dim = spec.head_dim if kv_heads * spec.group_size * spec.head_dim <= 1024 else 64
+    return {"num_kv_heads": kv_heads, "group_size": spec.group_size, "head_dim": head_dim, "dtype": spec.dtype, "num_ctas": spec.num_ctas}
+
+
+def object_options(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
+    """Arguments of Attention that change no result."""
+    on_cuda = device.type == "cuda"
+    kernel = attention_kernels.kernel_of(device, seed_of(rng)) if on_cuda else [None, None, None, "hopper", "generic"][rng.integers(5)]
+    batch_invariant = bool(rng.random() < 0.15)
+    return {
+        "kernel": kernel,
+        "cascade": [True, True, False, "always"][rng.integers(4)],
+        "batch_invariant": batch_invariant,
+        "max_levels": 1 if batch_invariant else int(rng.choice([1, 1, 2, 8])),
+        "max_rows": MAX_ROWS + int(rng.integers(3)),
+        "max_batch": MAX_BATCH + int(rng.integers(3)),
+    }
+
+
+def step_of_case(case: case_tensors.Case) -> Step:
+    return Step(case.q, case.kv, case.view, case.out, case.lse, case.spec, once(case.expected))
+
+
+def once(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, evaluated at its first call."""
+    known: list[Any] = []
+
+    def value() -> Any:
+        if not known:
+            known.append(function())
+        return known[0]
+
+    return value
+
+
+def batches(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    """One object, batches of any form."""
+    heads = heads_of(rng, device)
+    attention = None
+    while True:
+        case = case_tensors.build(small_spec(rng, device, **heads), device)
+        attention = case.attention(**object_options(rng, device)) if attention is None else attention
+        yield from around(rng, step_call(rng, attention, step_of_case(case)))
+        if rng.random() < 0.05:
+            yield copied(rng, attention)
+
+
+def copied(rng: numpy.random.Generator, attention: Attention) -> Call:
+    """An object with a workspace has no copies."""
+    functions = (copy.copy, copy.deepcopy, pickle.dumps)
+    function = functions[rng.integers(3)]
+    wrong = Wrong("Attention", "unknown", attention, ("Attention",))      # a TypeError is right, too
+    return Call(function.__name__, lambda **given: function(given["Attention"]), {"Attention": attention}, {}, lambda *_: None, wrong=wrong)
+
+
+def prefix_forests(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    """One object that seeks shared prefixes, over batches that have some."""
+    shape = small_shape(rng, device)
+    attention = None
+    while True:
+        batch = forests.random_batch(rng, shape.page_size, pair_cost=0.1, budget=2500, max_requests=int(rng.choice([2, 4, 8])), max_rows=40)
+        problem = forests.make_problem(rng, shape, batch, device)
+        room = {"max_rows": 1000, "max_batch": 200, "cascade": True if rng.random() < 0.3 else "always"}
+        attention = problem.attention(**room) if attention is None else attention
+        view = batch.view(rng, device)
+        step = Step(problem.q, problem.memory.kv, view, problem.out, problem.lse, shape, once(problem.expected))
+        yield from around(rng, step_call(rng, attention, step))
+
+
+def small_shape(rng: numpy.random.Generator, device: torch.device) -> compositions.Shape:
+    shape = compositions.random_shape(rng, device)
+    return replace(shape, num_kv_heads=min(shape.num_kv_heads, 2), group_size=min(shape.group_size, 4), page_size=min(shape.page_size, 16))
+
+
+# ---- Several levels ----
+
+
+def level_call(
+    rng: numpy.random.Generator, problem: compositions.Problem, name: str, make: Callable[..., Composition], arguments: Arguments, kinds: Kinds
+) -> Call:
+    """A composition, plan and run, from what the composition is made of."""
+    attention = problem.attention(max_rows=len(problem.q) + 1 + int(rng.integers(3)))
+    shape, kv = problem.shape, problem.memory.kv
+    rows = torch.tensor(sorted({row for seen in problem.seen for row in seen.rows}), dtype=torch.int64, device=problem.q.device)
+    expected = once(problem.expected)
+    of_run = {"q": problem.q, "kv": kv, "out": problem.out, "lse": problem.lse, "sm_scale": shape.sm_scale, "logits_soft_cap": shape.logits_soft_cap}
+    of_run["after_append"] = False
+
+    def function(**given: Any) -> torch.Tensor:
+        plan_or_none(attention, make(**{name: given[name] for name in arguments}), problem.q, kv)
+        return attention.run(**{name: given[name] for name in of_run})
+
+    def check(given: Arguments, result: torch.Tensor) -> None:
+        o_ref, lse_ref = expected()
+        check_result(shape, given, result, rows, o_ref[rows], lse_ref[rows])
+
+    def prepare() -> None:
+        problem.out.fill_(torch.nan)
+        problem.lse.fill_(torch.nan)
+
+    of_kinds = kinds | run_kinds(attention, problem.q) | {"kv": ChoiceArgument("Attention.run", wrong=((kv.k, kv.v),))}
+    return Call(name, function, arguments | of_run, of_kinds, check, prepare=prepare, reported=attention.raise_for_errors)
+
+
+def trees(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    while True:
+        shape = small_shape(rng, device)
+        parents = compositions.random_forest(rng, int(rng.integers(0, 4)))[:8]
+        memory = compositions.make_memory(rng, shape, device, [compositions.skewed(rng, 40, zero=0.06) for _ in parents])
+        node_of_row = compositions.random_nodes(rng, parents)[: int(rng.integers(1, 30))]
+        table = memory.table(rng, list(range(len(parents))))
+        composition = Composition.tree(parents, table, node_of_row)
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        seen = []
+        for node in sorted(set(node_of_row) - {-1}):
+            rows = [row for row, own in enumerate(node_of_row) if own == node]
+            seen.append(compositions.Seen(rows, torch.cat([memory.slots[n] for n in compositions.path_to(parents, node)]), nothing))
+        problem = compositions.make_problem(rng, shape, memory, composition, seen, len(node_of_row))
+        at, row = int(rng.integers(len(parents))), int(rng.integers(len(node_of_row)))
+        wrong_parents = (*(_at(parents, at, value) for value in (at, -2, 2**63, 0.5)), parents[:-1])
+        wrong_nodes = tuple(_at(node_of_row, row, value) for value in (len(parents), -2, None))
+        kinds: Kinds = {
+            "parents": ChoiceArgument("Composition.tree", wrong=wrong_parents, types=NO_SEQUENCE),
+            "table": ChoiceArgument("Composition.tree"),
+            "node_of_row": ChoiceArgument("Composition.tree", wrong=wrong_nodes, types=NO_SEQUENCE),
+        }
+        arguments = {"parents": parents, "table": table, "node_of_row": node_of_row}
+        call = level_call(rng, problem, "Composition.tree", Composition.tree, arguments, kinds)
+        yield from around(rng, call)
+
+
+def _at(values: list[int], at: int, value: object) -> list[object]:
+    return [*values[:at], value, *values[at + 1 :]]
+
+
+def cascades(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    """cascade, from its qo_indptrs and tables; and the levels by themselves."""
+    while True:
+        shape = small_shape(rng, device)
+        num_levels = int(rng.choice([1, 2, 2, 3]))
+        problem = compositions.cascade_problem(rng, shape, device, num_levels)
+        levels = problem.composition.levels
+        if rng.random() < 0.5:
+            yield from around(rng, cascade_call(rng, problem, levels))
+        else:
+            wrong = ((), [], None, 7, "levels", [None], _at(list(levels), 0, levels[0].table), list(levels) * 9)
+            kinds: Kinds = {"levels": ChoiceArgument("Composition", wrong=wrong)}
+            yield from around(rng, level_call(rng, problem, "Composition", Composition, {"levels": levels}, kinds))
+
+
+def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, levels: Any) -> Call:
+    count = len(levels)
+    arguments: Arguments = {f"qo_indptr_{i}": level.qo_indptr for i, level in enumerate(levels)}
+    kinds: Kinds = {name: TensorArgument("Composition.cascade", ("qo_indptr",), dtypes=INDEX, exact=(0,)) for name in arguments}
+    qo_indptrs, tables = list(arguments.values()), [level.table for level in levels]
+    arguments |= {"tables": tables, "causal": levels[-1].causal, "window_left": -1}
+    wrong_tables = (tables[:-1], [*tables, tables[0]], _at(tables, 0, None), _at(tables, 0, qo_indptrs[0]), "tables", [])
+    kinds |= {
+        "tables": ChoiceArgument("Composition.cascade", ("tables", "table", "levels"), wrong=wrong_tables),
+        "causal": ChoiceArgument("Composition.cascade", wrong=(1, 0)),
+        "window_left": IntArgument("Composition.cascade", low=-1, high=-1 if count > 1 else 2**31 - 1),
+    }
+
+    def make(**given: Any) -> Composition:
+        indptrs = [given[f"qo_indptr_{i}"] for i in range(count)]
+        return Composition.cascade(indptrs, given["tables"], causal=given["causal"], window_left=given["window_left"])
+
+    return level_call(rng, problem, "Composition.cascade", make, arguments, kinds)
+
+
+# ---- The constructor, and what plan and run refuse as a whole ----
+
+
+def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    while True:
+        heads, options = heads_of(rng, device), object_options(rng, device)
+        kv_heads = heads["num_kv_heads"]
+        arguments: Arguments = {
+            "num_qo_heads": kv_heads * heads["group_size"],
+            "num_kv_heads": kv_heads,
+            "head_dim": heads["head_dim"],
+            "dtype": heads["dtype"],
+            "device": device,
+            "num_ctas": heads["num_ctas"],
+            **options,
+        }
+        yield from around(rng, Call("Attention", Attention, arguments, constructor_kinds(arguments, device), check_constructed, public=True))
+        yield from around(rng, plan_call(rng, device))
+
+
+def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
+    on_cuda = device.type == "cuda"
+    kv_heads = arguments["num_kv_heads"]
+    not_a_multiple = (arguments["num_qo_heads"] + 1,) if kv_heads > 1 else ()
+    too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()      # rows of all levels do not fit an int32
+    return {
+        "num_qo_heads": IntArgument(others=("max_rows",), low=1, high=2**31 - 1, wrong=not_a_multiple),
+        "num_kv_heads": IntArgument(others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)),
+        "head_dim": IntArgument(low=8, high=256, wrong=(9, 65, 255, *((80, 32) if on_cuda else ()))),
+        "dtype": ChoiceArgument(wrong=(torch.float64, torch.int32, torch.bool, "float16", *((torch.float32,) if on_cuda else ()))),
+        "device": ChoiceArgument(wrong=("meta", "gpu", "cpu:x", "cuda:63", "mps")),
+        "max_rows": IntArgument(others=("max_levels", "max_rows * max_levels"), low=1, high=2**31 - 1, wrong=too_many_rows),
+        "max_batch": IntArgument(low=1, high=8192 if on_cuda else 2**20),
+        "max_levels": IntArgument(low=1, high=8),
+        "num_ctas": IntArgument(low=1, high=4096, optional=True),
+        "cascade": ChoiceArgument(wrong=(2, -1, "auto", "Always")),
+        "batch_invariant": ChoiceArgument(wrong=(2, "yes")),
+        "kernel": ChoiceArgument(wrong=("gpu", "", "Hopper", 1), optional=True),
+    }
+
+
+def check_constructed(given: Arguments, attention: Attention) -> None:
+    assert attention.workspace_bytes > 0
+    for name in ("num_qo_heads", "num_kv_heads", "head_dim", "dtype", "max_rows", "max_batch", "max_levels", "batch_invariant"):
+        assert getattr(attention, name) == given[name], name
+
+
+def plan_call(rng: numpy.random.Generator, device: torch.device) -> Call:
+    """plan and run with whole objects: a composition, a cache."""
+    case = case_tensors.build(small_spec(rng, device, **heads_of(rng, device)), device)
+    attention, step = case.attention(), step_of_case(case)
+    batch = len(case.spec.qo_lens)
+    view = case.view
+    crowd, deep = empty_requests(attention.max_batch + 1, device), Composition((view,) * 2)
+
+    def function(composition: Any, kv: Any) -> torch.Tensor:
+        plan_or_none(attention, composition, case.q, case.kv)
+        return case.run(attention, out=case.out, lse=case.lse) if kv is case.kv else attention.run(case.q, kv)
+
+    def check(given: Arguments, result: torch.Tensor) -> None:
+        filled = {"q": case.q, "out": case.out, "lse": case.lse}
+        check_result(case.spec, filled, result, torch.arange(case.rows, device=device), *step.expected())
+
+    def prepare() -> None:
+        case.out.fill_(torch.nan)
+        case.lse.fill_(torch.nan)
+
+    k, v = case.kv.k, case.kv.v
+    others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(k[:0], v[:0]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
+    if k.dtype != torch.float32:
+        others.append(KVCache(k.float(), v.float()))
+    kinds: Kinds = {
+        "composition": ChoiceArgument("Attention.plan", ("composition", "levels", "batch"), wrong=(view.table, [view], (view,), deep, crowd)),
+        "kv": ChoiceArgument("Attention.run", ("kv", "kv.k"), wrong=((k, v), k, *others)),
+    }
+    as_levels = batch > 0 and rng.random() < 0.5
+    arguments: Arguments = {"composition": Composition((view,)) if as_levels else view, "kv": case.kv}
+    return Call("Attention.plan", function, arguments, kinds, check, prepare=prepare)
+
+
+def empty_requests(batch: int, device: torch.device) -> BSRView:
+    indptr = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+    return BSRView(indptr, PageTable.ragged(indptr))

@@ -1,0 +1,221 @@
+"""Calls of the public API, right and wrong, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+RIGHT = "valid, right"
+REFUSED = "refused by name"
+REPORTED = "taken, reported by name"      # wrong values in metadata on a GPU: clamped, and told by raise_for_errors
+UNNAMED = "refused without its name"
+ACCEPTED = "accepted though invalid"
+WRONG_RESULT = "wrong result"
+VALID_REFUSED = "valid, refused"
+CRASH = "crash"
+HANG = "hang"
+BROKEN = "the fuzz itself failed"
+GOOD = (RIGHT, REFUSED, REPORTED)
+FINDINGS = (UNNAMED, ACCEPTED, WRONG_RESULT, VALID_REFUSED, CRASH, HANG, BROKEN)
+
+MISSING = object()      # the value of an argument that is left out
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of an argument, so that it can be made wrong.
+
+    surface: the function or class that should refuse it; "": the call's own.
+    named: how errors name it; () its own name.
+    others: arguments that errors may name instead where two disagree in size, dtype or device.
+    optional: None is right.
+    """
+
+    surface: str = ""
+    named: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class TensorArgument(Argument):
+    """A tensor.
+
+    dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an output. number: a number may stand there too.
+    leads: where it is, the call happens.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    exact: tuple[int, ...] = ()
+    written: bool = False
+    number: bool = False
+    leads: bool = False
+
+
+@dataclass(frozen=True)
+class IntArgument(Argument):
+    """low, high: the smallest and the largest that are right. wrong: other values that are not."""
+
+    low: int = -(2**63)
+    high: int = 2**63 - 1
+    wrong: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class FloatArgument(Argument):
+    """wrong: numbers that must be refused, besides NaN."""
+
+    wrong: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChoiceArgument(Argument):
+    """One of a few values, or an object of a class. wrong: what must be refused. types: objects of other types, which must be, too; None: the usual ones."""
+
+    wrong: tuple[object, ...] = ()
+    types: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An argument that was made wrong: how, and the names of which one must begin the message. reported: on a GPU the call is taken, and then reported."""
+
+    argument: str
+    how: str
+    value: object
+    names: tuple[str, ...]
+    reported: bool = False
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    function: is given `arguments` by name. public: it is the API's own function, so that an argument may also be missing or one too many.
+    check: is given the arguments and the result; raises AssertionError where that is wrong.
+    prepare: called before each call, the repeated ones too.
+    values: wrong values of this call's own, beyond what the kinds of its arguments tell.
+    reported: of a call that was taken with wrong metadata on a GPU: raises what reports it.
+    without: ways to be wrong that this call need not see.
+    """
+
+    surface: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    kinds: dict[str, Argument]
+    check: Callable[[dict[str, Any], Any], None]
+    prepare: Callable[[], object] = _nothing
+    public: bool = False
+    values: Callable[[numpy.random.Generator], list[Wrong]] | None = None
+    reported: Callable[[], object] = _nothing
+    without: frozenset[str] = frozenset()
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    variant: str = ""
+    wrong: Wrong | None = None
+
+    @property
+    def blamed(self) -> str:
+        """The function or class that should refuse the wrong argument."""
+        kind = self.kinds.get(self.wrong.argument) if self.wrong else None
+        return (kind.surface if kind else "") or self.surface
+
+    @property
+    def title(self) -> str:
+        if self.wrong is not None:
+            return f"{self.blamed}: {self.wrong.argument}: {self.wrong.how}"
+        return f"{self.surface}{': ' if self.variant else ''}{self.variant}"
+
+
+@dataclass
+class Outcome:
+    kind: str
+    message: str = ""
+    details: str = field(default="", compare=False)     # a traceback
+
+
+class StalePlanError(AssertionError):
+    """run() served a plan although the last one was refused."""
+
+
+def is_named(message: str, names: tuple[str, ...]) -> bool:
+    """Whether a message begins with one of the names, or one of its sentences does; a level's number may stand in front."""
+    alternatives = "|".join(map(re.escape, names))
+    return re.search(rf"(?:^|; )(?:levels\[\d+\](?:\.|: ))?(?:len\()?(?:composition\.)?(?:{alternatives})(?!\w)", message) is not None
+
+
+def judge(call: Call) -> Outcome:
+    """Makes the call. Errors of a GPU that can do nothing more are left to the caller."""
+    try:
+        call.prepare()
+        with call.context():
+            arguments = {name: value for name, value in call.arguments.items() if value is not MISSING}
+            result = call.function(**arguments)
+    except StalePlanError as error:
+        return Outcome(WRONG_RESULT, str(error))
+    except Exception as error:
+        return _judge_refusal(call, error)
+    if call.wrong is not None:
+        return _judge_report(call) if call.wrong.reported else Outcome(ACCEPTED, _described(call))
+    try:
+        call.check(call.arguments, result)
+    except AssertionError as error:
+        return Outcome(WRONG_RESULT, str(error).partition("\n")[0] or "(no message)", f"{traceback.format_exc()}\n{_described(call)}")
+    return Outcome(RIGHT)
+
+
+def _judge_refusal(call: Call, error: Exception) -> Outcome:
+    message = f"{type(error).__name__}: {error}"
+    if is_fatal(error):
+        raise error
+    if call.wrong is None:
+        return Outcome(VALID_REFUSED, message, f"{traceback.format_exc()}\n{_described(call)}")
+    if call.wrong.how in ("missing", "unknown"):
+        named = isinstance(error, TypeError | ValueError) and any(name in str(error) for name in call.wrong.names)
+    else:
+        named = isinstance(error, ValueError) and is_named(str(error), call.wrong.names)
+    return Outcome(REFUSED if named else UNNAMED, message, f"{traceback.format_exc()}\n{_described(call)}")
+
+
+def _judge_report(call: Call) -> Outcome:
+    assert call.wrong is not None
+    try:
+        call.reported()
+    except ValueError as error:
+        return Outcome(REPORTED if is_named(str(error), call.wrong.names) else UNNAMED, f"raise_for_errors: {error}")
+    return Outcome(ACCEPTED, f"{_described(call)}, and raise_for_errors() says nothing")
+
+
+def is_fatal(error: Exception) -> bool:
+    """After an error of the device this process can do nothing more on it."""
+    text = str(error)
+    return any(word in text for word in ("CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "unspecified launch failure"))
+
+
+def _described(call: Call) -> str:
+    if call.wrong is None:
+        return ", ".join(f"{name} = {describe(value)}" for name, value in call.arguments.items())
+    return f"{call.wrong.argument} = {describe(call.wrong.value)}"
+
+
+def describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        try:
+            text = f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            small = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta" and not value.is_quantized
+            small = small and 0 < value.numel() <= 12 and value.untyped_storage().nbytes() > 0
+            return f"{text} {value.tolist()}" if small else text
+        except RuntimeError:
+            return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) < 200 else f"a {type(value).__name__}"

@@ -1,0 +1,40 @@
+"""Which calls there are: call number n of a seed belongs to scenario n // CALLS, which shares its objects and depends on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy
+import torch
+
+from . import attention_calls, cache_calls, graphs, sampling_calls
+from .call import Call
+
+CALLS = 10     # of a scenario
+
+Scenario = Callable[[numpy.random.Generator, torch.device], Iterator[Call]]
+
+# Each with its share of all scenarios.
+SCENARIOS: dict[Scenario, float] = {
+    attention_calls.batches: 0.4,
+    attention_calls.prefix_forests: 0.08,
+    attention_calls.trees: 0.05,
+    attention_calls.cascades: 0.05,
+    attention_calls.constructors: 0.08,
+    cache_calls.appends: 0.07,
+    cache_calls.structures: 0.07,
+    sampling_calls.sampling: 0.15,
+    graphs.replays: 0.05,
+}
+GPU_SHARES = {graphs.replays: 0.3}      # instead of those above
+
+
+def calls_of(seed: int, scenario: int, device: torch.device) -> Iterator[Call]:
+    """The calls of one scenario, on one thread: there are as many processes as cores."""
+    torch.set_num_threads(1)
+    rng = numpy.random.default_rng([seed, scenario])
+    shares = SCENARIOS | (GPU_SHARES if device.type == "cuda" else {})
+    weights = numpy.array(list(shares.values()))
+    make = list(shares)[rng.choice(len(weights), p=weights / weights.sum())]
+    return itertools.islice(make(rng, device), CALLS)

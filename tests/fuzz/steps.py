@@ -1,0 +1,217 @@
+"""Steps of an engine as single calls: page table, cache, view, plan and run, with every argument of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cases
+import compositions
+import numpy
+import torch
+from torch import Tensor
+
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
+
+from .call import Argument, Call, ChoiceArgument, FloatArgument, IntArgument, StalePlanError, TensorArgument
+from .values import wrong_values
+
+INT32 = (torch.int32,)
+INDEX = (torch.int32, torch.int64)
+MAX_INT32 = 2**31 - 1
+
+Arguments = dict[str, Any]
+Kinds = dict[str, Argument]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step attends to: made from a case, or from a prefix forest.
+
+    q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in their order.
+    shape: has dtype, sm_scale and logits_soft_cap.
+    """
+
+    q: Tensor
+    kv: KVCache
+    view: BSRView
+    out: Tensor
+    lse: Tensor
+    shape: cases.Spec | compositions.Shape
+    expected: Callable[[], tuple[Tensor, Tensor]]
+
+
+def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
+    """The constructor that makes this table, what it is given, and what is known of that."""
+    surface = f"PageTable.{table.form}"
+    indptr = TensorArgument(surface, ("kv_indptr",), ("kv_indices", "kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,))
+    page_size = IntArgument(surface, others=("kv.k",), low=1, high=MAX_INT32)
+    lens = TensorArgument(surface, others=("qo_indptr", "block_table", "rows"), dtypes=INDEX, exact=(0,))
+    if table.form == "ragged":
+        return PageTable.ragged, {"kv_indptr": table.indptr}, {"kv_indptr": indptr}
+    if table.form == "csr":
+        arguments: Arguments = {"kv_indptr": table.indptr, "kv_indices": table.indices, "kv_last_page_len": table.last_page_len}
+        kinds: Kinds = {
+            "kv_indptr": indptr,
+            "kv_indices": TensorArgument(surface, dtypes=INT32),
+            "kv_last_page_len": TensorArgument(surface, others=("kv_indptr", "qo_indptr"), dtypes=INDEX, exact=(0,)),
+        }
+        return PageTable.csr, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
+    if table.form == "block_table":
+        arguments = {"block_table": table.indices, "kv_lens": table.kv_lens}
+        kinds = {"block_table": TensorArgument(surface, others=("kv_lens",), dtypes=INT32, exact=(0,)), "kv_lens": lens}
+        return PageTable.block_table, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
+    arguments = {"req_to_token": table.indices, "rows": table.rows, "kv_lens": table.kv_lens}
+    kinds = {
+        "req_to_token": TensorArgument(surface, others=("kv_lens", "rows"), dtypes=INT32),
+        "rows": TensorArgument(surface, others=("kv_lens", "qo_indptr"), dtypes=INDEX, exact=(0,)),
+        "kv_lens": lens,
+    }
+    return PageTable.token_slots, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
+
+
+def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
+    """A constructor of caches, and what it is given to make one that holds the same. `cache_page_size` is its page_size, a name that the table's has."""
+    layout = "NHD" if rng.random() < 0.5 else "HND"
+    k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
+    dtypes = (kv.dtype,)
+    form = str(rng.choice(["tensor", "pair", "packed", "slots", "ragged"] if kv.page_size == 1 else ["tensor", "pair", "packed", "slots"]))
+    surface = f"KVCache.from_{form}"
+    of_kv, of_k, of_v = ("kv", "k", "v"), ("k", "kv.k"), ("v", "kv.v")
+    with_layout: Kinds = {"layout": ChoiceArgument(surface, wrong=("nhd", "NDH", ""))}
+    if form == "tensor":
+        kind = TensorArgument(surface, of_kv, dtypes=dtypes, exact=(1, 2, 3, 4))
+        return KVCache.from_tensor, {"kv": torch.stack([k, v], 1), "layout": layout}, {"kv": kind, **with_layout}
+    if form == "packed":
+        kind = TensorArgument(surface, of_kv, dtypes=dtypes, exact=(1, 2, 3))
+        return KVCache.from_packed, {"kv": torch.cat([k, v], -1), "layout": layout}, {"kv": kind, **with_layout}
+    if form == "pair":
+        kinds: Kinds = {
+            "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3)),
+            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(0, 1, 2, 3)),
+        }
+        return KVCache.from_pair, {"k": k, "v": v, "layout": layout}, kinds | with_layout
+    kinds = {
+        "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(1, 2)),
+        "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(1, 2)),
+    }
+    arguments = {"k": kv.k.flatten(0, 1), "v": kv.v.flatten(0, 1)}
+    if form == "ragged":
+        return KVCache.from_ragged, arguments, kinds
+    # More tokens than there are slots: a cache of no page, which run() refuses.
+    page_size = IntArgument(surface, ("page_size",), ("kv.k", "k"), low=1, high=MAX_INT32)
+    return KVCache.from_slots, arguments | {"cache_page_size": kv.page_size}, kinds | {"cache_page_size": page_size}
+
+
+def without_prefix(given: Arguments, names: Arguments) -> Arguments:
+    return {name.removeprefix("cache_"): given[name] for name in names}
+
+
+def plan_or_none(attention: Attention, composition: Composition | BSRView, q: Tensor, kv: KVCache) -> None:
+    """attention.plan; after a refusal there must be no plan, not even the one before."""
+    try:
+        attention.plan(composition)
+    except ValueError:
+        try:
+            attention.run(q, kv)
+        except ValueError:
+            pass
+        else:
+            raise StalePlanError("run() served a plan although the last one was refused") from None
+        raise
+
+
+def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> Call:
+    """plan and run of a step. Some rows are listed, some q are shorter than the plan, some results are allocated by run."""
+    view, shape, device = step.view, step.shape, step.q.device
+    total = int(view.qo_indptr[-1])
+    q, out, lse, places = step.q, step.out, step.lse, None
+    if rng.random() < 0.2:
+        places = torch.from_numpy(rng.permutation(min(len(q), attention.max_rows))[:total].astype(numpy.int32)).to(device)
+        q = torch.full_like(step.q, torch.nan)
+        q[places.long()] = step.q[:total]
+    if rng.random() < 0.15:      # rows of the plan beyond q's are not computed
+        rows = 0 if rng.random() < 0.4 else int(rng.integers(len(q) + 1))
+        q, out, lse = q[:rows], out[:rows], lse[:rows]
+    make_table, of_table, table_kinds = table_arguments(view.table)
+    make_cache, of_cache, cache_kinds = cache_arguments(rng, step.kv)
+    as_composition = rng.random() < 0.4
+
+    def function(**given: Any) -> Tensor:
+        table = make_table(**{name: given[name] for name in of_table})
+        kv = make_cache(**without_prefix(given, of_cache))
+        made = BSRView(given["qo_indptr"], table, causal=given["causal"], window_left=given["window_left"], rows=given["row_list"])
+        plan_or_none(attention, Composition((made,)) if as_composition else made, step.q, step.kv)
+        return attention.run(given["q"], kv, **{name: given[name] for name in ("out", "lse", "sm_scale", "logits_soft_cap", "after_append")})
+
+    def check(given: Arguments, result: Tensor) -> None:
+        place = torch.arange(total, device=device) if places is None else places.long()
+        computed = place < len(given["q"])
+        o_ref, lse_ref = (t[computed] for t in step.expected())
+        rows = place[computed]
+        check_result(shape, given, result, rows, o_ref, lse_ref)
+
+    def prepare() -> None:
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+
+    arguments: Arguments = {
+        **of_table,
+        **of_cache,
+        "qo_indptr": view.qo_indptr,
+        "causal": view.causal,
+        "window_left": view.window_left,
+        "row_list": places,
+        "q": q,
+        "out": out if rng.random() < 0.8 else None,
+        "lse": lse if rng.random() < 0.7 else None,
+        "sm_scale": shape.sm_scale,
+        "logits_soft_cap": shape.logits_soft_cap,
+        "after_append": bool(rng.random() < 0.2),
+    }
+    kinds: Kinds = {
+        **table_kinds,
+        **cache_kinds,
+        "qo_indptr": TensorArgument("BSRView", dtypes=INDEX, exact=(0,)),
+        "causal": ChoiceArgument("BSRView", wrong=(1, 0)),
+        "window_left": IntArgument("BSRView", low=-1, high=MAX_INT32),
+        "row_list": TensorArgument("BSRView", ("rows",), ("qo_indptr",), dtypes=INT32, optional=True),
+        **run_kinds(attention, q),
+    }
+
+    def values(rng: numpy.random.Generator) -> list[Any]:
+        return wrong_values(rng, arguments, view.table, attention.max_rows, step.kv.num_pages)
+
+    return Call("plan and run", function, arguments, kinds, check, prepare=prepare, values=values, reported=attention.raise_for_errors)
+
+
+def run_kinds(attention: Attention, q: Tensor) -> Kinds:
+    """What is known of the arguments of run()."""
+    run, dtypes = "Attention.run", (attention.dtype,)
+    return {
+        "q": TensorArgument(run, others=("out", "lse"), dtypes=dtypes, exact=(1, 2)),
+        "out": TensorArgument(run, dtypes=dtypes, exact=(0, 1, 2), optional=True, written=True),
+        "lse": TensorArgument(run, dtypes=(torch.float32,), exact=(0, 1), optional=True, written=True),
+        "sm_scale": FloatArgument(run, optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
+        "logits_soft_cap": FloatArgument(run, wrong=(-1.0, torch.inf, -torch.inf, 1e300)),
+        "after_append": ChoiceArgument(run, wrong=("yes",)),
+    }
+
+
+def check_result(shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_ref: Tensor, lse_ref: Tensor) -> None:
+    """Compares with float64. Nothing else may have been written: neither other rows, nor what lies around `out`."""
+    out, lse = given["out"], given["lse"]
+    assert out is None or result is out, "run() did not return out"
+    assert result.shape == given["q"].shape
+    if out is None:      # allocated by run: rows that nobody has hold anything
+        kept = torch.full_like(result, torch.nan)
+        kept[rows] = result[rows]
+        result = kept
+    else:
+        room = result.new_empty(0).set_(result.untyped_storage())
+        assert int((~room.isnan()).sum()) == int((~result.isnan()).sum()), "run() wrote around out"
+    if lse is None:
+        lse = torch.full(result.shape[:2], torch.nan, dtype=torch.float64, device=result.device)
+        lse[rows] = lse_ref
+    compositions.check_states(shape, rows.tolist(), result.detach(), lse.detach(), o_ref, lse_ref)
