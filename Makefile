@@ -17,7 +17,7 @@ ARCHS := sm_90a sm_80
 JOBS ?= $(shell nproc)
 TEST_PYTHON := $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
-PYTEST := PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest --timeout=900
+PYTEST := PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
 # of make fuzz
 SECONDS ?= 60
 SEED ?= 0
@@ -69,9 +69,10 @@ unit: environment
 fuzz: environment
 	PYTHONSAFEPATH= $(TEST_PYTHON) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
+# A test that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -s tests/integration
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

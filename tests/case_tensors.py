@@ -196,9 +196,9 @@ def _placed(tensor: Tensor, spec: cases.Spec, rng: numpy.random.Generator) -> Te
     """A copy of `tensor`; if the case is strided, inside a larger tensor of NaN, its dimensions in any order but for the last."""
     if not spec.strided:
         return tensor.contiguous()
-    # On a GPU rows start at multiples of 16 bytes.
-    before = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if tensor.is_cuda else [0, 8, 3]))]
-    after = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if tensor.is_cuda else [0, 8, 5]))]
+    aligned = tensor.is_cuda or spec.aligned
+    before = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if aligned else [0, 8, 3]))]
+    after = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if aligned else [0, 8, 5]))]
     order = [*rng.permutation(tensor.ndim - 1).tolist(), tensor.ndim - 1]
     sizes = [b + size + a for b, size, a in zip(before, tensor.shape, after, strict=True)]
     room = torch.full([sizes[dim] for dim in order], torch.nan, dtype=tensor.dtype, device=tensor.device)

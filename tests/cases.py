@@ -40,6 +40,7 @@ class Spec:
     run_pages: int = 1            # so many pages follow one another, then others
     padding_rows: int = 0         # rows of q and out beyond those of the batch
     strided: bool = False         # q, out, K and V are slices of larger tensors, in any order of dimensions
+    aligned: bool = False         # their rows start at multiples of 16 bytes: always so on a GPU
     int64: tuple[bool, ...] = (False,) * 5     # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
     seed: int = 0
 

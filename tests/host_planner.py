@@ -16,6 +16,7 @@ from attn_backend.kernels.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
+_MAX_TILES = 7     # in ScheduleConfig
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
@@ -26,7 +27,7 @@ def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.
     sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
     includes = [f"-I{ROOT / 'csrc' / 'include'}", f"-I{ROOT / 'csrc'}"]
     if device:
-        sources.append(tests / "device_planner.cpp")
+        sources += [tests / "device_planner.cpp", tests / "emulated" / "cuda_emulation.cpp"]
         includes.insert(0, f"-I{tests / 'emulated'}")
     if one_kind:
         includes += ["-include", str(tests / "one_kind.h")]
@@ -56,6 +57,7 @@ def plan(
     workspace: Tensor | None = None,
     searched: BSRView | None = None,
     lost: int = -1,
+    max_tiles: int | None = None,
 ) -> Schedule:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
 
@@ -63,8 +65,10 @@ def plan(
         workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
         searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
         lost: a CTA of the device planner whose findings get lost.
+        max_tiles: room for so many row tiles, instead of as many as a batch may have.
     """
-    return plan_and_lists_rows(library, attention, composition, device_seed, workspace=workspace, searched=searched, lost=lost)[0]
+    options = {"workspace": workspace, "searched": searched, "lost": lost, "max_tiles": max_tiles}
+    return plan_and_lists_rows(library, attention, composition, device_seed, **options)[0]  # type: ignore[arg-type]
 
 
 def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
@@ -81,9 +85,10 @@ def plan_and_lists_rows(
     workspace: Tensor | None = None,
     searched: BSRView | None = None,
     lost: int = -1,
+    max_tiles: int | None = None,
 ) -> tuple[Schedule, bool]:
     """plan(), and whether its last level, a forest's if one was sought, has a row list."""
-    config, c_config, zeros, offsets = _workspace(library, attention)
+    config, c_config, zeros, offsets = _workspace(library, attention, max_tiles)
     workspace = zeros if workspace is None else workspace
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     kept: list[Tensor | None] = []     # what the views point to
@@ -109,9 +114,13 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     attention._schedule.copy_(workspace)
 
 
-def _workspace(library: ctypes.CDLL, attention: Attention) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
+def _workspace(
+    library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
+) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
     """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
     config = list(attention._library.schedule_config(attention._handle))[:-6]
+    if max_tiles is not None:
+        config[_MAX_TILES] = max_tiles
     c_config = (ctypes.c_int32 * len(config))(*config)
     offsets = (ctypes.c_int64 * 6)()
     workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)

@@ -7,6 +7,15 @@ import math
 import torch
 
 
+def bits(token_mask: torch.Tensor) -> torch.Tensor:
+    """bool [batch, vocab] as the int32 words of a token mask."""
+    batch, vocab = token_mask.shape
+    padded = torch.zeros(batch, (vocab + 31) // 32 * 32, dtype=torch.int64)
+    padded[:, :vocab] = token_mask
+    words = (padded.view(batch, -1, 32) << torch.arange(32)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
 def keeps(
     logits: torch.Tensor,
     temperature: float = 1.0,

@@ -1,70 +1,24 @@
 // The device planner on a CPU, for ctypes: csrc/device/plan.cu with emulated/ in the place of CUDA. Its CTAs run one after another, the first one, which waits for the
 // others, last.
-#include <ucontext.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <vector>
 
+#include "attn/planning.h"
 #include "cuda_emulation.h"
 
-Dimension threadIdx, blockIdx, gridDim, blockDim;
 alignas(128) char memory[256 << 10];   // shared memory
 
 namespace emulation {
+
+char* const shared_memory = memory;
+const size_t shared_bytes = sizeof(memory);
+
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;
-constexpr int32_t kMaxThreads = 1024;
-
-struct Barrier {
-  int32_t arrived;
-  int64_t uses;
-  bool any;
-  bool result;
-};
-
-struct Warp {
-  int32_t arrived;
-  int64_t uses;
-  const char* operation;
-  uint64_t given[32];
-  uint64_t taken[32];
-};
-
-ucontext_t scheduler;
-ucontext_t fibers[kMaxThreads];
-bool ended[kMaxThreads];
-Barrier barriers[16];
-Warp warps[kMaxThreads / 32];
-int64_t progress;
-uint32_t state = 1;
 uint64_t now = 1;              // of this launch's first CTA when it begins, and then as it waits
 uint64_t sent = 0;             // words that the others have stamped
 int32_t lost_block = -1;
-void (*body)();
-
-void give_way() { swapcontext(&fibers[threadIdx.x], &scheduler); }
-
-void run_thread() {
-  body();
-  ended[threadIdx.x] = true;
-  ++progress;
-  give_way();
-}
 
 }  // namespace
-
-void fail(const char* what) {
-  std::fprintf(stderr, "CTA %d, thread %d: %s\n", blockIdx.x, threadIdx.x, what);
-  std::abort();
-}
-
-uint32_t random() {
-  state = state * 1664525u + 1013904223u;
-  return state >> 8;
-}
 
 uint64_t time() { return blockIdx.x > 0 ? now + 2000 + ++sent : now += 1000; }
 
@@ -77,74 +31,7 @@ void begin_launch(int32_t loses_mail_of) {
   lost_block = loses_mail_of;
 }
 
-bool barrier(int32_t id, int32_t threads, bool value) {
-  Barrier& b = barriers[id];
-  const int64_t use = b.uses;
-  b.any |= value;
-  if (++b.arrived == threads) {
-    b.result = b.any;
-    b.any = false;
-    b.arrived = 0;
-    ++b.uses;
-    ++progress;
-  }
-  while (b.uses == use) give_way();
-  return b.result;
-}
-
-const uint64_t* exchange(uint64_t value, const char* operation) {
-  Warp& warp = warps[threadIdx.x / 32];
-  const int64_t use = warp.uses;
-  if (warp.arrived == 0) warp.operation = operation;
-  if (std::strcmp(warp.operation, operation) != 0) fail("the lanes of a warp do different things together");
-  warp.given[threadIdx.x % 32] = value;
-  if (++warp.arrived == 32) {
-    std::memcpy(warp.taken, warp.given, sizeof(warp.given));
-    warp.arrived = 0;
-    ++warp.uses;
-    ++progress;
-  }
-  while (warp.uses == use) give_way();
-  return warp.taken;
-}
-
-void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)()) {
-  static std::vector<char> stacks(kMaxThreads * kStackBytes);
-  std::memset(barriers, 0, sizeof(barriers));
-  std::memset(warps, 0, sizeof(warps));
-  std::memset(memory, 0xab, sizeof(memory));
-  body = thread;
-  state ^= seed;
-  blockIdx.x = block;
-  gridDim.x = blocks;
-  blockDim.x = threads;
-  for (int32_t i = 0; i < threads; ++i) {
-    ended[i] = false;
-    getcontext(&fibers[i]);
-    fibers[i].uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * kStackBytes];
-    fibers[i].uc_stack.ss_size = kStackBytes;
-    fibers[i].uc_link = nullptr;
-    makecontext(&fibers[i], run_thread, 0);
-  }
-  for (int32_t left = threads; left > 0;) {
-    const int64_t before = progress;
-    const int32_t first = static_cast<int32_t>(random()) % (threads / 32) * 32;   // the warp that is the first to go on
-    for (int32_t i = 0; i < threads; ++i) {
-      threadIdx.x = (first + i) % threads;
-      if (ended[threadIdx.x]) continue;
-      swapcontext(&scheduler, &fibers[threadIdx.x]);
-      left -= ended[threadIdx.x];
-    }
-    if (progress == before) fail("everybody waits");
-  }
-}
-
 }  // namespace emulation
-
-#include "attn/planning.h"
-
-inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
-inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
 
 #include "device/plan.cu"
 #include "plan_params.h"

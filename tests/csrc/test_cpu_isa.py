@@ -1,4 +1,4 @@
-"""The CPU executor with each instruction set, on the same random cases. (The set is chosen once a process.)"""
+"""The CPU executor with each instruction set that the machine has, on the same random cases. (The set is chosen once a process.)"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_isa
 import pytest
 import torch
 
@@ -29,19 +30,18 @@ for seed in range(int(sys.argv[2]), int(sys.argv[3])):
 
 
 @pytest.mark.parametrize("first", [2000, 2020])
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_random_cases(isa: str, first: int) -> None:
-    """A CPU without the set uses the best that it has."""
-    environment = {**os.environ, "ATTN_BACKEND_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", RUN, str(TESTS), str(first), str(first + 20)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_every_head_dim(isa: str, dtype: torch.dtype) -> None:
-    environment = {**os.environ, "ATTN_BACKEND_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = f"""
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
+QO_INDPTR_INVALID = 1     # kQoIndptrInvalid in csrc/include/attn/schedule.h
 OPTIONS = {"plain": {"cascade": False}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
 
 
@@ -45,16 +46,35 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
 
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, causal: bool, cascade: bool) -> None:
-    """Prefix sums that fall again and again, so that many requests have all rows."""
+def test_prefix_sums_that_give_all_rows_to_many_requests(library: ctypes.CDLL, causal: bool, cascade: bool) -> None:
+    """They fall again and again, which alone is an error, and make more row tiles than the bound knows of."""
     attention = make_attention(SHAPES[2], cascade=cascade)
     qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 30 + [0], dtype=torch.int32)
     pages = torch.zeros(60, 50, dtype=torch.int32)
     view = BSRView(qo_indptr, PageTable.block_table(pages, torch.full((60,), 3200, dtype=torch.int32), 64), causal=causal)
     planned = host_planner.plan(library, attention, view)
-    assert planned.errors
+    assert planned.errors == QO_INDPTR_INVALID
     assert len(planned.tiles) == planned.max_tiles
     assert schedule_model.same(host_planner.plan(library, attention, view, 1), planned)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: dict[str, object]) -> None:
+    """The batch itself is right. The tiles behind the last that there is room for are left out, which is an error, and nothing is written behind them."""
+    for seed in range(8):
+        attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
+        view = batches.random_view(2000 + seed, "cpu")
+        whole = host_planner.plan(library, attention, view)
+        assert whole.errors == 0
+        for max_tiles in {len(whole.tiles), len(whole.tiles) - 1, 1} - {-1, 0}:
+            planned = host_planner.plan(library, attention, view, max_tiles=max_tiles)
+            fits = max_tiles >= len(whole.tiles)
+            assert planned.errors == (0 if fits else QO_INDPTR_INVALID), seed
+            assert planned.tiles.tolist() == whole.tiles[:max_tiles].tolist(), seed
+            assert planned.cost_begin.tolist() == whole.cost_begin[:max_tiles].tolist(), seed
+            assert planned.positions[-1].tolist() == [min(max_tiles, len(whole.tiles)), 0, 0]
+            assert not fits or schedule_model.same(planned, whole), seed
+            assert schedule_model.same(host_planner.plan(library, attention, view, seed, max_tiles=max_tiles), planned), seed
 
 
 def test_random_compositions(library: ctypes.CDLL) -> None:

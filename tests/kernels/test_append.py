@@ -71,6 +71,31 @@ def test_strided_input_and_padding(device: torch.device) -> None:
     assert int((~storage.isnan()).sum()) == 2 * 4 * HEADS * 64
 
 
+@pytest.mark.parametrize("of_v", ["heads first", "dense", "wide tokens", "wide heads"])
+def test_k_and_v_lie_in_different_ways(device: torch.device, of_v: str) -> None:
+    """Each tensor has token and head strides of its own: K and V of the tokens, and both halves of the cache."""
+    tokens, head_dim = 9, 64
+    k = torch.randn(tokens, 10, head_dim, device=device).bfloat16()[:, 4 : 4 + HEADS]
+    random_v = torch.randn(tokens, HEADS, head_dim, device=device).bfloat16()
+    v = {
+        "heads first": torch.empty(HEADS, tokens, head_dim, dtype=torch.bfloat16, device=device).transpose(0, 1),
+        "dense": torch.empty(tokens, HEADS, head_dim, dtype=torch.bfloat16, device=device),
+        "wide tokens": torch.empty(tokens, HEADS + 9, head_dim, dtype=torch.bfloat16, device=device)[:, 2 : 2 + HEADS],
+        "wide heads": torch.empty(tokens, HEADS, 2 * head_dim, dtype=torch.bfloat16, device=device)[..., head_dim:],
+    }[of_v].copy_(random_v)
+    k_pages = torch.full((5, 4, HEADS, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
+    v_pages = torch.full((5, HEADS, 6, 2 * head_dim), torch.nan, dtype=torch.bfloat16, device=device)
+    kv = KVCache(k_pages, v_pages[:, :, 1:5, :head_dim].transpose(1, 2))
+    slots = [19, 0, 7, -1, 4, 5, 16, 11, 2]
+    append_kv(k, v, kv, torch.tensor(slots, device=device))
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            assert torch.equal(kv.k[slot // 4, slot % 4], k[i])
+            assert torch.equal(kv.v[slot // 4, slot % 4], random_v[i])
+    for pages in (k_pages, v_pages):
+        assert int((~pages.isnan()).sum()) == 8 * HEADS * head_dim
+
+
 def test_slots_beyond_int32_are_skipped(device: torch.device) -> None:
     kv, storage = empty_cache("pair", "NHD", 4, 4, 64, torch.bfloat16, device)
     k = torch.zeros(4, HEADS, 64, dtype=torch.bfloat16, device=device)

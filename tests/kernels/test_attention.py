@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
+
 import attention_kernels
 import case_tensors
 import cases
@@ -10,7 +14,7 @@ import pytest
 import torch
 from cases import Spec
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -234,6 +238,41 @@ def test_one_plan_serves_many_layers(device: torch.device) -> None:
             mapped.v[own // 16, own % 16] = other.v_slots[theirs]
         out = attention.run(other.q, mapped, lse=case.lse)
         case_tensors.check(other, out, case.lse)
+
+
+@pytest.mark.parametrize("as_composition", [False, True])
+def test_a_plan_keeps_its_tensors(device: torch.device, as_composition: bool) -> None:
+    """Nobody but the plan holds them, and their memory would be given to others: page tables and row lists are read by `run`."""
+    case = case_tensors.build(Spec((3, 1, 40), (300, 700, 400), padding_rows=2), device)
+    tensors = [case.view.qo_indptr, case.view.table.indices, case.view.table.indptr, case.view.table.last_page_len]
+    if as_composition:
+        rows = torch.arange(case.rows, dtype=torch.int32, device=device)
+        tensors.append(rows)
+        attention = case.attention(max_levels=2, cascade=False)
+        attention.plan(Composition((replace(case.view, rows=rows),)))
+        del rows
+    else:
+        attention = case.attention()
+        attention.plan(case.view)
+    sizes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
+    held = [weakref.ref(tensor) for tensor in tensors if tensor is not None]
+    expected = case.expected()
+    case.view = BSRView(torch.zeros(1, dtype=torch.int32, device=device), PageTable.ragged(torch.zeros(1, dtype=torch.int32, device=device)))
+    del tensors
+    gc.collect()
+    taken = [torch.full(shape, -1, dtype=dtype, device=device) for shape, dtype in sizes for _ in range(20)]
+    case_tensors.check(case, case.run(attention, lse=case.lse), case.lse, expected)
+    assert all(ref() is not None for ref in held)
+    attention.plan(case.view)
+    gc.collect()
+    assert all(ref() is None for ref in held), "tensors of the plan before are let go"
+    assert taken
+
+
+@pytest.mark.parametrize(("num_qo_heads", "max_rows"), [(1, 2**31), (2, 2**30), (64, 2**25)])
+def test_packed_rows_fit_into_31_bits(device: torch.device, num_qo_heads: int, max_rows: int) -> None:
+    with pytest.raises(ValueError, match=r"^max_rows\b.* is .*, must be "):
+        Attention(num_qo_heads, 1, 64, device=device, max_rows=max_rows, max_batch=1)
 
 
 @pytest.mark.parametrize("seed", range(40))

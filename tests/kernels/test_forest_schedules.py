@@ -120,8 +120,12 @@ def key_of(forest: tuple[PrefixNode, ...], index: int) -> tuple[int, int] | None
 
 def nearest_taken(forest: tuple[PrefixNode, ...], index: int) -> PrefixNode | None:
     """The node of this index, or the one above it that was taken."""
-    while index >= 0 and forest[index].group < 0:
+    for _ in forest:
+        if index < 0 or forest[index].group >= 0:
+            break
         index = forest[index].parent
+    else:
+        raise AssertionError("nodes are above themselves")
     return forest[index] if index >= 0 else None
 
 

@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_oracle import keeps, philox4x32, probabilities, race_values
+from sampling_oracle import bits, keeps, philox4x32, probabilities, race_values
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def bits(token_mask: torch.Tensor) -> torch.Tensor:
-    """bool [batch, vocab] as the int32 words of a token mask."""
-    batch, vocab = token_mask.shape
-    padded = torch.zeros(batch, (vocab + 31) // 32 * 32, dtype=torch.int64)
-    padded[:, :vocab] = token_mask
-    words = (padded.view(batch, -1, 32) << torch.arange(32)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def random_settings(choose: random.Random, batch: int, vocab: int, device: torch.device) -> dict[str, Any]:
@@ -250,6 +241,27 @@ def test_token_mask(device: torch.device) -> None:
     bad = logits.clone()
     bad[2, 32] = NAN
     assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31      # the first token that is allowed
+
+
+@pytest.mark.parametrize("is_slice", [False, True])
+@pytest.mark.parametrize("vocab", [31, 64, 1000])
+def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice: bool) -> None:
+    """What lies behind a row's words does not count: words of a larger vocabulary, or a slice of an engine's buffer."""
+    generator = torch.Generator().manual_seed(8)
+    batch, words = 12, (vocab + 31) // 32
+    mask = torch.rand(batch, vocab, generator=generator) < 0.3
+    mask[5] = False
+    logits = torch.randn(batch, vocab, generator=generator)
+    logits[3] = torch.where(mask[3], NAN, 0.0)      # a bad row: its first token that is allowed
+    wide = torch.randint(-(2**31), 2**31 - 1, (batch + 1, words + 3), dtype=torch.int32, generator=generator)
+    wide[1:, :words] = bits(mask)
+    given = wide.to(device)[1:, : words + 1 if is_slice else words + 3]
+    for settings in ({}, {"top_p": 0.8}, {"top_k": 5}):
+        exact = sample(logits.to(device), token_mask=bits(mask).to(device), seed=11, **settings)
+        samples = sample(logits.to(device), token_mask=given, seed=11, **settings)
+        assert samples.token_ids.tolist() == exact.token_ids.tolist()
+        assert samples.valid.tolist() == exact.valid.tolist() == [i not in (3, 5) for i in range(batch)]
+        assert all(mask[i, token] for i, token in enumerate(samples.token_ids.tolist()) if i != 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sampling import bits
+from sampling_oracle import bits
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
@@ -92,6 +92,8 @@ def test_speculative_sampling_of_nasty_probabilities(device: torch.device) -> No
     drafts, vocab = 3, 50
     draft = nasty(generator, BATCH * drafts, vocab).view(BATCH, drafts, vocab)
     target = nasty(generator, BATCH * (drafts + 1), vocab).view(BATCH, drafts + 1, vocab)
+    for probs in (draft, target):
+        probs[::2] = probs[::2].abs()
     ids = torch.randint(-2, vocab + 2, (BATCH, drafts), generator=generator)
     samples = chain_speculative_sampling(draft.to(device), ids.to(device), target.to(device), seed=torch.arange(BATCH, device=device))
     accepted, tokens = samples.num_accepted.cpu(), samples.token_ids.cpu()
@@ -101,3 +103,15 @@ def test_speculative_sampling_of_nasty_probabilities(device: torch.device) -> No
     assert torch.equal(tokens[:, :drafts][places[None, :drafts] < accepted[:, None]].long(), ids[places[None, :drafts] < accepted[:, None]])
     drawn = tokens.gather(1, accepted[:, None].long())
     assert bool(((drawn >= 0) & (drawn < vocab)).all())
+    # What the token was drawn from; where the draft leaves nothing, the target.
+    row, refused = torch.arange(BATCH), accepted < drafts
+    own, of_draft = target[row, accepted.long()], draft[row, accepted.long().clamp_max(drafts - 1)]
+    rest = torch.where(refused[:, None], own - of_draft, own)
+    rest = torch.where((rest < 0) & (own >= 0), 0.0, rest)
+    known = ~(refused & of_draft.isnan().any(-1))
+    values = torch.where((rest.isnan() | (rest < 0) | (rest >= 2.0**-126)).any(-1, keepdim=True), rest, own)
+    right = ~(values.isnan() | (values < 0) | (values == float("inf"))).any(-1) & (values >= 2.0**-126).any(-1)
+    assert torch.equal(samples.valid.cpu()[known], right[known])
+    assert int((known & right).sum()) > BATCH // 10
+    assert int((known & ~right).sum()) > BATCH // 10
+    assert not bool(drawn[~samples.valid.cpu()].any())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampling import bits
+from sampling_oracle import bits
 from test_sampling_invariance import moved
 
 from attn_backend import Samples, sample, sampling_workspace

@@ -1,8 +1,11 @@
-// As much of CUDA as the device planner uses, on a CPU: the threads of a CTA are fibers that give way to others wherever threads wait for each other, at barriers and
+// As much of CUDA as the device planner and some kernels use, on a CPU: the threads of a CTA are fibers that give way to others wherever threads wait for each other, at barriers and
 // at what a warp does together. A CTA that waits for ever is reported.
 #pragma once
 
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #define __global__
 #define __device__
@@ -13,9 +16,9 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct Dimension {
-  int32_t x;
+  int32_t x, y;
 };
-extern Dimension threadIdx, blockIdx, gridDim, blockDim;
+extern Dimension threadIdx, blockIdx, gridDim, blockDim;   // run_cta() sets x; y is 0 of 1 unless a program says otherwise
 
 struct int2 {
   int32_t x, y;
@@ -23,8 +26,31 @@ struct int2 {
 struct alignas(16) int4 {
   int32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) longlong2 {
+  long long x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulation {
+
+/// Of the program that is emulated: its CTAs' dynamic shared memory, of which nothing is left when the next one begins.
+extern char* const shared_memory;
+extern const size_t shared_bytes;
 
 [[noreturn]] void fail(const char* what);
 
@@ -47,11 +73,24 @@ const uint64_t* exchange(uint64_t value, const char* operation);
 void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)());
 
 template <class T>
-const uint64_t* exchange_bits(T value, const char* operation) {
-  return exchange(static_cast<uint64_t>(value), operation);
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+template <class T>
+T from_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
 }
 
 }  // namespace emulation
+
+inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
+inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
 
 inline int32_t emulated_lane() { return threadIdx.x % 32; }
 
@@ -80,12 +119,16 @@ inline uint32_t __match_all_sync(uint32_t mask, int32_t value, int* all) {
 
 template <class T>
 T __shfl_sync(uint32_t, T value, int32_t lane) {
-  return static_cast<T>(emulation::exchange_bits(value, "shfl")[lane % 32]);
+  return emulation::from_bits<T>(emulation::exchange(emulation::to_bits(value), "shfl")[lane % 32]);
 }
 template <class T>
 T __shfl_up_sync(uint32_t, T value, int32_t distance) {
-  const uint64_t* lanes = emulation::exchange_bits(value, "shfl_up");
-  return emulated_lane() >= distance ? static_cast<T>(lanes[emulated_lane() - distance]) : value;
+  const uint64_t* lanes = emulation::exchange(emulation::to_bits(value), "shfl_up");
+  return emulated_lane() >= distance ? emulation::from_bits<T>(lanes[emulated_lane() - distance]) : value;
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int32_t mask) {
+  return emulation::from_bits<T>(emulation::exchange(emulation::to_bits(value), "shfl_xor")[emulated_lane() ^ mask]);
 }
 
 inline int32_t __reduce_add_sync(uint32_t, int32_t value) {
@@ -94,23 +137,18 @@ inline int32_t __reduce_add_sync(uint32_t, int32_t value) {
   for (int32_t lane = 0; lane < 32; ++lane) sum += static_cast<uint32_t>(lanes[lane]);
   return static_cast<int32_t>(sum);
 }
-inline int32_t __reduce_min_sync(uint32_t, int32_t value) {
-  const uint64_t* lanes = emulation::exchange(static_cast<uint32_t>(value), "min");
-  int32_t smallest = value;
-  for (int32_t lane = 0; lane < 32; ++lane) {
-    const int32_t of_lane = static_cast<int32_t>(lanes[lane]);
-    smallest = of_lane < smallest ? of_lane : smallest;
-  }
+template <class T>
+T __reduce_min_sync(uint32_t, T value) {
+  const uint64_t* lanes = emulation::exchange(emulation::to_bits(value), "min");
+  T smallest = value;
+  for (int32_t lane = 0; lane < 32; ++lane) smallest = emulation::from_bits<T>(lanes[lane]) < smallest ? emulation::from_bits<T>(lanes[lane]) : smallest;
   return smallest;
 }
-
-inline int32_t __reduce_max_sync(uint32_t, int32_t value) {
-  const uint64_t* lanes = emulation::exchange(static_cast<uint32_t>(value), "max");
-  int32_t largest = value;
-  for (int32_t lane = 0; lane < 32; ++lane) {
-    const int32_t of_lane = static_cast<int32_t>(lanes[lane]);
-    largest = of_lane > largest ? of_lane : largest;
-  }
+template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  const uint64_t* lanes = emulation::exchange(emulation::to_bits(value), "max");
+  T largest = value;
+  for (int32_t lane = 0; lane < 32; ++lane) largest = largest < emulation::from_bits<T>(lanes[lane]) ? emulation::from_bits<T>(lanes[lane]) : largest;
   return largest;
 }
 
@@ -132,7 +170,25 @@ template <class T>
 T atomicMax(T* address, T value) {
   return *address < value ? atomicExch(address, value) : *address;
 }
-template <class T>
-T atomicOr(T* address, T value) {
-  return atomicExch(address, *address | value);
+template <class T, class Bits>
+T atomicOr(T* address, Bits value) {
+  return atomicExch(address, *address | static_cast<T>(value));
 }
+
+inline float __uint_as_float(uint32_t bits) { return emulation::from_bits<float>(bits); }
+inline uint32_t __float_as_uint(float x) { return static_cast<uint32_t>(emulation::to_bits(x)); }
+inline int64_t __double_as_longlong(double x) { return static_cast<int64_t>(emulation::to_bits(x)); }
+inline double __longlong_as_double(int64_t bits) { return emulation::from_bits<double>(static_cast<uint64_t>(bits)); }
+inline float __uint2float_rn(uint32_t x) { return static_cast<float>(x); }
+inline float __double2float_rd(double x) {
+  const float nearest = static_cast<float>(x);
+  return nearest > x ? std::nextafter(nearest, -HUGE_VALF) : nearest;
+}
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int32_t i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+inline float __int_as_float(uint32_t bits) { return emulation::from_bits<float>(bits); }
+inline float __fdividef(float x, float y) { return x / y; }

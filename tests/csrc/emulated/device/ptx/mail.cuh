@@ -30,6 +30,9 @@ inline Mail receive(Mail* slot) {
   return *slot;
 }
 
+inline uint32_t load_relaxed(const uint32_t* word) { return *word; }
+inline void store_relaxed(uint32_t* word, uint32_t value) { *word = value; }
+
 /// When a launch ends, all that was sent has come.
 inline void deliver_all() {
   for (const auto& [slot, words] : mail_under_way) *slot = words.back();

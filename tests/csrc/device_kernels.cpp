@@ -1,0 +1,254 @@
+// Device kernels on a CPU, for ctypes: csrc/device/append.cu, the generic attention kernel, merge.cuh and sampling_unfiltered.cuh with emulated/ in the place of CUDA; and
+// a walk over the schedule as the Hopper kernel's producer sees it, with plain arithmetic in the place of its copies and products. CTAs run one after another.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cuda_emulation.h"
+
+namespace attn {
+alignas(1024) char shared[128 << 10];   // shared memory of the attention kernel
+}
+
+namespace emulation {
+
+char* const shared_memory = attn::shared;
+const size_t shared_bytes = sizeof(attn::shared);
+
+uint64_t time() {
+  static uint64_t now = 0;
+  return now += 1000;
+}
+
+bool loses_mail() { return false; }
+
+}  // namespace emulation
+
+#include "device/append.cu"
+#include "device/attention.cuh"
+#include "device/hopper/work_item.cuh"
+#include "device/merge.cuh"
+#include "device/sampling_unfiltered.cuh"
+#include "plan_params.h"
+
+namespace {
+
+using namespace attn;
+
+/// What ctypes passes. strides, in elements: row and head of q, of o; page, token and head of k, of v. sizes: rows of q, pages, head_dim, page_size.
+struct PassedAttention {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* o;
+  float* lse;
+  float* partial_o;
+  float* partial_lse;
+  int64_t strides[10];
+  int64_t sizes[4];
+  double sm_scale;
+  double logits_soft_cap;
+  int64_t is_bf16;
+};
+
+AttentionParams passed_attention(const int32_t* config_values, void* workspace, const PassedAttention& passed) {
+  const ScheduleConfig config = passed_config(config_values);
+  const int64_t* s = passed.strides;
+  AttentionParams params{};
+  params.schedule = Schedule(workspace, ScheduleLayout(config));
+  params.q = passed.q;
+  params.q_row_stride = s[0];
+  params.q_head_stride = s[1];
+  params.o = passed.o;
+  params.o_row_stride = s[2];
+  params.o_head_stride = s[3];
+  params.k = KvTensor{passed.k, s[4], s[5], s[6]};
+  params.v = KvTensor{passed.v, s[7], s[8], s[9]};
+  params.lse = passed.lse;
+  params.partial_o = passed.partial_o;
+  params.partial_lse = passed.partial_lse;
+  params.num_rows = static_cast<int32_t>(passed.sizes[0]);
+  params.num_pages = static_cast<int32_t>(passed.sizes[1]);
+  params.head_dim = static_cast<int32_t>(passed.sizes[2]);
+  params.page_size = FastDivisor(static_cast<int32_t>(passed.sizes[3]));
+  params.max_merge_rows = config.max_merge_rows;
+  params.num_kv_heads = config.num_kv_heads;
+  params.num_ctas = config.num_ctas;
+  params.max_tile_rows = tile_rows(config.max_kind);
+  params.kv_tile = config.kv_tile;
+  for (int32_t level = 0; level < params.schedule.header->num_levels; ++level) params.has_ragged |= params.schedule.header->levels[level].indices == nullptr;
+  params.group_size = FastDivisor(config.group_size);
+  params.sm_scale = static_cast<float>(passed.sm_scale);
+  params.logits_soft_cap = static_cast<float>(passed.logits_soft_cap);
+  return params;
+}
+
+// Of the running launch.
+AttentionParams launched;
+AppendParams launched_append;
+SamplingParams launched_sampling;
+Racer of_warps[kSamplingWarps];   // shared memory
+bool is_bf16;
+
+uint16_t element_of(float x) { return static_cast<uint16_t>(is_bf16 ? ptx::bf16_of(x) : ptx::f16_of(x)); }
+float value_of(const void* element) {
+  uint16_t bits;
+  std::memcpy(&bits, element, sizeof(bits));
+  return is_bf16 ? ptx::bf16_element(bits, 0) : ptx::f16_element(bits, 0);
+}
+
+/// One row of a work item, computed from what the producer tells the consumers.
+void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& tile, const hopper::WorkItem& item, const OutputTarget<true>& target, int32_t tile_row) {
+  const OutputRow row(params, item.rows, item.kv_head, tile_row);
+  const OutputPlace place = target.place(tile_row);
+  if (row.exists != (place.o != nullptr)) emulation::fail("a row exists in one place only");
+  if (!row.exists) return;
+  const VariantParams variant{params.sm_scale, params.logits_soft_cap, item.causal, item.window_left};
+  const int32_t position = item.rows.position(tile_row, params.group_size);
+  const int32_t end = min_of(item.first_token + item.num_kv_tiles * params.kv_tile, item.readable.end);
+  const char* const q = static_cast<const char*>(params.q) + (row.row * params.q_row_stride + row.qo_head * params.q_head_stride) * kElementBytes;
+  std::vector<double> o(static_cast<size_t>(params.head_dim), 0.0);
+  double maximum = -INFINITY, sum = 0.0;
+  for (int32_t token = max_of(item.first_token, item.readable.begin); token < end; ++token) {
+    if (!StandardVariant::visible(variant, position, token)) continue;
+    const int32_t page = tile.page(params, tile.entry(params, token));
+    const auto find = [&](const KvTensor& t) {
+      const int64_t element = page * t.page_stride + params.page_size.modulo(token) * t.token_stride + item.kv_head * t.head_stride;
+      return static_cast<const char*>(t.data) + element * kElementBytes;
+    };
+    const char *const k = find(params.k), *const v = find(params.v);
+    double logit = 0.0;
+    for (int32_t i = 0; i < params.head_dim; ++i) logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
+    logit *= params.sm_scale;
+    if (StandardVariant::transforms_logits(variant)) logit = StandardVariant::logits(variant, static_cast<float>(logit));
+    const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher), weight = std::exp(logit - higher);
+    sum = sum * kept + weight;
+    maximum = higher;
+    for (int32_t i = 0; i < params.head_dim; ++i) o[static_cast<size_t>(i)] = o[static_cast<size_t>(i)] * kept + weight * value_of(v + i * kElementBytes);
+  }
+  for (int32_t i = 0; i < params.head_dim; ++i) {
+    const float value = static_cast<float>(sum > 0.0 ? o[static_cast<size_t>(i)] / sum : 0.0);
+    if (target.complete) reinterpret_cast<uint16_t*>(place.o)[i] = element_of(value);
+    else reinterpret_cast<float*>(place.o)[i] = value;
+  }
+  if (place.lse != nullptr) *place.lse = static_cast<float>(sum > 0.0 ? maximum + std::log(sum) : -INFINITY);
+}
+
+/// A CTA's interval from `cursor` on, or the pair that it has taken.
+void walk(const AttentionParams& params, WorkCursor cursor) {
+  while (!cursor.done()) {
+    const hopper::LoadedRowTile tile(params, cursor.now.tile);
+    const hopper::WorkItem item(params, tile, cursor, tile.end_of_item(cursor, params.kv_tile));
+    if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
+    const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside != 0, item.ends_inside != 0);
+    for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
+    cursor.next_pair(params.num_kv_heads);
+  }
+}
+
+/// As the Hopper kernel's CTAs: each its interval, in any order; or, where pairs are taken in turn, each pair by anyone.
+void walk_schedule(const AttentionParams& params) {
+  const bool in_turn = WorkCursor(params.schedule, 0).is_in_turn();
+  const int32_t num_tiles = params.schedule.header->num_tiles;
+  std::vector<int32_t> order(static_cast<size_t>(in_turn ? num_tiles * params.num_kv_heads : params.num_ctas));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
+  for (const int32_t number : order) {
+    blockIdx.x = in_turn ? static_cast<int32_t>(emulation::random()) % params.num_ctas : number;
+    WorkCursor cursor(params.schedule, blockIdx.x);
+    if (in_turn) cursor.take(pair_in_turn(params.schedule, params.group_size, params.num_kv_heads, num_tiles, number));
+    walk(params, cursor);
+  }
+}
+
+template <class Element, int kHeadDim>
+void run_attention(const AttentionParams& params, uint32_t seed) {
+  for (int32_t cta = 0; cta < params.num_ctas; ++cta) {
+    emulation::run_cta(cta, params.num_ctas, kThreads, seed, [] { attention<Element, kHeadDim, StandardVariant>(launched); });
+  }
+}
+
+/// As sample_unfiltered(), whose shared memory would be each thread's own here.
+template <class Source>
+void sample_row() {
+  const Source source(launched_sampling, blockIdx.y);
+  UnfilteredRow<Source>{launched_sampling, source, blockIdx.y, blockIdx.x, gridDim.x}.run(of_warps);
+}
+
+}  // namespace
+
+/// Attention and merge of what `workspace` holds. generic: by the generic kernel, otherwise by the walk. rows_of_blocks: blocks of the merge kernel for each CTA.
+extern "C" void device_attention(const int32_t* config, void* workspace, const PassedAttention* passed, int32_t generic, int32_t rows_of_blocks, uint32_t seed) {
+  launched = passed_attention(config, workspace, *passed);
+  is_bf16 = passed->is_bf16 != 0;
+  if (!generic) walk_schedule(launched);
+  else if (is_bf16 && launched.head_dim == 64) run_attention<BFloat16, 64>(launched, seed);
+  else if (!is_bf16 && launched.head_dim == 128) run_attention<Float16, 128>(launched, seed);
+  else if (is_bf16 && launched.head_dim == 256) run_attention<BFloat16, 256>(launched, seed);
+  else emulation::fail("this kernel is not compiled");
+  gridDim.y = rows_of_blocks;
+  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+    for (int32_t cta = 0; cta < launched.num_ctas; ++cta) {
+      emulation::run_cta(cta, launched.num_ctas, kMergeThreads, seed, [] { is_bf16 ? merge<BFloat16>(launched) : merge<Float16>(launched); });
+    }
+  }
+  blockIdx.y = 0;
+  gridDim.y = 1;
+}
+
+/// A token of each row. pointers: values, token mask (nullptr: none), temperatures (float), seeds and positions (int64), workspace, token ids (int64), valid. sizes: rows, vocabulary,
+/// elements and words of the mask from row to row, CTAs of a row, whether logits are bfloat16 (else float32).
+extern "C" void device_sample(void* const* pointers, const int64_t* sizes, uint32_t seed) {
+  SamplingParams& params = launched_sampling;
+  params = SamplingParams{};
+  params.values = pointers[0];
+  params.token_mask = static_cast<const uint32_t*>(pointers[1]);
+  params.temperature.data = static_cast<const float*>(pointers[2]);
+  params.seed.array = IndexArray{pointers[3], 1};
+  params.position.array = IndexArray{pointers[4], 1};
+  params.workspace = pointers[5];
+  params.token_ids = pointers[6];
+  params.token_ids_are_int64 = 1;
+  params.valid = static_cast<uint8_t*>(pointers[7]);
+  params.batch = static_cast<int32_t>(sizes[0]);
+  params.vocab = static_cast<int32_t>(sizes[1]);
+  params.row_stride = sizes[2];
+  params.mask_stride = sizes[3];
+  const bool masked = pointers[1] != nullptr;
+  gridDim.y = params.batch;
+  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+    for (int32_t cta = 0; cta < sizes[4]; ++cta) {
+      void (*const thread)() = sizes[5] != 0 ? (masked ? sample_row<LogitSource<BFloat16Element, true>> : sample_row<LogitSource<BFloat16Element, false>>)
+                                             : (masked ? sample_row<LogitSource<Float32Element, true>> : sample_row<LogitSource<Float32Element, false>>);
+      emulation::run_cta(cta, static_cast<int32_t>(sizes[4]), kSamplingThreads, seed, thread);
+    }
+  }
+  ptx::deliver_all();
+  blockIdx.y = 0;
+  gridDim.y = 1;
+}
+
+/// pointers: k, v, K and V of the cache, slots. strides, in elements: token and head of k, of v; page, token and head of the cache's K, of its V.
+/// sizes: tokens, pages, page_size, KV heads, head_dim, bytes of an element, whether slots are int64.
+extern "C" void device_append(const void* const* pointers, const int64_t* strides, const int64_t* sizes, int32_t blocks) {
+  AppendParams& params = launched_append;
+  params = AppendParams{};
+  params.k = pointers[0];
+  params.v = pointers[1];
+  params.k_token_stride = strides[0];
+  params.k_head_stride = strides[1];
+  params.v_token_stride = strides[2];
+  params.v_head_stride = strides[3];
+  params.k_cache = KvTensor{pointers[2], strides[4], strides[5], strides[6]};
+  params.v_cache = KvTensor{pointers[3], strides[7], strides[8], strides[9]};
+  params.slots = IndexArray{pointers[4], static_cast<int32_t>(sizes[6])};
+  params.num_tokens = static_cast<int32_t>(sizes[0]);
+  params.num_pages = static_cast<int32_t>(sizes[1]);
+  params.page_size = FastDivisor(static_cast<int32_t>(sizes[2]));
+  params.num_kv_heads = static_cast<int32_t>(sizes[3]);
+  params.element_bytes = static_cast<int32_t>(sizes[5]);
+  params.head_bytes = static_cast<int32_t>(sizes[4]) * params.element_bytes;
+  for (int32_t block = 0; block < blocks; ++block) {
+    emulation::run_cta(block, blocks, kAppendThreads, 0, [] { append_kernel(launched_append); });
+  }
+}

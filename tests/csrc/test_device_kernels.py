@@ -1,0 +1,233 @@
+"""Device kernels without a GPU (tests/csrc/device_kernels.cpp): append, the generic attention kernel, merge and sampling without filters on fibers, and the
+Hopper kernel's walk over the schedule. What is emulated is CUDA; their arithmetic of addresses, rows, tiles, parts and states is their own."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import case_tensors
+import cases
+import device_kernels
+import forests
+import host_planner
+import numpy
+import pytest
+import torch
+from compositions import Shape, cascade_problem, tree_problem
+from device_kernels import DeviceAttention
+from sampling_oracle import bits
+
+from attn_backend import BSRView, KVCache, PageTable, sample
+
+pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+
+CPU = torch.device("cpu")
+KERNELS = ("generic", "hopper")
+PAGE_INDEX_INVALID = 1 << 5     # kPageIndexInvalid in csrc/include/attn/schedule.h
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    return device_kernels.build(folder)
+
+
+def form_of(kernel: str, number: int) -> tuple[torch.dtype, int]:
+    """dtype and head_dim of case number `number`."""
+    return device_kernels.GENERIC[number % 3] if kernel == "generic" else [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)][number % 3]
+
+
+def small_specs(kernel: str, first: int, count: int) -> list[cases.Spec]:
+    """Random cases of no more work than the emulation has time for."""
+    specs: list[cases.Spec] = []
+    for seed in range(first, first + 10**4):
+        dtype, head_dim = form_of(kernel, len(specs))
+        spec = cases.random_spec(seed, "cuda").with_(dtype=dtype, head_dim=head_dim, aligned=True)
+        spec = spec.with_(num_ctas=spec.num_ctas if spec.num_ctas and spec.num_ctas < 40 else 11)
+        pairs = sum(q * max(n, 1) for q, n in zip(spec.qo_lens, spec.kv_lens, strict=True)) * spec.num_kv_heads * spec.group_size * head_dim
+        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16      # a row tile has 16 rows at least
+        if work < 2e7:
+            specs.append(spec)
+        if len(specs) == count:
+            break
+    return specs
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_cases(library: ctypes.CDLL, kernel: str, block: int) -> None:
+    for number, spec in enumerate(small_specs(kernel, 10**6 * (block + 1), 10)):
+        case = case_tensors.build(spec, CPU)
+        attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel, number)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)
+        case_tensors.check(case, case.out, case.lse)
+        case_tensors.check_padding(case)
+        assert attention.schedule().errors == 0
+
+
+@pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kind_of_row_tile(library: ctypes.CDLL, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
+    for number, group_size in enumerate((1, 3, 4, 16)):
+        dtype, head_dim = form_of(kernel, number)
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1, group_size=group_size, head_dim=head_dim, dtype=dtype, num_ctas=5, padding_rows=2, page_size=5)
+        case = case_tensors.build(spec.with_(window_left=60 if number == 1 else -1), CPU)
+        attention = DeviceAttention(library, case.attention(kernel=kernel), kernel, number)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)
+        case_tensors.check(case, case.out, case.lse)
+        case_tensors.check_padding(case)
+
+
+def test_pairs_in_turn(library: ctypes.CDLL) -> None:
+    """Each pair once, whoever takes it."""
+    for number, (qo_lens, kv_lens) in enumerate((((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))):
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=4, num_ctas=8)
+        case = case_tensors.build(spec, CPU)
+        attention = DeviceAttention(library, case.attention(kernel="hopper"), "hopper", number)
+        attention.plan(case.view)
+        assert attention.schedule().in_turn
+        case.run(attention, out=case.out, lse=case.lse)
+        case_tensors.check(case, case.out, case.lse)
+
+
+def random_shape(rng: numpy.random.Generator, kernel: str, number: int) -> Shape:
+    dtype, head_dim = form_of(kernel, number)
+    sizes = {"num_kv_heads": int(rng.integers(1, 3)), "group_size": int(rng.choice([1, 2, 3, 4])), "page_size": int(rng.choice([1, 3, 16, 64]))}
+    return Shape(**sizes, head_dim=head_dim, dtype=dtype, num_ctas=int(rng.choice([2, 7, 19])), logits_soft_cap=float(rng.choice([0, 20])))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compositions(library: ctypes.CDLL, kernel: str) -> None:
+    """Rows of several row groups, row lists, states."""
+    for seed in range(6):
+        rng = numpy.random.default_rng([seed, 40])
+        shape = random_shape(rng, kernel, seed)
+        problem = tree_problem(rng, shape, CPU) if seed % 2 else cascade_problem(rng, shape, CPU, 2 + seed % 3)
+        problem.run(DeviceAttention(library, problem.attention(kernel=kernel), kernel, seed))  # type: ignore[arg-type]
+        problem.check()
+
+
+@pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_forests_and_chunks(library: ctypes.CDLL, kernel: str, options: dict[str, object]) -> None:
+    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant plan."""
+    merged = 0
+    for seed in range(6):
+        rng = numpy.random.default_rng([seed, 41])
+        shape = random_shape(rng, kernel, seed)
+        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=24, max_rows=80)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        attention = DeviceAttention(library, problem.attention(kernel=kernel, **options), kernel, seed)
+        problem.run(attention, batch.view(rng, CPU))  # type: ignore[arg-type]
+        problem.check()
+        merged += attention.schedule().links.shape[1]
+    assert merged > 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wrong_pages_are_clamped_and_reported(library: ctypes.CDLL, kernel: str) -> None:
+    """The cache ends where its tensors do: a page beyond it would be seen in the output."""
+    dtype, head_dim = form_of(kernel, 0)
+    case = case_tensors.build(cases.Spec((1, 3), (40, 25), dtype=dtype, head_dim=head_dim, num_kv_heads=1), CPU)
+    num_pages = case.kv.num_pages
+    for wrong, right in ((-1, 0), (-(2**31), 0), (num_pages, num_pages - 1), (2**31 - 1, num_pages - 1)):
+        results = []
+        for page in (wrong, right):
+            pages = torch.tensor([[2, 0, 0], [1, 1, 0]], dtype=torch.int32)
+            view = BSRView(case.view.qo_indptr, PageTable.block_table(pages, torch.tensor([40, 35], dtype=torch.int32), 16))
+            cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
+            attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel)
+            attention.plan(view)
+            pages[0, 1] = pages[1, 2] = page      # which a CPU's plan would refuse
+            results.append(attention.run(case.q[:4], cache))
+            assert attention.schedule().errors == (0 if page == right else PAGE_INDEX_INVALID)
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ragged_lengths_beyond_the_tensor(library: ctypes.CDLL, kernel: str) -> None:
+    """Nothing behind K's last row is read, where there is NaN, and it is reported."""
+    for number, rows in enumerate((1, 64, 129, 300, 500)):
+        dtype, head_dim = form_of(kernel, number)
+        spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)
+        case = case_tensors.build(spec.with_(causal=False), CPU)
+        attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel, number)
+        attention.plan(case.view)
+        k, v = case.kv.k, case.kv.v
+        k[rows:], v[rows:] = torch.nan, torch.nan
+        out = attention.run(case.q, KVCache(k[:rows], v[:rows]), lse=case.lse)
+        assert attention.schedule().errors == PAGE_INDEX_INVALID
+        assert not out.isnan().any()
+        assert not case.lse.isnan().any()
+
+
+def strided(rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A part of a larger tensor of random numbers, with its dimensions in any order but for the last, and the larger one. `aligned`: rows are whole chunks of
+    16 bytes."""
+    step = 16 // dtype.itemsize if aligned else 1
+    outer = len(shape) - 1
+    before = [*rng.integers(0, 2, outer).tolist(), step * int(rng.integers(0, 2))]
+    sizes = [b + size + int(rng.integers(0, 2)) for b, size in zip(before[:-1], shape, strict=False)]
+    order = rng.permutation(outer).tolist()
+    columns = before[-1] + shape[-1]
+    room = torch.from_numpy(rng.integers(0, 100, [*(sizes[dim] for dim in order), -(-columns // step) * step])).to(dtype)
+    whole = room.permute([*(order.index(dim) for dim in range(outer)), outer])
+    return whole[tuple(slice(b, b + size) for b, size in zip(before, shape, strict=True))], room
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_append(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """K and V in any way in larger tensors, of which nothing else is written; chunks of 16 bytes where all rows allow it."""
+    for seed in range(60):
+        rng = numpy.random.default_rng([seed, 42])
+        tokens, heads, pages, page_size = (int(rng.integers(1, most)) for most in (30, 4, 9, 18))
+        aligned = seed % 2 == 1
+        head_dim = int(rng.choice([16, 64, 128] if aligned else [1, 5, 33, 64]))
+        (k, _), (v, _) = (strided(rng, dtype, aligned, tokens + extra, heads, head_dim) for extra in (seed % 3, seed % 2))
+        (k_cache, k_room), (v_cache, v_room) = (strided(rng, dtype, aligned, pages, page_size, heads, head_dim) for _ in range(2))
+        slots = torch.from_numpy(rng.permutation(pages * page_size + tokens)[:tokens] - tokens // 2)     # some negative, some beyond the cache
+        slots = slots.to([torch.int32, torch.int64][seed // 2 % 2])
+        before = k_room.clone(), v_room.clone()
+        device_kernels.append_kv(library, k, v, k_cache, v_cache, slots, blocks=int(rng.integers(1, 2 * tokens + 1)))
+        got = k_room.clone(), v_room.clone()
+        for room, was, cache, source in ((k_room, before[0], k_cache, k), (v_room, before[1], v_cache, v)):
+            room.copy_(was)
+            for i, slot in enumerate(slots.tolist()):
+                if 0 <= slot < pages * page_size:
+                    cache[slot // page_size, slot % page_size] = source[i]
+        assert torch.equal(got[0], k_room), seed
+        assert torch.equal(got[1], v_room), seed
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, masked: bool) -> None:
+    """The CPU's tokens, whatever the number of CTAs: each token's own random bits, its bit of the mask, the end of the row."""
+    workspace = torch.zeros(4096, dtype=torch.int64)
+    for number, vocab in enumerate((1, 31, 33, 512, 700, 3000, 9000)):
+        generator = torch.Generator().manual_seed(vocab)
+        batch = 5
+        wide = torch.full((batch, vocab + number % 3 * 4 + 8), torch.nan, dtype=dtype)
+        logits = wide[:, :vocab]
+        logits.copy_(torch.randn(batch, vocab, generator=generator) * 2)
+        if vocab > 31:
+            logits[1, vocab // 2] = [torch.nan, torch.inf][number % 2]
+            logits[2, : vocab // 2] = -torch.inf
+        mask = None
+        if masked:
+            allowed = torch.rand(batch, vocab, generator=generator) < 0.6
+            allowed[3] = False
+            words = torch.randint(-(2**31), 2**31 - 1, (batch, (vocab + 31) // 32 + 2), dtype=torch.int32, generator=generator)
+            words[:, :-2] = bits(allowed)
+            mask = words[:, :-1]
+        seed = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+        position = torch.randint(0, 2**62, (batch,), generator=generator)
+        for temperature in (torch.tensor([1.0, 0.7, 0.0, 1.3, 0.7]), torch.tensor([0.5, 0.0, 1.0, torch.nan, 0.0])):
+            expected = sample(logits, temperature=temperature, seed=seed, position=position, token_mask=mask)
+            for ctas in (1, 2, 5):
+                tokens, valid = device_kernels.sample(library, logits, temperature, seed, position, mask, workspace, ctas)
+                assert tokens.tolist() == expected.token_ids.tolist(), (vocab, ctas)
+                assert valid.tolist() == expected.valid.tolist()

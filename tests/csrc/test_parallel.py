@@ -1,0 +1,66 @@
+"""The threads of the CPU executor, above all in a child after fork() (parallel_test.cpp): vLLM and data loaders fork."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+COMPILER = shutil.which("g++") or ""
+LIMIT_S = 30     # a child that waits for threads that are gone waits for ever
+
+IN_PYTHON = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import case_tensors, cases, torch
+
+torch.set_num_threads(4)
+case = case_tensors.build(cases.Spec((300, 1, 200), (2000, 4000, 900), num_kv_heads=4, dtype=torch.float32), "cpu")
+attention = case.attention()
+
+def result():     # without torch's own loops: those wait in such a child
+    attention.plan(case.view)
+    return case.run(attention, out=case.out, lse=case.lse).numpy().tobytes()
+
+expected = result()
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        os._exit(result() != expected)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert result() == expected
+"""
+
+
+def check_run(command: list[str], environment: dict[str, str]) -> None:
+    """Runs it in a session of its own: children that wait for ever are ended with it."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output[-3000:]
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs g++")
+@pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "own threads"])
+def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
+    """With an OpenMP runtime in the process, and with none."""
+    program = tmp_path / "parallel_test"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}"]
+    libraries = ["-ldl", *(["-Wl,--no-as-needed", "-lgomp"] if openmp else [])]
+    sources = [str(Path(__file__).with_name("parallel_test.cpp")), str(ROOT / "csrc" / "cpu" / "parallel.cpp")]
+    subprocess.run([COMPILER, *flags, *sources, "-o", str(program), *libraries], check=True)
+    check_run([str(program)], {**os.environ, "OMP_NUM_THREADS": "4"})
+
+
+def test_attention_after_fork() -> None:
+    check_run([sys.executable, "-c", IN_PYTHON, str(TESTS)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

@@ -1,0 +1,223 @@
+"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice: python -m tests.faults
+
+Everything happens in a copy of the working tree, which is gone afterwards. Run it from the root of the repository, with an interpreter that can run the
+tests; cmake, ninja and g++ build the host library of the copy, 30 seconds once and a few for each fault in C++. A fault whose text is no longer in the sources
+is an error: give it the new text, or take it from the list. Exit status 0: every fault was noticed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST_SOURCES = ("csrc/host/", "csrc/cpu/", "csrc/include/")     # what the host library is built of
+TEST_LIMIT_S = 120      # of one test: a fault may make it wait for ever
+RUN_LIMIT_S = 1800
+
+
+class Problem(Exception):
+    """What keeps a fault from being tried."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str
+    old: str                  # once in the file
+    new: str
+    tests: tuple[str, ...]    # arguments of pytest: what must fail
+
+
+DRAWS = ("tests/kernels/test_sampling_draws.py",)
+DEVICE = "tests/csrc/test_device_kernels.py"
+SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
+VLLM = ("tests/adapters/vllm",)
+CUBINS = ("tests/kernels/test_cubins.py",)
+
+FAULTS = (
+    Fault("sample_from_probs: seed and position swapped", "attn_backend/kernels/sampling.py",
+          "        seed,\n        position,\n        None,\n        _is_joint", "        position,\n        seed,\n        None,\n        _is_joint", DRAWS),
+    Fault("chain_speculative_sampling: seed and position swapped", "attn_backend/kernels/sampling.py",
+          "        target_probs,\n        seed,\n        position,", "        target_probs,\n        position,\n        seed,", DRAWS),
+    Fault("speculation: the last draw at the first position", "csrc/cpu/sampling.cpp", "drawn.position.value = position + accepted;",
+          "drawn.position.value = position;", DRAWS),
+    Fault("token mask: rows as far apart as the vocabulary needs", "csrc/cpu/sampling.cpp",
+          "const uint32_t* words = params.token_mask + row * params.mask_stride;",
+          "const uint32_t* words = params.token_mask + row * ((params.vocab + 31) / 32);", ("tests/kernels/test_sampling.py",)),
+    Fault("token mask of a bad row: the same", "csrc/cpu/sampling.cpp", "const uint32_t* words = params_.token_mask + row_ * params_.mask_stride;",
+          "const uint32_t* words = params_.token_mask + row_ * ((params_.vocab + 31) / 32);", ("tests/kernels/test_sampling.py",)),
+    Fault("a negative target does not spoil the row", "csrc/include/attn/sampling.h", "rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest",
+          "rest < 0.0f ? 0.0f : rest", DRAWS),
+    Fault("append: V's token stride taken from K", "csrc/host/bindings.cpp", "params.v_token_stride = v.stride(0);", "params.v_token_stride = k.stride(0);",
+          ("tests/kernels/test_append.py",)),
+    Fault("append: V's head stride taken from K", "csrc/host/bindings.cpp", "params.v_head_stride = v.stride(1);", "params.v_head_stride = k.stride(1);",
+          ("tests/kernels/test_append.py",)),
+    Fault("packed rows of exactly 2^31", "attn_backend/kernels/attention.py", "max_rows * group_size > MAX_INT32", "max_rows * group_size > MAX_INT32 + 1",
+          ("tests/kernels/test_attention.py", "-k", "packed_rows")),
+    Fault("planned tensors are let go", "attn_backend/kernels/attention.py", "        self._levels = levels\n", "",
+          ("tests/kernels/test_attention.py", "-k", "keeps_its_tensors")),
+    Fault("costs of row tiles that leave states", "attn_backend/kernels/schedule.py", "return kind + 4 * (self.groups[group, 6] >= 0)", "return kind",
+          ("tests/kernels/test_schedule.py",)),
+    Fault("OpenMP used in a child after fork()", "csrc/cpu/parallel.cpp",
+          "  if (opened_a_region) openmp_lost_in_fork.store(true, std::memory_order_relaxed);\n", "", ("tests/csrc/test_parallel.py",)),
+    Fault("a pool of threads used in a child after fork()", "csrc/cpu/parallel.cpp", "  own_pool.store(nullptr, std::memory_order_release);\n", "",
+          ("tests/csrc/test_parallel.py",)),
+    Fault("an instruction set replaced by a lesser one", "csrc/cpu/isa.cpp", 'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
+          'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;', ("tests/csrc/test_cpu_isa.py", "-k", "avx2")),
+    Fault("planner: more row tiles than there is room for are no error", "csrc/host/planner.cpp",
+          "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n", "", ("tests/csrc/test_device_planner.py", "-k", "room")),
+    Fault("device append: V's page stride taken from K", "csrc/device/append.cu", "const int64_t v_token = page * p.v_cache.page_stride",
+          "const int64_t v_token = page * p.k_cache.page_stride", (DEVICE, "-k", "append")),
+    Fault("generic kernel: V read from K", "csrc/device/kv_loader.cuh", "const KvTensor& tensor = is_v ? params.v : params.k;",
+          "const KvTensor& tensor = params.k;", (DEVICE, "-k", "random_cases and generic")),
+    Fault("merge: a later CTA's part", "csrc/device/merge.cuh", "first_cta, link) + number - 1;", "first_cta, link) + number;", (DEVICE, "-k", "random_cases")),
+    Fault("merge: parts of other CTAs left out where rows are in several groups", "csrc/device/merge.cuh", "parts.of_link = 1 + inside.end - inside.begin;",
+          "parts.of_link = 1;", (DEVICE, "-k", "forests_and_chunks")),
+    Fault("walk: a head too many", "csrc/device/work.cuh", "if (++now.head == num_kv_heads) {", "if (++now.head > num_kv_heads) {",
+          (DEVICE, "-k", "random_cases and hopper")),
+    Fault("pairs in turn: another row tile", "csrc/include/attn/schedule.h", "2 * group.tile_begin + of_group - 1 - tile",
+          "2 * group.tile_begin + of_group - tile", (DEVICE, "-k", "in_turn")),
+    Fault("device sampling: another bit of the mask", "csrc/device/sampling_source.cuh", "__ldg(mask + (first >> 5)) >> (first & 31)",
+          "__ldg(mask + (first >> 5)) >> (first & 15)", (DEVICE, "-k", "sampling")),
+    Fault("SGLang: no bound on rows", "attn_backend/adapters/sglang/backend.py", "if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:",
+          "if batch_size <= self._max_batch:", SGLANG),
+    Fault("SGLang: the cache's view kept when the pool is reallocated", "attn_backend/adapters/sglang/backend.py",
+          "if self.kv is None or k is not self.k or v is not self.v:", "if self.kv is None:", SGLANG),
+    Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/backend.py", "self._window_slot_buffer[count:].zero_()", "pass", SGLANG),
+    Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended)", "after_append=True)", SGLANG),
+    Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended)", "after_append=True)", VLLM),
+    Fault("vLLM's first sampler: a position too far", "attn_backend/adapters/vllm/sampler.py", "Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)",
+          "Draws(seeds, self.seq_lens[: batch.num_reqs])", VLLM),
+    Fault("cache key: without the compiler's flags", "attn_backend/kernels/cubins.py", ', *(flag for flag in flags(arch) if not flag.startswith("-I"))]', "]",
+          CUBINS),
+    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(Path(code_address.__file__).read_bytes())\n", "", CUBINS),
+)
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A copy of the working tree's own files, removed afterwards."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="attn_backend_faults_") as folder:
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, Path(folder) / name)
+        yield Path(folder)
+
+
+@contextmanager
+def fault_in(tree: Path, fault: Fault) -> Iterator[None]:
+    path = tree / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise Problem(f"{fault.file} holds its text {text.count(fault.old)} times, must be once")
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def run(command: list[str], tree: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """In the copy, in a session of its own, so that nothing is left of what waits for ever. Exit status -SIGKILL: it took too long."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}     # a fault may leave a file's size and second as they are
+    environment.pop("PYTHONSAFEPATH", None)
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def build(tree: Path) -> None:
+    """The host library, at first or again."""
+    folder = tree / ".build" / "host"
+    if not folder.is_dir():
+        options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
+        done = run(["cmake", "-S", str(tree), "-B", str(folder), *options], tree)
+        if done.returncode:
+            raise Problem(f"cmake failed:\n{done.stdout[-3000:]}")
+    done = run(["ninja", "-C", str(folder)], tree)
+    if done.returncode:
+        raise Problem(f"the host library does not compile:\n{done.stdout[-3000:]}")
+    (tree / "attn_backend" / "lib").mkdir(exist_ok=True)
+    shutil.copy2(folder / "libattn_backend.so", tree / "attn_backend" / "lib")
+
+
+def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
+    """Whether a test fails, crashes or waits for ever.
+
+    Raises:
+        Problem: no test ran, or pytest could not.
+    """
+    workers = ["-n", str(jobs)] if jobs > 1 else []
+    done = run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *workers, *tests], tree)
+    if done.returncode == 0 and " passed" not in done.stdout.splitlines()[-1]:
+        raise Problem(f"every test of {' '.join(tests)} was skipped here")
+    if done.returncode > 1:
+        raise Problem(f"pytest {' '.join(tests)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.returncode != 0
+
+
+def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs: int) -> str:
+    """"noticed", or what is wrong. good: selections that have run without a fault, and whether they passed."""
+    try:
+        if fault.tests not in good:
+            good[fault.tests] = not fails(tree, fault.tests, jobs)
+        if not good[fault.tests]:
+            return "NOT CHECKED: its tests fail without it"
+        with fault_in(tree, fault):
+            if fault.file.startswith(HOST_SOURCES):
+                build(tree)
+            return "noticed" if fails(tree, fault.tests, jobs) else "NOT NOTICED"
+    except Problem as problem:
+        return f"NOT CHECKED: {problem}"
+    finally:
+        if fault.file.startswith(HOST_SOURCES):
+            build(tree)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
+    arguments = parser.parse_args()
+    chosen = [fault for fault in FAULTS if arguments.only in fault.name or arguments.only in fault.file]
+    if not chosen:
+        parser.error(f"--only is {arguments.only!r}, must be part of the name or file of a fault")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))     # the copy goes with it
+    noticed = 0
+    good: dict[tuple[str, ...], bool] = {}
+    with copied_tree() as tree:
+        build(tree)
+        where = run([sys.executable, "-c", "import attn_backend; print(attn_backend.__file__)"], tree).stdout.strip()
+        if not where.startswith(str(tree.resolve())):
+            sys.exit(f"error: this interpreter finds attn_backend in {where}, not in the copy: use one without an editable install, as that of `make test`")
+        for fault in chosen:
+            begin = time.monotonic()
+            outcome = try_fault(tree, fault, good, arguments.jobs)
+            noticed += outcome == "noticed"
+            print(f"{fault.name}: {outcome} ({time.monotonic() - begin:.0f} s)", flush=True)
+    print(f"{noticed} of {len(chosen)} faults were noticed")
+    sys.exit(noticed != len(chosen))
+
+
+if __name__ == "__main__":
+    main()
