@@ -484,7 +484,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     }
     if (only.leader >= 0) {
       RowGroup group = expect_group(p, m, only, thread);
-      goes_on = !receive_only_node(p, m, shared.forest.begin, thread, only, group);
+      goes_on = !receive_only_node(p, m, shared.forest.launch, thread, only, group);
       if (!goes_on) {
         const bool taken = only.reason == kNodeTaken;
         if (reports) {
@@ -539,12 +539,11 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) {
-    if (kSeeksForest) shared.forest.begin = ptx::global_timer();     // before anything takes time
-    shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
-  }
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
+    if (threadIdx.x == blockDim.x - 1) shared.forest.launch = read_launch(p);     // by a warp that has nothing to do yet
     plan_with_forest(p, m, shared, tile_begin);
+    if (threadIdx.x < 32) end_search(p, shared.forest.launch);
   } else {
     const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);
     Piece piece{};
