@@ -505,15 +505,22 @@ __device__ __forceinline__ void link_own_rows(const PlanParams& p, const ForestM
   });
 }
 
-/// Counts the launch on, when every searching CTA has read its number: it has if it sent a word for its first request. For one warp, at the end.
+/// Counts the launch on, when every searching CTA has read its number: it has if it sent a word for its first request. For one warp.
 __device__ __forceinline__ void end_search(const PlanParams& p, uint64_t launch) {
   const uint64_t begin = ptx::global_timer();
-#pragma unroll 1
-  for (int32_t cta = static_cast<int32_t>(threadIdx.x) % 32; cta < static_cast<int32_t>(gridDim.x) - 1; cta += 32) {
-    while (ptx::load_relaxed(&p.schedule.attachments[cta].launch) != launch && ptx::global_timer() - begin <= ptx::kMostWait) {}
-  }
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t last = static_cast<int32_t>(gridDim.x) - 2;     // slot of the last searching CTA's first request
+  bool all;
+  do {
+    uint64_t seen[kMaxSearchCtas / 32];     // asked for together: each answer takes as long as all
+#pragma unroll
+    for (int32_t i = 0; i < kMaxSearchCtas / 32; ++i) seen[i] = ptx::load_relaxed(&p.schedule.attachments[min_of(lane + 32 * i, last)].launch);
+    all = true;
+#pragma unroll
+    for (int32_t i = 0; i < kMaxSearchCtas / 32; ++i) all &= seen[i] == launch;
+  } while (!all && ptx::global_timer() - begin <= ptx::kMostWait);
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::store_relaxed(launch_number(p), (launch ^ kTurnedBits) + 1);
+  if (lane == 0) ptx::store_relaxed(launch_number(p), (launch ^ kTurnedBits) + 1);
 }
 
 }  // namespace attn

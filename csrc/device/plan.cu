@@ -436,6 +436,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (warp_behind <= 0) {
     planned.errors = shared.errors;
     write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, equal, warp_behind == 0, from_last, planned);
+    if (kSeeksForest && warp_behind == 0) end_search(p, shared.forest.launch);    // this warp has nothing else to do
   }
   if (line.all_known) write_group(p, shared, candidates, piece, thread);
   if (kSeeksForest && is_only && linkers.has_this_thread()) record_only_node(p, m, shared.forest.only, linkers);
@@ -543,7 +544,6 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   if constexpr (kSeeksForest) {
     if (threadIdx.x == blockDim.x - 1) shared.forest.launch = read_launch(p);     // by a warp that has nothing to do yet
     plan_with_forest(p, m, shared, tile_begin);
-    if (threadIdx.x < 32) end_search(p, shared.forest.launch);
   } else {
     const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);
     Piece piece{};

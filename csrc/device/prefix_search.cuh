@@ -48,7 +48,7 @@ __device__ __forceinline__ bool read_request(const PlanParams& p, const ForestMe
 }
 
 /// What is sent in this launch carries its number with some bits turned over, so that a workspace filled with one value holds none of it. The number is the same for all CTAs: the
-/// planning one counts it on at its end (end_search() in forest.cuh).
+/// planning one counts it on when all have read it (end_search() in forest.cuh).
 constexpr uint64_t kTurnedBits = 0x9e3779b97f4a7c15;
 
 __device__ __forceinline__ uint64_t* launch_number(const PlanParams& p) { return &p.schedule.attachments[p.config.max_nodes].launch; }
