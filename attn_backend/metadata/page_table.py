@@ -72,7 +72,8 @@ class PageTable:
         """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows kv_indptr[i]:kv_indptr[i+1].
 
         Args:
-            kv_indptr: int32 or int64 [batch + 1].
+            kv_indptr: int32 or int64 [batch + 1]. It ends at no more than the rows of K and V, which only `run` knows: on a CPU it refuses more; on a GPU rows
+                behind the last are zeros or the last row, and all of them take their time.
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)

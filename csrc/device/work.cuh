@@ -29,11 +29,6 @@ struct WorkCursor {
   /// The KV tile behind the last one of the current pair that belongs to this CTA.
   __device__ __forceinline__ int32_t last_kv_tile(int32_t num_kv_tiles) const { return in_last_pair() ? end.kv_tile : num_kv_tiles; }
 
-  /// The same of those that are computed: one at least, and none behind the last token that exists. `tokens`: from the row tile's first KV tile to there.
-  __device__ __forceinline__ int32_t last_existing_kv_tile(int32_t num_kv_tiles, int32_t tokens, int32_t kv_tile) const {
-    return min_of(last_kv_tile(num_kv_tiles), max_of(now.kv_tile + 1, ceil_div(tokens, kv_tile)));
-  }
-
   __device__ __forceinline__ void next_pair(int32_t num_kv_heads) {
     if (in_last_pair()) {
       now = end;
@@ -46,14 +41,6 @@ struct WorkCursor {
     }
   }
 };
-
-/// Of a row group's tokens those that exist, and a report if not all do: ragged K and V may have fewer rows than lengths say, which only run() knows.
-__device__ __forceinline__ int32_t existing_tokens(const AttentionParams& params, const int32_t* indices, const RowGroup& group) {
-  if (params.has_ragged == 0 || indices != nullptr) return group.kv_len;
-  const int32_t tokens = static_cast<int32_t>(clamp<int64_t>(params.num_pages - group.table_begin, 0, group.kv_len));
-  if (tokens != group.kv_len) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
-  return tokens;
-}
 
 /// The variant's values for a level.
 __device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, int32_t index) {

@@ -293,7 +293,6 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.num_kv_heads = config_.num_kv_heads;
   params.head_dim = config_.head_dim;
   params.kv_tile = schedule_config_.kv_tile;
-  for (int32_t level = 0; level < plan_params_.num_levels; ++level) params.has_ragged |= plan_params_.levels[level].table.indices == nullptr;
   params.num_ctas = schedule_config_.num_ctas;
   params.max_merge_rows = schedule_config_.max_merge_rows;
   params.max_tile_rows = tile_rows(schedule_config_.max_kind);

@@ -103,7 +103,7 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
   PageTable& table = level.table;
   table.page_size = static_cast<int32_t>(page_size);
   table.entry_step = static_cast<int32_t>(entry_step);
-  table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given
+  table.num_entries = kMaxInt32;   // ragged: bounded by the tensor that run() is given (a GPU clamps each token)
   if (indices.has_value()) {
     const TensorView& t = indices.value();
     const char* name = indptr.has_value() ? "kv_indices" : rows.has_value() ? "req_to_token" : "block_table";

@@ -293,7 +293,7 @@ def test_an_object_is_not_copied(copies: Callable[[object], object]) -> None:
 
 
 def test_lengths_far_beyond_ragged_k_and_v(device: torch.device) -> None:
-    """Two thousand million tokens of which sixteen exist: refused on a CPU, clamped on a GPU, at once on both."""
+    """Two thousand million tokens of which sixteen exist: refused at once on a CPU, clamped on a GPU."""
     attention = Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=256, max_batch=4, kernel=kernel_of(device))
     qo_indptr, kv_indptr = torch.tensor([0, 64, 65], device=device), torch.tensor([0, 2**31 - 1, 2**31 - 1], device=device)
     attention.plan(BSRView(qo_indptr, PageTable.ragged(kv_indptr)))

@@ -354,12 +354,12 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   ptx::wait_for_previous_grid();   // so far only the schedule and page tables have been read
   int32_t behind_narrow = 0;       // KV tiles that are still brought as those of narrow items are
   while (!cursor.done()) {
-    const int32_t end = tile.end_of_item(cursor, kv_tile(kHeadDim));
-    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor, end), q_place);
+    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
     const bool narrow = tile.kind == 0;
     // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the shuffle the compiler knows that it is uniform.
     const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0) ? ptx::kEvictFirst : ptx::kKeepNormally;
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;

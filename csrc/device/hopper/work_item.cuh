@@ -38,14 +38,9 @@ struct LoadedRowTile {
     window_left = level.window_left;
     rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant{params.sm_scale, params.logits_soft_cap, causal, window_left};
-    const TokenRange all{0, existing_tokens(params, indices, group)};
+    const TokenRange all{0, params.num_pages > 0 ? group.kv_len : 0};
     readable = StandardVariant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all);
     readable.end = all.end;
-  }
-
-  /// The KV tile behind the last one of the item under the cursor.
-  __device__ __forceinline__ int32_t end_of_item(const WorkCursor& cursor, int32_t kv_tile) const {
-    return cursor.last_existing_kv_tile(num_kv_tiles, readable.end - first_token, kv_tile);
   }
 
   /// Starts to read the page table, for a token of the request.
@@ -79,8 +74,9 @@ struct WorkItem {
 
   WorkItem() = default;
 
-  /// From the cursor to `end`.
-  __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor, int32_t end) {
+  /// From the cursor to the end of its pair, or of the interval.
+  __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile, const WorkCursor& cursor) {
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
     readable = tile.readable;
     num_kv_tiles = end - cursor.now.kv_tile;
@@ -90,7 +86,7 @@ struct WorkItem {
     causal = tile.causal;
     window_left = tile.window_left;
     starts_inside = cursor.now.kv_tile > 0;
-    ends_inside = cursor.last_kv_tile(tile.num_kv_tiles) < tile.num_kv_tiles;
+    ends_inside = end < tile.num_kv_tiles;
   }
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);

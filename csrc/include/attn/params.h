@@ -136,7 +136,6 @@ struct AttentionParams {
   int32_t num_ctas;
   int32_t max_tile_rows;     // tile_rows(max_kind)
   int32_t kv_tile;           // tokens of one KV tile, as planned
-  int32_t has_ragged;        // some level is ragged: its lengths may exceed num_pages, which the plan did not know
   FastDivisor group_size;
   FastDivisor page_size;
   float sm_scale;
