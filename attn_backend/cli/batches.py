@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeGuard
 
 import torch
 
@@ -17,7 +18,10 @@ from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
 
 TRACE_BLOCK = 512     # tokens that one hash id of a trace stands for
-_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 22
+_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24     # of a batch
+_MAX_PREFIXES = 64                            # of --shared-prefix, one behind another
+_MAX_HASH_IDS = 1 << 24                       # of a trace
+_MAX_TEXT = 1 << 28                           # characters of a batch, or of a line of a trace
 SETTINGS = ("heads", "head_dim", "page_size", "num_ctas", "costs", "causal", "window_left")
 
 
@@ -29,7 +33,7 @@ class Batch:
         title: where they come from.
         qo_lens: rows of Q of each request.
         kv_lens: tokens of each request.
-        block_table: page ids of each request, at least those that its tokens need; equal ids are the same page.
+        block_table: int32, page ids of each request, as many as its tokens need; equal ids are the same page.
         page_size: tokens.
         settings: what the JSON says of SETTINGS besides page_size.
     """
@@ -37,16 +41,22 @@ class Batch:
     title: str
     qo_lens: list[int]
     kv_lens: list[int]
-    block_table: list[list[int]]
+    block_table: list[torch.Tensor]
     page_size: int
     settings: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, lens in (("qo_lens", self.qo_lens), ("kv_lens", self.kv_lens)):
+            for i, length in enumerate(lens):
+                if length >= 2**31:
+                    refuse(f"{name}[{i}]", length, "below 2^31")
+
     def view(self, causal: bool = True, window_left: int = -1) -> BSRView:
         """The batch as tensors on the CPU."""
-        qo_indptr = torch.tensor([0, *self.qo_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        width = max(map(len, self.block_table), default=0)
-        table = torch.tensor([[*row, *[0] * (width - len(row))] for row in self.block_table], dtype=torch.int32).view(len(self.kv_lens), width)
-        return BSRView(qo_indptr, PageTable.block_table(table, torch.tensor(self.kv_lens, dtype=torch.int32), self.page_size), causal, window_left)
+        pages = torch.cat(self.block_table)
+        last_page_len = torch.tensor([(kv_len - 1) % self.page_size + 1 for kv_len in self.kv_lens], dtype=torch.int32)
+        table = PageTable.csr(_indptr(map(len, self.block_table)), pages, last_page_len, self.page_size)
+        return BSRView(_indptr(self.qo_lens), table, causal, window_left)
 
 
 def read_batch(arguments: argparse.Namespace) -> Batch:
@@ -79,29 +89,38 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
 
 def from_json(path: Path, page_size: int | None = None) -> Batch:
     """A batch written down: qo_lens, kv_lens, and optionally block_table and SETTINGS. Without block_table no page is shared. `page_size` takes precedence."""
-    values = _parse(path.read_text(), str(path))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        values = _parse(_text(file.read(_MAX_TEXT + 1), str(path)), str(path))
     for name in values:
         if name not in ("qo_lens", "kv_lens", "block_table", *SETTINGS):
             raise ValueError(f"{path}: {name!r} is unknown; known are qo_lens, kv_lens, block_table, {', '.join(SETTINGS)}")
     for name in ("qo_lens", "kv_lens"):
         if name not in values:
             raise ValueError(f"{path}: {name} is missing; must be a list of one length for each request")
+    for name in ("qo_lens", "kv_lens"):
+        if isinstance(values[name], list) and len(values[name]) > _MAX_REQUESTS:
+            refuse(f"len({name})", len(values[name]), f"at most {_MAX_REQUESTS} requests")
     qo_lens, kv_lens = (_integers(name, values[name]) for name in ("qo_lens", "kv_lens"))
     if not qo_lens:
         refuse("qo_lens", qo_lens, "a list of at least one length")
     if len(kv_lens) != len(qo_lens):
         refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
     page_size = page_size or _integer("page_size", values.get("page_size", 16), 1)
+    pages = sum(_pages(kv_len, page_size) for kv_len in kv_lens)
+    if pages > _MAX_PAGES:
+        refuse("pages of kv_lens", pages, f"at most {_MAX_PAGES}, of {page_size} tokens each")
     table = values.get("block_table")
     if table is None:
         block_table = _own_pages(kv_lens, page_size)
     elif not isinstance(table, list) or len(table) != len(kv_lens):
         refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
     else:
-        block_table = [_integers(f"block_table[{i}]", row) for i, row in enumerate(table)]
-        for i, (row, kv_len) in enumerate(zip(block_table, kv_lens, strict=True)):
-            if len(row) * page_size < kv_len:
-                refuse(f"kv_lens[{i}]", kv_len, f"at most {len(row) * page_size}: block_table[{i}] has {len(row)} pages of {page_size} tokens")
+        block_table = []
+        for i, (row, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
+            ids = _integers(f"block_table[{i}]", row)
+            if len(ids) * page_size < kv_len:
+                refuse(f"kv_lens[{i}]", kv_len, f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} tokens")
+            block_table.append(torch.tensor(ids[: _pages(kv_len, page_size)], dtype=torch.int32))
     settings = {name: values[name] for name in SETTINGS if name in values and name != "page_size"}
     return Batch(path.name, qo_lens, kv_lens, block_table, page_size, settings)
 
@@ -135,21 +154,30 @@ def read_trace(path: Path) -> list[TraceRequest]:
     Raises:
         ValueError: names the line and the field.
     """
-    requests = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return list(_trace_requests(file, path))
+
+
+def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
+    num_ids = 0
+    for number in itertools.count(1):
+        where = f"{path}:{number}"
+        line = _text(file.readline(_MAX_TEXT + 1), where)
+        if not line:
+            return
         if not line.strip():
             continue
-        where = f"{path}:{number}"
         values = _parse(line, where)
         for name in ("timestamp", "input_length", "output_length", "hash_ids"):
             if name not in values:
                 raise ValueError(f"{where}: {name} is missing")
         timestamp, input_length, output_length = (_integer(f"{where}: {name}", values[name]) for name in ("timestamp", "input_length", "output_length"))
-        hash_ids = _runs(f"{where}: hash_ids", values["hash_ids"])
-        if len(hash_ids) != -(-input_length // TRACE_BLOCK):
-            refuse(f"{where}: len(hash_ids)", len(hash_ids), f"input_length / {TRACE_BLOCK}, rounded up: {-(-input_length // TRACE_BLOCK)}")
-        requests.append(TraceRequest(timestamp / 1e3, input_length, output_length, hash_ids))
-    return requests
+        num_blocks = -(-input_length // TRACE_BLOCK)
+        num_ids += num_blocks
+        if num_ids > _MAX_HASH_IDS:
+            refuse(f"{where}: input_length", input_length, f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together")
+        hash_ids = _runs(f"{where}: hash_ids", values["hash_ids"], num_blocks)
+        yield TraceRequest(timestamp / 1e3, input_length, output_length, hash_ids)
 
 
 def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
@@ -159,12 +187,20 @@ def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
     requests = [request for request in read_trace(path) if request.arrival >= at][:batch]
     if not requests:
         refuse("--at", at, f"the time of a request in {path} or before it, in seconds")
-    pages: dict[object, int] = {}
-    kv_lens, block_table = [], []
-    for i, request in enumerate(requests):
-        kv_len = request.input_length + -(-request.output_length // 2)
-        kv_lens.append(kv_len)
-        block_table.append([pages.setdefault(request.page_key(page, page_size) or (i, page, "own"), len(pages)) for page in range(-(-kv_len // page_size))])
+    kv_lens = [request.input_length + -(-request.output_length // 2) for request in requests]
+    _check_size("--batch", batch, len(requests), sum(kv_lens), page_size)
+    # A full page of a block has the block's number times the pages of a block, and its place in the block. What an input does not fill is the request's own.
+    ids = torch.tensor([id for request in requests for id in request.hash_ids], dtype=torch.int64)
+    blocks, numbers = ids.unique(return_inverse=True)
+    in_block = TRACE_BLOCK // page_size
+    used = len(blocks) * in_block
+    block_table = []
+    for request, kv_len, of_request in zip(requests, kv_lens, numbers.split([len(request.hash_ids) for request in requests]), strict=True):
+        full = request.input_length // page_size
+        own = _pages(kv_len, page_size) - full
+        shared = (of_request[:, None] * in_block + torch.arange(in_block)).flatten()[:full]
+        block_table.append(torch.cat([shared, torch.arange(used, used + own)]).int())
+        used += own
     return Batch(f"{path.name}, {len(requests)} requests from {at:g} s on", [1] * len(requests), kv_lens, block_table, page_size)
 
 
@@ -185,7 +221,7 @@ def mixed(text: str, page_size: int) -> Batch:
     qo_lens: list[int] = []
     kv_lens: list[int] = []
     for term in text.split("+"):
-        match = re.fullmatch(r"(\d+)x(?:(\d+)@)?(\d+)", term)
+        match = re.fullmatch(r"(\d{1,18})x(?:(\d{1,18})@)?(\d{1,18})", term)
         if not match:
             refuse("--mixed", text, "REQUESTSx[ROWS@]TOKENS+..., as 1x2048@6144+63x4096")
         count, rows, tokens = int(match[1]), int(match[2] or 1), int(match[3])
@@ -197,13 +233,13 @@ def mixed(text: str, page_size: int) -> Batch:
 
 def shared_prefix(text: str, page_size: int) -> Batch:
     """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 of their own. `16x8x4096+1024+256`: all share 4096, every 8 another 1024."""
-    match = re.fullmatch(r"((?:\d+x)+)(\d+(?:\+\d+)+)", text)
+    match = re.fullmatch(r"((?:\d{1,18}x)+)(\d{1,18}(?:\+\d{1,18})+)", text)
     counts = [int(count) for count in match[1].split("x")[:-1]] if match else []
     lens = [int(length) for length in match[2].split("+")] if match else []
-    if not match or len(lens) != len(counts) + 1:
+    if not match or len(lens) != len(counts) + 1 or len(counts) > _MAX_PREFIXES:
         refuse("--shared-prefix", text, "REQUESTSxPREFIX+OWN, as 128x8192+256, or deeper as 16x8x4096+1024+256")
     _check_size("--shared-prefix", text, math.prod(counts), math.prod(counts) * sum(lens), page_size)
-    block_table: list[list[int]] = [[]]
+    block_table = [torch.empty(0, dtype=torch.int32)]
     used = tokens = 0
     for depth, length in enumerate(lens):
         tokens += length
@@ -211,7 +247,7 @@ def shared_prefix(text: str, page_size: int) -> Batch:
         end = tokens // page_size if depth < len(counts) else -(-tokens // page_size)
         for i, row in enumerate(block_table):
             pages = end - len(row)
-            block_table[i] = [*row, *range(used, used + pages)]
+            block_table[i] = torch.cat([row, torch.arange(used, used + pages, dtype=torch.int32)])
             used += pages
         if depth < len(counts):
             block_table = [row for row in block_table for _ in range(counts[depth])]
@@ -234,7 +270,7 @@ def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int
 
 
 def _distributed(option: str, text: str, page_size: int, seed: int) -> list[int]:
-    match = re.fullmatch(r"(\d+)x(const|uniform|zipf):(\d+)", text)
+    match = re.fullmatch(r"(\d{1,18})x(const|uniform|zipf):(\d{1,18})", text)
     if not match:
         refuse(option, text, "REQUESTSx(const|uniform|zipf):TOKENS, as 64xzipf:4096")
     batch, mean = int(match[1]), int(match[3])
@@ -242,23 +278,37 @@ def _distributed(option: str, text: str, page_size: int, seed: int) -> list[int]
     return lengths(match[2], batch, mean, seed)
 
 
-def _check_size(option: str, text: str, requests: int, tokens: int, page_size: int) -> None:
+def _check_size(option: str, value: object, requests: int, tokens: int, page_size: int) -> None:
     if not 1 <= requests <= _MAX_REQUESTS or tokens > _MAX_PAGES * page_size:
-        refuse(option, text, f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens together")
+        refuse(option, value, f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens together")
 
 
-def _own_pages(kv_lens: Iterable[int], page_size: int) -> list[list[int]]:
-    table, used = [], 0
-    for kv_len in kv_lens:
-        table.append(list(range(used, used := used + -(-kv_len // page_size))))
-    return table
+def _pages(kv_len: int, page_size: int) -> int:
+    return -(-kv_len // page_size)
+
+
+def _own_pages(kv_lens: Iterable[int], page_size: int) -> list[torch.Tensor]:
+    pages = [_pages(kv_len, page_size) for kv_len in kv_lens]
+    return list(torch.arange(sum(pages), dtype=torch.int32).split(pages))
+
+
+def _indptr(lens: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int64)
+
+
+def _text(text: str, where: str) -> str:
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"{where}: longer than {_MAX_TEXT} characters")
+    return text
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:     # a JSONDecodeError, or a number of thousands of digits
         raise ValueError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deeply") from None
     if not isinstance(values, dict):
         refuse(where, values, "a JSON object")
     return values
@@ -267,22 +317,32 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 def _integers(name: str, values: object) -> list[int]:
     if not isinstance(values, list):
         refuse(name, values, "a list of integers")
-    return [_integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    for i, value in enumerate(values):
+        if not _is_integer(value, 0):
+            refuse(f"{name}[{i}]", value, "an integer of at least 0, below 2^31")
+    return values
 
 
 def _integer(name: str, value: object, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+    if not _is_integer(value, least):
         refuse(name, value, f"an integer of at least {least}, below 2^31")
     return value
 
 
-def _runs(name: str, values: object) -> list[int]:
-    """Expands pairs [first, count] to runs."""
+def _is_integer(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _runs(name: str, values: object, number: int) -> list[int]:
+    """Expands pairs [first, count] to runs: `number` ids together."""
     if not isinstance(values, list):
         refuse(name, values, "a list of ids and of pairs [first, count]")
-    ids: list[int] = []
+    runs = []
     for i, value in enumerate(values):
         first, count = value if isinstance(value, list) and len(value) == 2 else (value, 1)
-        first, count = _integer(f"{name}[{i}]", first), _integer(f"{name}[{i}]", count)
-        ids += range(first, first + count)
-    return ids
+        runs.append((_integer(f"{name}[{i}]", first), _integer(f"{name}[{i}]", count)))
+    expanded = sum(count for _, count in runs)
+    if expanded != number:
+        where, _, field = name.rpartition(" ")
+        refuse(f"{where} len({field})", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {number}")
+    return [id for first, count in runs for id in range(first, first + count)]

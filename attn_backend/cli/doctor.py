@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
-from ..kernels import cubins
+from ..kernels import cubins, kernel_cache
 from ..kernels.library import library, library_path
 
 _ENGINES = (("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"), ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"))
@@ -87,28 +88,64 @@ def _driver_version() -> str:
 
 
 def _kernels() -> list[Finding]:
-    findings = []
     compiler = cubins.nvcc()
+    try:
+        on_compiler = _compiler(compiler)
+    except RuntimeError as error:
+        on_compiler, compiler = Finding("!!", "nvcc", str(error)), None
+    try:
+        on_cache, folder = _cache()
+    except RuntimeError as error:
+        on_cache, folder = Finding("!!", "cache", str(error)), None
+    findings = []
     for arch in cubins.ARCHS:
         names = cubins.kernel_sources(arch)
-        shipped = sum((cubins.PACKAGE / "cubins" / arch / f"{name}.cubin").exists() for name in names)
+        shipped, damaged = _count([cubins.shipped_kernel(name, arch) for name in names], cubins.shipped_fault)
+        if damaged:
+            findings.append(Finding("!!", f"cubins {arch}", f"{shipped} of {len(names)} in the package; {_first(damaged)}", "reinstall attn-backend"))
+            continue
         if shipped == len(names):
             findings.append(Finding("ok", f"cubins {arch}", f"all {shipped} in the package"))
             continue
-        cached = sum(cubins.cached_kernel(name, arch, compiler).exists() for name in names) if compiler else 0
+        files = [folder / arch / cubins.cached_kernel(name, arch, compiler).name for name in names] if compiler and folder else []
+        cached, faults = _count(files, kernel_cache.fault)
         mark = "ok" if cached == len(names) else "--"
         compiling = "`attn-backend compile` compiles them now"
         advice = "" if mark == "ok" else compiling if compiler else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
-        findings.append(Finding(mark, f"cubins {arch}", f"{shipped} of {len(names)} in the package, {cached} in the cache", advice))
-    if compiler:
-        findings.append(Finding("ok", "nvcc", f"{compiler} ({cubins.nvcc_version(compiler)})"))
-    else:
-        findings.append(Finding("--", "nvcc", "not found; only needed to compile kernels that the package lacks"))
-    cache = cubins.cache_dir()
-    parent = next(path for path in (cache, *cache.parents) if path.exists())
+        text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (f"; {_first(faults)}" if faults else "")
+        findings.append(Finding(mark, f"cubins {arch}", text, advice))
+    return [*findings, on_compiler, on_cache]
+
+
+def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[str]]:
+    """Of the files that there are, how many are whole, and what is wrong with the others."""
+    faults = [fault(path) for path in files if os.path.lexists(path)]
+    return faults.count(""), [text for text in faults if text]
+
+
+def _first(faults: list[str]) -> str:
+    return faults[0] + (f", and {len(faults) - 1} more that are not used" if len(faults) > 1 else "")
+
+
+def _compiler(path: str | None) -> Finding:
+    if path is None:
+        return Finding("--", "nvcc", "not found; only needed to compile kernels that the package lacks")
+    return Finding("ok", "nvcc", f"{path} ({cubins.nvcc_version(path)})")
+
+
+def _cache() -> tuple[Finding, Path]:
+    """What is to be said of the cache, and the folder that is used."""
+    wanted = cubins.cache_dir()
+    entry, reason = kernel_cache.place(wanted / cubins.ARCHS[0] / "any.cubin")
+    folder = entry.parents[1]
+    if reason:
+        advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"
+        return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
+    parent = next(path for path in (wanted, *wanted.absolute().parents) if os.path.exists(path))
+    if not parent.is_dir():
+        return Finding("!!", "cache", f"{parent} is not a folder", "set ATTN_BACKEND_CACHE to a folder that you can write to"), folder
     writable = os.access(parent, os.W_OK)
-    findings.append(Finding("ok" if writable else "!!", "cache", str(cache), "" if writable else "not writable: set ATTN_BACKEND_CACHE to a folder that is"))
-    return findings
+    return Finding("ok" if writable else "!!", "cache", str(wanted), "" if writable else "not writable: set ATTN_BACKEND_CACHE to a folder that is"), folder
 
 
 def _engine(name: str, group: str, usage: str) -> list[Finding]:

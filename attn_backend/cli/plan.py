@@ -34,6 +34,8 @@ a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
   output_length   tokens of the answer; a request is drawn in the middle of it
   hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens behind equal tokens; [first, count] is a run of ids
 
+at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
+
 what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a row group's once), the cost of all and of
   the busiest CTA (in the planner's units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what
   became of it; a node lies below the one above it.
@@ -87,9 +89,19 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"\nwrote {arguments.png}")
     except (ValueError, OSError, ImportError) as error:
         hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
-        print(f"attn-backend plan: {error}{hint}", file=sys.stderr)
-        return 2
+        return _refused(f"{error}{hint}")
+    except RecursionError:
+        return _refused(f"{arguments.file} is nested too deeply")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):     # what torch and C++ say of memory has it
+            raise
+        return _refused("there is not enough memory for this batch")
     return 0
+
+
+def _refused(text: str) -> int:
+    print(f"attn-backend plan: {text}", file=sys.stderr)
+    return 2
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

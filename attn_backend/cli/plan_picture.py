@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -91,8 +92,8 @@ def _legend(picture: Picture, y: float) -> None:
 def _draw_view(picture: Picture, planned: Planned, slots: Sequence[tuple[float, float]], left: float, top: float, width: float) -> None:
     """Rows of Q x pages, in the order in which the rows drawn first use them: what several rows share stands in the same columns."""
     order = planned.order()
-    columns = _columns([planned.batch.block_table[request][: planned.pages(request)] for request in order])
-    num_pages = max((max(row) + 1 for row in columns if row), default=0)
+    columns = _columns([planned.batch.block_table[request] for request in order])
+    num_pages = max((int(row.max()) + 1 for row in columns if len(row)), default=0)
     scale = width / max(num_pages, 1)
     picture.text(left, top - 10, f"BSR view: {count(sum(planned.batch.qo_lens), 'row')} of Q x {count(num_pages, 'page')}", bold=True)
     for place, (request, row, (y, bottom)) in enumerate(zip(order, columns, slots, strict=True)):
@@ -118,22 +119,22 @@ def _name_row(picture: Picture, planned: Planned, request: int, left: float, top
         picture.text(left - 6, top + middle + 3.5, f"{request}: {count(planned.batch.qo_lens[request], 'row')}", size=9, anchor="end")
 
 
-def _draw_pages(picture: Picture, columns: Sequence[int], left: float, top: float, scale: float, height: float, color: str, title: str) -> None:
+def _draw_pages(picture: Picture, columns: torch.Tensor, left: float, top: float, scale: float, height: float, color: str, title: str) -> None:
     """Runs of neighbouring columns as one rectangle each; never too thin to be seen."""
-    begin = 0
-    for i in range(1, len(columns) + 1):
-        if i == len(columns) or columns[i] != columns[i - 1] + 1:
-            text = f"{title}: {count(i - begin, 'page')}"
-            picture.rect(left + columns[begin] * scale, top, max((i - begin) * scale, 0.6), height * 0.92, color, title=text)
-            begin = i
+    if not len(columns):
+        return
+    begins = [0, *((columns.diff() != 1).nonzero().flatten() + 1).tolist()]
+    for begin, end in pairwise([*begins, len(columns)]):
+        text = f"{title}: {count(end - begin, 'page')}"
+        picture.rect(left + int(columns[begin]) * scale, top, max((end - begin) * scale, 0.6), height * 0.92, color, title=text)
 
 
-def _columns(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Page ids renumbered by first use."""
-    pages = torch.tensor([page for row in rows for page in row], dtype=torch.int64)
+    pages = torch.cat(list(rows))
     ids, inverse = pages.unique(return_inverse=True)
-    first = torch.full_like(ids, len(pages)).scatter_reduce(0, inverse, torch.arange(len(pages)), "amin")
-    return [column.tolist() for column in first.argsort().argsort()[inverse].split([len(row) for row in rows])]
+    first = torch.full_like(ids, len(pages), dtype=torch.int64).scatter_reduce(0, inverse, torch.arange(len(pages)), "amin")
+    return first.argsort().argsort()[inverse].split([len(row) for row in rows])
 
 
 def _draw_forest(picture: Picture, planned: Planned, slots: Sequence[tuple[float, float]], left: float, top: float, width: float) -> None:

@@ -18,6 +18,7 @@ from .schedule_costs import ScheduleCosts
 
 _MOST_NODES = 40     # of the forest, in the text
 _MOST_FOREST_REQUESTS = 1024     # kMaxForestRequests in csrc/include/attn/forest.h
+_MOST_HEADS, _MOST_HEAD_ROWS = 256, 1 << 27     # what is shown of a plan grows with its (row tile, head) pairs
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,18 @@ class Settings:
         given = {name: getattr(arguments, name, None) for name in SETTINGS}
         values: dict[str, Any] = {**batch.settings, **{name: value for name, value in given.items() if value is not None}}
         values.pop("page_size", None)
-        heads = values.pop("heads", "32/8")
-        match = re.fullmatch(r"(\d+)/(\d+)", heads) if isinstance(heads, str) else None
+        text = values.pop("heads", "32/8")
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text) if isinstance(text, str) else None
         if not match:
-            refuse("heads", heads, "QO/KV, as 32/8")
+            refuse("heads", text, "QO/KV, as 32/8")
+        heads = int(match[1]), int(match[2])
+        if not all(1 <= number <= _MOST_HEADS for number in heads):
+            refuse("heads", text, f"of 1 to {_MOST_HEADS} each")
+        if sum(batch.qo_lens) * heads[0] > _MOST_HEAD_ROWS:
+            refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // heads[0]} with {heads[0]} query heads")
         for name in ("head_dim", "num_ctas", "window_left"):
-            if not isinstance(values.get(name, 0), int):
-                refuse(name, values[name], "an integer")
+            if not isinstance(values.get(name, 0), int) or abs(values.get(name, 0)) >= 2**31:
+                refuse(name, values[name], "an integer, of less than 2^31")
         if values.get("costs", "cuda") not in ("cuda", "cpu"):
             refuse("costs", values["costs"], "cuda or cpu")
         head_dim = values.get("head_dim", cls.head_dim)
@@ -53,7 +59,7 @@ class Settings:
             refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
         if values.get("costs") == "cpu":
             values.setdefault("num_ctas", None)     # as many as the CPU's plans have
-        return cls(int(match[1]), int(match[2]), cascade=not arguments.no_cascade, **values)
+        return cls(*heads, cascade=not arguments.no_cascade, **values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,19 +181,19 @@ def _schedule(batch: Batch, settings: Settings, cascade: bool) -> Schedule:
 
 def _members(batch: Batch, settings: Settings, schedule: Schedule) -> list[list[int]]:
     """A request is in a node if it has the node's pages, all its rows see them, and, where the node was taken, it leaves them to the node's row group."""
-    view = batch.view()
-    table, kv_lens = view.table.indices, torch.tensor(batch.kv_lens)
-    assert table is not None
+    kv_lens = torch.tensor(batch.kv_lens)
     seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if settings.causal else kv_lens
-    shareable = seen.clamp(min=0) // batch.page_size
-    covered = (kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size
-    members = []
-    for node in schedule.forest:
-        has = (table[:, : node.end_page] == table[node.request, : node.end_page]).all(1) & (shareable >= node.end_page)
-        if node.group >= 0:
-            has &= covered >= node.end_page
-        members.append(has.nonzero().flatten().tolist())
-    return members
+    shareable = (seen.clamp(min=0) // batch.page_size).tolist()
+    covered = ((kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size).tolist()
+    rows = [row.numpy() for row in batch.block_table]
+    have: dict[int, list[int]] = {-1: list(range(len(rows)))}     # of each node the requests that have its pages, and whose rows see them: some of its parent's
+    for i in sorted(range(len(schedule.forest)), key=lambda i: schedule.forest[i].end_page):
+        node = schedule.forest[i]
+        begin, end = node.begin_page, node.end_page
+        pages = rows[node.request][begin:end]
+        candidates = [request for request in have[node.parent] if shareable[request] >= end and rows[request][begin] == pages[0]]
+        have[i] = [request for request in candidates if (rows[request][begin:end] == pages).all()]
+    return [[request for request in have[i] if node.group < 0 or covered[request] >= node.end_page] for i, node in enumerate(schedule.forest)]
 
 
 def count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ..metadata import KVCache
-from ..metadata.structure import check_plain, check_types, explain_failure
+from ..metadata.structure import check_types, explain_failure
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -31,9 +31,8 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     try:
-        for name, tensor in (("k", k), ("v", v), ("slots", slots)):
-            if tensor.is_neg() or (torch.is_grad_enabled() and tensor.requires_grad):
-                check_plain(name, tensor)
+        if k.is_neg() or v.is_neg() or slots.is_neg() or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
+            explain_failure((("k", k), ("v", v), ("slots", slots)))
         library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
     except (AttributeError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)

@@ -12,7 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .cubins import ARCHS, compile_kernel, kernel_sources, nvcc
+from . import cuda_compiler, kernel_cache
+from .cubins import ARCHS, compile_kernel, kernel_sources, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way
@@ -46,21 +47,29 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
         return name, arch, time.monotonic() - start, report, path
 
     with ThreadPoolExecutor(jobs) as pool:
-        for name, arch, seconds, report, path in pool.map(one, tasks):
-            if path is None:
-                failures += 1
-                print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
-                continue
-            registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
-            spills = spilled_bytes(report)
-            verdict = fault(report)
-            failures += bool(verdict)
-            kib = path.stat().st_size >> 10
-            print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s  {verdict}".rstrip(), flush=True)
-            if out is not None:
-                target = out / arch / f"{name}.cubin"
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+        futures = [pool.submit(one, task) for task in tasks]
+        try:
+            for name, arch, seconds, report, path in (future.result() for future in futures):
+                if path is None:
+                    failures += 1
+                    print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
+                    continue
+                registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
+                spills = spilled_bytes(report)
+                verdict = fault(report)
+                failures += bool(verdict)
+                kib = path.stat().st_size >> 10
+                print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s  {verdict}".rstrip(), flush=True)
+                if out is not None:
+                    target = out / arch / f"{name}.cubin"
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+        except BaseException:     # as from the keyboard, which the compilers do not hear
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                cuda_compiler.stop()
+                time.sleep(0.05)
+            raise
     return failures
 
 
@@ -73,10 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    if nvcc() is None:
-        print("error: no nvcc was found: set CUDA_HOME or PATH (CUDA 12.4 or newer), or install a wheel that has the cubins", file=sys.stderr)
+    archs = arguments.arch or list(ARCHS)
+    try:
+        compiler = nvcc()
+        if compiler is None:
+            raise RuntimeError(cuda_compiler.no_nvcc())
+        nvcc_version(compiler)     # what would fail for each kernel is said once
+        for arch in archs:
+            kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
+        return 1 if build(archs, arguments.jobs, arguments.out) else 0
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    return 1 if build(arguments.arch or list(ARCHS), arguments.jobs, arguments.out) else 0
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
 
 
 def _at_least_1(text: str) -> int:

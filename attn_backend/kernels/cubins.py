@@ -1,25 +1,25 @@
 """Device kernels as cubins: which exist, where they are found, how one is compiled.
 
 A kernel is one file in csrc/device: `plan.cu`, `append.cu` and every file of `instances/`. It is looked for in the package
-(`cubins/<arch>/<name>.cubin`, put there when the wheel was built), then in the cache under a key that hashes everything the compiler
-would read, and is compiled into the cache with nvcc when it is in neither.
+(`cubins/<arch>/<name>.cubin`, put there when the wheel was built), then in the cache (kernel_cache.py) under a key that hashes everything the
+compiler would read, and is compiled into the cache with nvcc (cuda_compiler.py) when it is in neither, or damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
+import logging
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from . import code_address
+from . import code_address, cuda_compiler, kernel_cache
+from .cuda_compiler import nvcc, nvcc_version
+from .kernel_cache import cache_dir
 from .library import PACKAGE
+
+logger = logging.getLogger("attn_backend")
 
 ARCHS = ("sm_90a", "sm_80")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -38,14 +38,6 @@ def kernel_sources(arch: str) -> dict[str, Path]:
     return {path.stem: path for path in paths if arch == "sm_90a" or not path.stem.startswith("hopper_")}
 
 
-def cache_dir() -> Path:
-    """Where compiled cubins are kept: ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder."""
-    explicit = os.environ.get("ATTN_BACKEND_CACHE")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
-
-
 def arch_of(capability: tuple[int, int]) -> str:
     """The arch whose build serves a GPU of this compute capability.
 
@@ -57,22 +49,6 @@ def arch_of(capability: tuple[int, int]) -> str:
     if capability >= (8, 0):
         return "sm_80"
     raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
-
-
-def nvcc() -> str | None:
-    """Path of the CUDA compiler, from CUDA_HOME, PATH or the usual place; None when there is none."""
-    home = os.environ.get("CUDA_HOME")
-    for candidate in ([f"{home}/bin/nvcc"] if home else []) + [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]:
-        if candidate and os.access(candidate, os.X_OK):
-            return candidate
-    return None
-
-
-@cache
-def nvcc_version(compiler: str) -> str:
-    """The line of `nvcc --version` that names the build."""
-    text = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    return text.strip().splitlines()[-1]
 
 
 def flags(arch: str) -> list[str]:
@@ -110,54 +86,84 @@ def cache_key(source: Path, arch: str, compiler: str) -> str:
 
 
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
-    """Where the cache holds a kernel, whether or not it is there."""
+    """Where the cache holds a kernel, whether or not it is there, and whole."""
     return cache_dir() / arch / f"{name}-{cache_key(kernel_sources(arch)[name], arch, compiler)}.cubin"
 
 
+def shipped_kernel(name: str, arch: str) -> Path:
+    """Where the package holds a kernel, whether or not it is there, and whole."""
+    return PACKAGE / "cubins" / arch / f"{name}.cubin"
+
+
+def shipped_fault(cubin: Path) -> str:
+    """Why a cubin of the package is not given to the driver; "" if it is. Its installer has compared it with the wheel: here it is only seen to be whole."""
+    try:
+        damage = kernel_cache.damage(cubin.read_bytes())
+    except OSError as error:
+        return f"{cubin} cannot be read: {error.strerror}"
+    return f"{cubin} {damage}" if damage else ""
+
+
 def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
-    """Compiles a kernel into the cache, unless it is there. Returns the file and the compiler's resource report.
+    """Compiles a kernel into the cache, unless it is there and whole. Returns the file and the compiler's resource report.
 
     Raises:
         ValueError: no kernel of that name.
-        RuntimeError: no compiler, or it failed; carries its output.
+        RuntimeError: no compiler, or it failed; carries its output. Or the result cannot be kept.
     """
     sources = kernel_sources(arch)
     if name not in sources:
         raise ValueError(f"kernel is {name!r}, must be one of {', '.join(sources)}")
-    compiler = nvcc()
-    if compiler is None:
-        raise RuntimeError(
-            f"kernel {name} for {arch} is neither in the package nor compilable: no nvcc was found (set CUDA_HOME, or install a wheel with cubins)"
-        )
-    target = cached_kernel(name, arch, compiler)
-    report = target.with_suffix(".txt")
-    if target.exists() and report.exists():
-        return target, report.read_text()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{name}-", suffix=".cubin")
-    os.close(handle)
-    try:
-        done = subprocess.run([compiler, *flags(arch), str(sources[name]), "-o", partial], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"nvcc failed on kernel {name} for {arch}:\n{done.stdout}{done.stderr}")
-        code_address.publish_code_addresses(Path(partial))
-        text = done.stdout + done.stderr
-        partial_report = f"{partial}.txt"
-        Path(partial_report).write_text(text)
-        os.replace(partial_report, report)
-        os.replace(partial, target)  # last: whoever sees the cubin sees a whole one
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-    return target, text
+    path = nvcc()
+    if path is None:
+        raise RuntimeError(f"kernel {name} for {arch} is neither in the package nor compilable: {cuda_compiler.no_nvcc()}")
+    cached = cached_kernel(name, arch, path)
+    target, reason = kernel_cache.place(cached)
+    if reason:
+        advice = "Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+        _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
+    if kernel_cache.fault(target):
+        kernel_cache.prepare(target)
+        kernel_cache.store(target, *_compiled(sources[name], arch, path))
+    return target, kernel_cache.report(target)
+
+
+def _compiled(source: Path, arch: str, path: str) -> tuple[bytes, str]:
+    """The cubin, and what the compiler said."""
+    what = f"kernel {source.stem} for {arch}"
+    with cuda_compiler.scratch_file(f"{source.stem}.cubin") as cubin:
+        report = cuda_compiler.run([path, *flags(arch), str(source), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
+        damage = kernel_cache.damage(cubin.read_bytes()) if cubin.is_file() else "is missing"
+        if damage:
+            raise RuntimeError(f"{path} reported no error on {what}, but its output {damage}: {cuda_compiler.ADVICE}\n{report}".rstrip())
+        code_address.publish_code_addresses(cubin)
+        return cubin.read_bytes(), report
+
+
+_warned: list[str] = []
+
+
+def _warn_once(text: str) -> None:
+    """Once in a process."""
+    if not _warned:
+        _warned.append(text)
+        logger.warning("attn_backend: %s", text)
 
 
 @cache
 def find_kernel(name: str, arch: str) -> Path:
-    """The cubin of a kernel: from the package, from the cache, or compiled now.
+    """The cubin of a kernel, seen to be whole: from the package, from the cache, or compiled now.
 
     Raises:
         RuntimeError: it is nowhere and cannot be compiled.
     """
-    shipped = PACKAGE / "cubins" / arch / f"{name}.cubin"
-    return shipped if shipped.exists() else compile_kernel(name, arch)[0]
+    shipped = shipped_kernel(name, arch)
+    if not shipped.exists():
+        return compile_kernel(name, arch)[0]
+    fault = shipped_fault(shipped)
+    if not fault:
+        return shipped
+    try:
+        return compile_kernel(name, arch)[0]
+    except RuntimeError as error:
+        raise RuntimeError(f"{fault}: reinstall attn-backend; {error}") from error

@@ -78,18 +78,21 @@ _OF_SAMPLE_FROM_PROBS = ("probs", *_OF_SAMPLE[1:])
 _OF_WRITE_ROWS = ("", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
 _OF_SPECULATE = ("draft_probs", "draft_token_ids", "target_probs", "seed", "position", "", "", "", "", "", "row_ctas")
 _TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
+_SCALARS = frozenset((bool, int, float, str, type(None)))     # isinstance() of a tensor's class takes longer
 _TENSORS_OR_NONE = ("token_mask", "out", "workspace")
 
 
 def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
     """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds."""
     try:
-        check_int("row_ctas", arguments[-1], 0)
-        for name, value in zip(names, arguments, strict=True):
-            if name and isinstance(value, torch.Tensor) and (value.is_neg() or (torch.is_grad_enabled() and value.requires_grad)):
-                check_plain(name, value)
+        if type(arguments[-1]) is not int:
+            refuse("row_ctas", arguments[-1], "an int of at least 0")
+        records_gradients = torch.is_grad_enabled()
+        for value in arguments:
+            if type(value) not in _SCALARS and (value.is_neg() or (records_gradients and value.requires_grad)):  # type: ignore[attr-defined]
+                explain_failure((name, tensor) for name, tensor in zip(names, arguments, strict=True) if name and isinstance(tensor, torch.Tensor))
         function(*arguments)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         for name, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
                 if name and not isinstance(error, ValueError):

@@ -90,13 +90,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Tile::kRowBytes + Tile::rows_first(lane);
   const uint32_t kv = ptx::shared_address(shared + layout.kv) + warp.first_token * Tile::kRowBytes;
   int32_t token = row_tile.kv_begin + cursor.now.kv_tile * kv_tile(kHeadDim) + warp.first_token;   // this warp's first one of the KV tile
-  int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
-  if (params.has_ragged != 0) {
-    const RowGroup& group = params.schedule.groups[row_tile.group];
-    const Level& level = params.schedule.header->levels[kManyLevels ? group.level : 0];
-    const int32_t tokens = min_of(row_tile.kv_end, existing_tokens(params, level.indices, group)) - row_tile.kv_begin;
-    num_kv_tiles = cursor.last_existing_kv_tile(row_tile.num_kv_tiles, tokens, kv_tile(kHeadDim)) - cursor.now.kv_tile;
-  }
+  const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
     const uint32_t k_slot = kv + 2 * ring.pair * layout.kv_slot_bytes;

@@ -29,7 +29,7 @@ struct OnlyNode {
 };
 
 struct ForestShared {
-  uint64_t begin;            // when this CTA began, by ptx::global_timer()
+  uint64_t launch;           // number of it
   SumMemory<int32_t> sums;
   OnlyNode only;
   int32_t search_failed;     // some request does not attach as it must
@@ -185,11 +185,11 @@ __device__ __forceinline__ bool attaches(int32_t i, Attachment attachment) { ret
 
 /// Receives where the only node ends, if first words are the last ones, decides on it, and cuts this thread's row group. Whole warps: returns whether all requests of the
 /// warp attach there, as all others must; if not, nothing is decided.
-__device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, uint64_t begin, int32_t i, OnlyNode& only, RowGroup& group) {
+__device__ __forceinline__ bool receive_only_node(const PlanParams& p, const ForestMemory& m, uint64_t launch, int32_t i, OnlyNode& only, RowGroup& group) {
   const Forest& f = m.forest;
   const int32_t request = i < f.size && f[i].key != 0 ? i : only.number;
   Attachment own, expected;
-  AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + request), AttachmentMail(p.schedule.attachments + only.number), begin, own, expected);
+  AttachmentMail::wait_for_first(AttachmentMail(p.schedule.attachments + request, launch), AttachmentMail(p.schedule.attachments + only.number, launch), own, expected);
   const bool attaches_there = own.leader == only.leader && own.pages == expected.pages && attaches(request, own);
   if (!__all_sync(0xffffffffu, attaches_there)) return false;
   only.pages = expected.pages;
@@ -211,7 +211,7 @@ __device__ __forceinline__ bool receive_only_node(const PlanParams& p, const For
 /// Returns whether the last word of request i says what the first did.
 __device__ __forceinline__ bool confirm_only_node(const PlanParams& p, const ForestMemory& m, const ForestShared& shared, int32_t i) {
   if (i >= m.forest.size || m.forest[i].key == 0) return true;
-  const Attachment last = AttachmentMail(p.schedule.attachments + i).wait(shared.begin);
+  const Attachment last = AttachmentMail(p.schedule.attachments + i, shared.launch).wait();
   return last.leader == shared.only.leader && last.pages == shared.only.pages;
 }
 
@@ -252,9 +252,9 @@ struct Seeker {
 };
 
 /// Receives where request i attaches, and says it. `failed`: receives whether it does not attach as it must.
-__device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, uint64_t begin, int32_t i, bool& failed) {
+__device__ __forceinline__ Seeker receive_attachment(const PlanParams& p, const Forest& f, uint64_t launch, int32_t i, bool& failed) {
   if (i >= f.size || f[i].key == 0) return Seeker{-1, false, -1, -1};
-  const Attachment own = AttachmentMail(p.schedule.attachments + i).wait(begin);
+  const Attachment own = AttachmentMail(p.schedule.attachments + i, launch).wait();
   if (!attaches(i, own)) {
     failed = true;
     return Seeker{-1, false, -1, -1};
@@ -293,8 +293,8 @@ __device__ __forceinline__ bool find_nodes(const PlanParams& p, const ForestMemo
   const int32_t first = team.thread();
   const int32_t second = first + team.count;
   bool failed = false;
-  Seeker of_first = receive_attachment(p, f, shared.begin, first, failed);
-  Seeker of_second = receive_attachment(p, f, shared.begin, second, failed);
+  Seeker of_first = receive_attachment(p, f, shared.launch, first, failed);
+  Seeker of_second = receive_attachment(p, f, shared.launch, second, failed);
   if (failed) shared.search_failed = 1;
   bool seeks = team.sync_or(of_first.seeks || of_second.seeks);
   if (shared.search_failed != 0) return false;
@@ -503,6 +503,24 @@ __device__ __forceinline__ void link_own_rows(const PlanParams& p, const ForestM
       link_own_row(p, f, i, row, depth, planned.num_links);
     }
   });
+}
+
+/// Counts the launch on, when every searching CTA has read its number: it has if it sent a word for its first request. For one warp.
+__device__ __forceinline__ void end_search(const PlanParams& p, uint64_t launch) {
+  const uint64_t begin = ptx::global_timer();
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t last = static_cast<int32_t>(gridDim.x) - 2;     // slot of the last searching CTA's first request
+  bool all;
+  do {
+    uint64_t seen[kMaxSearchCtas / 32];     // asked for together: each answer takes as long as all
+#pragma unroll
+    for (int32_t i = 0; i < kMaxSearchCtas / 32; ++i) seen[i] = ptx::load_relaxed(&p.schedule.attachments[min_of(lane + 32 * i, last)].launch);
+    all = true;
+#pragma unroll
+    for (int32_t i = 0; i < kMaxSearchCtas / 32; ++i) all &= seen[i] == launch;
+  } while (!all && ptx::global_timer() - begin <= ptx::kMostWait);
+  __syncwarp();
+  if (lane == 0) ptx::store_relaxed(launch_number(p), (launch ^ kTurnedBits) + 1);
 }
 
 }  // namespace attn

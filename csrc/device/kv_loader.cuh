@@ -172,8 +172,7 @@ struct KvLoader {
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
     const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
-    TokenRange all{0, tile.kv_end};
-    if (params.has_ragged != 0) all.end = min_of(all.end, existing_tokens(params, params.schedule.header->levels[kManyLevels ? group.level : 0].indices, group));
+    const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
     loaded.visible_begin = Variant::any(variant, rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all).begin;
     loaded.visible_end = all.end;
     loaded.first_token = tile.kv_begin;
@@ -215,12 +214,7 @@ struct KvLoader {
 
   /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
   __device__ __forceinline__ bool advance() {
-    if (!more) return false;
-    const LoadedTile& loaded = store.get();
-    if (cursor.now.kv_tile + 1 < cursor.last_existing_kv_tile(loaded.num_kv_tiles, loaded.visible_end - loaded.first_token, kTokens)) {
-      ++cursor.now.kv_tile;
-      return false;
-    }
+    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;
     cursor.next_pair(params.num_kv_heads);
     if (!cursor.done() && cursor.now.tile == tile) return false;

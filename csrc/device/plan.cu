@@ -436,6 +436,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, const ForestMemory& m,
   if (warp_behind <= 0) {
     planned.errors = shared.errors;
     write_positions<kSeeksForest>(p, shared, tile_begin, fits, line, equal, warp_behind == 0, from_last, planned);
+    if (kSeeksForest && warp_behind == 0) end_search(p, shared.forest.launch);    // this warp has nothing else to do
   }
   if (line.all_known) write_group(p, shared, candidates, piece, thread);
   if (kSeeksForest && is_only && linkers.has_this_thread()) record_only_node(p, m, shared.forest.only, linkers);
@@ -484,7 +485,7 @@ __device__ __forceinline__ void plan_with_forest(const PlanParams& p, const Fore
     }
     if (only.leader >= 0) {
       RowGroup group = expect_group(p, m, only, thread);
-      goes_on = !receive_only_node(p, m, shared.forest.begin, thread, only, group);
+      goes_on = !receive_only_node(p, m, shared.forest.launch, thread, only, group);
       if (!goes_on) {
         const bool taken = only.reason == kNodeTaken;
         if (reports) {
@@ -539,11 +540,9 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   }
   PlanSharedMemory& shared = *reinterpret_cast<PlanSharedMemory*>(memory + forest_shared_bytes(size));
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
-  if (threadIdx.x == 0) {
-    if (kSeeksForest) shared.forest.begin = ptx::global_timer();     // before anything takes time
-    shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
-  }
+  if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
+    if (threadIdx.x == blockDim.x - 1) shared.forest.launch = read_launch(p);     // by a warp that has nothing to do yet
     plan_with_forest(p, m, shared, tile_begin);
   } else {
     const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);

@@ -47,37 +47,45 @@ __device__ __forceinline__ bool read_request(const PlanParams& p, const ForestMe
   return pages > 0 && first_entry == entry_of_first;
 }
 
-/// An attachment on its way from the CTA that found it to the one that plans. Both words arrive together and are all that is told: no other memory has to be made visible.
-/// A first word may come before the last one: the attachment if no other request shares more. A last one comes for every request, also for one that attaches nowhere.
+/// What is sent in this launch carries its number with some bits turned over, so that a workspace filled with one value holds none of it. The number is the same for all CTAs: the
+/// planning one counts it on when all have read it (end_search() in forest.cuh).
+constexpr uint64_t kTurnedBits = 0x9e3779b97f4a7c15;
+
+__device__ __forceinline__ uint64_t* launch_number(const PlanParams& p) { return &p.schedule.attachments[p.config.max_nodes].launch; }
+__device__ __forceinline__ uint64_t read_launch(const PlanParams& p) { return ptx::load_relaxed(launch_number(p)) ^ kTurnedBits; }
+
+/// An attachment on its way from the CTA that found it to the one that plans, with the number of the launch. Both arrive together and are all that is told: no other memory has to be
+/// made visible. A first word may come before the last one: the attachment if no other request shares more. A last one comes for every request, also for one that attaches nowhere.
 ///
-/// What a slot held before this launch is not believed, whoever wrote it: `begin` is when the planning CTA began, which is the first of the grid to do so. A wait
-/// ends, with Attachment{-1, 0}, when the launch has taken ptx::kMostWait.
+/// What a slot held before the launch is not believed, whoever wrote it. A wait ends after ptx::kMostWait, with Attachment{-1, 0}.
 class AttachmentMail {
  public:
-  __device__ explicit AttachmentMail(AttachmentSlot* slot) : slot_(reinterpret_cast<ptx::Mail*>(slot)) {}
+  __device__ AttachmentMail(AttachmentSlot* slot, uint64_t launch) : slot_(reinterpret_cast<ptx::Mail*>(slot)), launch_(launch) {}
 
   __device__ void send(Attachment attachment, bool is_last) const {
     const uint32_t leader = static_cast<uint32_t>(attachment.leader) & ~kIsLast;
-    ptx::send(slot_, ptx::Mail{ptx::global_timer(), static_cast<uint64_t>(attachment.pages) << 32 | (is_last ? kIsLast : 0) | leader});
+    ptx::send(slot_, ptx::Mail{launch_, static_cast<uint64_t>(attachment.pages) << 32 | (is_last ? kIsLast : 0) | leader});
   }
 
   /// Waits for the last word.
-  __device__ Attachment wait(uint64_t begin) const {
+  __device__ Attachment wait() const {
+    const uint64_t begin = ptx::global_timer();
     do {
       const ptx::Mail mail = ptx::receive(slot_);
-      if (is_of_launch(mail, begin) && (mail.high & kIsLast) != 0) return attachment(mail);
+      if (mail.low == launch_ && (mail.high & kIsLast) != 0) return attachment(mail);
     } while (ptx::global_timer() - begin <= ptx::kMostWait);
     return Attachment{-1, 0};
   }
 
   /// Waits for any word of two at once.
-  __device__ static void wait_for_first(const AttachmentMail& a, const AttachmentMail& b, uint64_t begin, Attachment& of_a, Attachment& of_b) {
+  __device__ static void wait_for_first(const AttachmentMail& a, const AttachmentMail& b, Attachment& of_a, Attachment& of_b) {
+    const uint64_t begin = ptx::global_timer();
     ptx::Mail first, second;
     bool are_there;
     do {
       first = ptx::receive(a.slot_);
       second = ptx::receive(b.slot_);
-      are_there = is_of_launch(first, begin) && is_of_launch(second, begin);
+      are_there = first.low == a.launch_ && second.low == b.launch_;
     } while (!are_there && ptx::global_timer() - begin <= ptx::kMostWait);
     of_a = are_there ? attachment(first) : Attachment{-1, 0};
     of_b = are_there ? attachment(second) : Attachment{-1, 0};
@@ -86,12 +94,12 @@ class AttachmentMail {
  private:
   static constexpr uint32_t kIsLast = 1u << 31;
 
-  __device__ static bool is_of_launch(const ptx::Mail& mail, uint64_t begin) { return mail.low - begin <= ptx::kMostWait; }
   __device__ static Attachment attachment(const ptx::Mail& mail) {
     return Attachment{static_cast<int32_t>(static_cast<uint32_t>(mail.high) & ~kIsLast), static_cast<int32_t>(mail.high >> 32)};
   }
 
   ptx::Mail* slot_;
+  uint64_t launch_;
 };
 static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Mail), "what is sent");
 
@@ -225,17 +233,22 @@ __device__ __forceinline__ void attach(const PageTable& table, const ForestMemor
   if (team.thread == 0) mail.send(best, true);
 }
 
-/// What the warps of a CTA that looks after one request tell each other.
+/// What the threads of a searching CTA tell each other, beside their teams.
 struct SearchMemory {
-  int32_t best;                              // path_key() of where it attaches so far, with the leader in the place of the request
+  uint64_t launch;                           // number of it
+  int32_t best;                              // path_key() of where the CTA's only request attaches so far, with the leader in the place of the request
   uint32_t candidates[kMaxSearchCtas / 32];  // a bit for each request
 };
+
+/// Behind what teams use.
+__device__ __forceinline__ SearchMemory& search_memory(const ForestMemory& m) { return *reinterpret_cast<SearchMemory*>(m.slots + 2 * (kMaxPlanThreads / 32)); }
+static_assert(2 * (kMaxPlanThreads / 32) * sizeof(int32_t) % alignof(SearchMemory) == 0 && 2 * (kMaxPlanThreads / 32) * sizeof(int32_t) + sizeof(SearchMemory) <= 4 << 7, "room for it");
 
 /// Finds where the only request of this CTA attaches, and sends it. One team compares it with the first candidate; then each warp compares it with another of those that may
 /// share more.
 __device__ __forceinline__ void attach_alone(const PageTable& table, const ForestMemory& m, SearchTeam& team, int32_t request, const AttachmentMail& mail) {
   const Forest& f = m.forest;
-  SearchMemory& shared = *reinterpret_cast<SearchMemory*>(m.slots + 2 * (kMaxPlanThreads / 32));    // behind what teams use
+  SearchMemory& shared = search_memory(m);
   const int32_t own = f[request].pages;
   const int32_t first = first_candidate(f, request);
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -293,16 +306,19 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, const Fores
   // A CTA looks after requests from all over the batch: later ones are compared with more.
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   uint32_t errors = 0;     // the first CTA sees them too
+  const uint64_t own_launch = thread == 0 ? read_launch(p) : 0;      // looked at when the requests have been read
   PlanTeam{0, plan_threads()}.for_each(size, [&](int32_t i) { read_request<false>(p, m, i, errors); });
+  if (thread == 0) search_memory(m).launch = own_launch;
   __syncthreads();
+  const uint64_t launch = search_memory(m).launch;
   const int32_t first = static_cast<int32_t>(blockIdx.x) - 1;
   if (compares_with_all(size, m.forest[first].pages)) {
-    attach_alone(p.levels[0].table, m, team, first, AttachmentMail(p.schedule.attachments + first));
+    attach_alone(p.levels[0].table, m, team, first, AttachmentMail(p.schedule.attachments + first, launch));
     return;
   }
 #pragma unroll 1
   for (int32_t request = first + team.index * ctas; request < size; request += plan_threads() / SearchTeam::kThreads * ctas) {
-    attach(p.levels[0].table, m, team, request, AttachmentMail(p.schedule.attachments + request));
+    attach(p.levels[0].table, m, team, request, AttachmentMail(p.schedule.attachments + request, launch));
   }
 }
 

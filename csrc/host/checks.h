@@ -128,17 +128,20 @@ inline void check_rows(const char* name, const TensorView& tensor, DLDevice devi
 
 /// What is written must have a place of its own for each element. Strides that interleave dimensions are refused too, though they may have.
 inline void check_no_overlap(const char* name, const TensorView& tensor) {
-  int64_t extent = 1;      // elements from the first to behind the last, of the dimensions so far: those of the smallest strides
-  for (int32_t done = 0, last = -1; done < tensor.ndim(); ++done) {
-    int32_t next = -1;
-    for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
-      const auto before = [&](int32_t a, int32_t b) { return tensor.stride(a) < tensor.stride(b) || (tensor.stride(a) == tensor.stride(b) && a < b); };
-      if ((last < 0 || before(last, dim)) && (next < 0 || before(dim, next))) next = dim;
-    }
-    last = next;
-    if (tensor.size(next) < 2) continue;
-    if (tensor.stride(next) < extent) refuse(std::string(name) + ".stride(" + std::to_string(next) + ")", tensor.stride(next), "such that no two elements lie in the same place");
-    extent += tensor.stride(next) * (tensor.size(next) - 1);
+  constexpr int32_t kMaxDims = 4;
+  int32_t dims[kMaxDims];      // of more than one element, the smallest stride first
+  int32_t count = 0;
+  for (int32_t dim = 0; dim < tensor.ndim() && count < kMaxDims; ++dim) {
+    if (tensor.size(dim) < 2) continue;
+    int32_t at = count++;
+    for (; at > 0 && tensor.stride(dims[at - 1]) > tensor.stride(dim); --at) dims[at] = dims[at - 1];
+    dims[at] = dim;
+  }
+  int64_t extent = 1;          // elements from the first to behind the last, of the dimensions so far
+  for (int32_t i = 0; i < count; ++i) {
+    const int64_t stride = tensor.stride(dims[i]);
+    if (stride < extent) refuse(std::string(name) + ".stride(" + std::to_string(dims[i]) + ")", stride, "such that no two elements lie in the same place");
+    extent += stride * (tensor.size(dims[i]) - 1);
   }
 }
 

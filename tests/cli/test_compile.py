@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from attn_backend.cli.main import main
 from attn_backend.kernels import build, cubins
+from tests.fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,6 +38,76 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: C
     with pytest.raises(SystemExit, match="2"):
         main(["compile", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
+    kernels = FakeKernels(tmp_path, monkeypatch)
+    monkeypatch.setattr(build, "nvcc", lambda: str(kernels.nvcc))
+    for name in ("a", "b"):
+        (tmp_path / "device" / f"{name}.cu").write_text(f"// kernel {name}\n")
+    return kernels
+
+
+def test_repairs_what_was_damaged_and_nothing_else(fake: FakeKernels, capsys: Capture) -> None:
+    assert main(["compile", "--arch", "sm_90a"]) == 0
+    assert fake.runs() == 3
+    path = cubins.find_kernel("a", "sm_90a")
+    path.write_bytes(b"")
+    assert main(["compile", "--arch", "sm_90a", "--out", str(fake.folder / "out")]) == 0
+    assert fake.runs() == 4
+    assert path.read_bytes() == (fake.folder / "out" / "sm_90a" / "a.cubin").read_bytes() == cubin()
+    assert "FAILED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["cache", "version"])
+def test_what_would_fail_for_every_kernel_is_said_once(what: str, fake: FakeKernels, capsys: Capture) -> None:
+    if what == "cache":
+        fake.cache.write_text("")
+        message = f"error: compiled kernels cannot be kept in {fake.cache}/sm_90a: a file is in its place; set ATTN_BACKEND_CACHE"
+    else:
+        fake.nvcc.write_text("#!/bin/sh\nexit 1\n")
+        message = "error: nvcc failed on its version"
+    assert main(["compile"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(message)
+    assert fake.runs() == 0
+
+
+def test_a_folder_for_copies_that_cannot_be_made_is_named(fake: FakeKernels, capsys: Capture) -> None:
+    (fake.folder / "out").write_text("")
+    assert main(["compile", "--arch", "sm_80", "--out", str(fake.folder / "out")]) == 1
+    assert f"'{fake.folder}/out" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_compilers(fake: FakeKernels) -> None:
+    """As from a keyboard: of the process alone, since its compilers are in groups of their own."""
+    fake_nvcc(fake.nvcc, f"echo $$ >> {fake.folder}/started; exec sleep 1000")
+    environment = {**os.environ, "CUDA_HOME": str(fake.folder / "home"), "TMPDIR": str(fake.temporary)}
+    (fake.folder / "home" / "bin").mkdir(parents=True)
+    fake.nvcc.rename(fake.folder / "home" / "bin" / "nvcc")
+    program = f"""
+import signal
+from pathlib import Path
+from attn_backend.cli.main import main
+from attn_backend.kernels import cubins
+cubins.source_root = lambda: Path({str(fake.folder)!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)     # it may be ignored where tests run in the background
+raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = fake.folder / "started"
+    try:
+        while not (started.exists() and len(started.read_text().split()) == 2):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+    assert fake.files() == []
 
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")

@@ -9,6 +9,8 @@ import pytest
 
 from attn_backend.cli import doctor
 from attn_backend.cli.main import main
+from attn_backend.kernels import cubins
+from tests.fake_nvcc import FakeKernels, cubin
 
 
 def _by_subject() -> dict[str, doctor.Finding]:
@@ -35,6 +37,74 @@ def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = _by_subject()["cache"]
     assert finding.mark == "!!"
     assert "ATTN_BACKEND_CACHE" in finding.advice
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
+    return FakeKernels(tmp_path, monkeypatch)
+
+
+def kernels() -> dict[str, doctor.Finding]:
+    return {finding.subject: finding for finding in doctor._kernels()}
+
+
+def test_cached_kernels_are_counted_if_they_are_whole(fake: FakeKernels) -> None:
+    path, _ = cubins.compile_kernel("k", "sm_90a")
+    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == ("ok", "0 of 1 in the package, 1 in the cache")
+    path.write_bytes(path.read_bytes()[:-1])
+    finding = kernels()["cubins sm_90a"]
+    assert finding.mark == "--"
+    assert finding.text == f"0 of 1 in the package, 0 in the cache; {path} is truncated"
+    assert finding.advice == "`attn-backend compile` compiles them now"
+    assert main(["compile", "--arch", "sm_90a"]) == 0
+    assert kernels()["cubins sm_90a"].mark == "ok"
+
+
+def test_kernels_of_the_package_are_counted_if_they_are_whole(fake: FakeKernels) -> None:
+    for name in ("a", "b"):
+        (fake.folder / "device" / f"{name}.cu").write_text("// another kernel")
+    shipped = [cubins.shipped_kernel(name, "sm_90a") for name in ("a", "b", "k")]
+    shipped[0].parent.mkdir(parents=True)
+    for path in shipped:
+        path.write_bytes(cubin())
+    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == ("ok", "all 3 in the package")
+    shipped[0].write_bytes(b"")
+    shipped[2].write_bytes(b"garbage")
+    finding = kernels()["cubins sm_90a"]
+    text = f"1 of 3 in the package; {shipped[0]} is empty, and 1 more that are not used"
+    assert finding == doctor.Finding("!!", "cubins sm_90a", text, "reinstall attn-backend")
+
+
+def test_a_cache_that_others_may_write_is_named_and_the_private_one_counted(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+    fake.cache.mkdir()
+    fake.cache.chmod(0o777)
+    cubins.compile_kernel("k", "sm_90a")
+    caplog.clear()
+    found = kernels()
+    assert found["cache"].mark == "!!"
+    assert f"since {fake.cache} is writable for everybody" in found["cache"].text
+    assert "chmod" in found["cache"].advice
+    assert found["cubins sm_90a"].text == "0 of 1 in the package, 1 in the cache"
+    assert not caplog.records
+
+
+def test_a_cache_that_is_a_file_or_nowhere_is_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.cache.write_text("")
+    assert kernels()["cache"].text == f"{fake.cache} is not a folder"
+    assert kernels()["cubins sm_90a"].text == "0 of 1 in the package, 0 in the cache"
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", "~nobody-of-that-name/cache")
+    found = kernels()
+    assert found["cache"].mark == "!!"
+    assert "set ATTN_BACKEND_CACHE" in found["cache"].text
+    assert found["cubins sm_90a"].text == "0 of 1 in the package, 0 in the cache"
+
+
+def test_a_compiler_that_does_not_work_is_named(fake: FakeKernels) -> None:
+    fake.nvcc.write_text("#!/bin/sh\nexit 1\n")
+    found = kernels()
+    assert found["nvcc"].mark == "!!"
+    assert "nvcc failed on its version" in found["nvcc"].text
+    assert found["cubins sm_90a"].mark == "--"
 
 
 def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:

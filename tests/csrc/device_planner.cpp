@@ -14,22 +14,14 @@ const size_t shared_bytes = sizeof(memory);
 
 namespace {
 
-uint64_t now = 1;              // of this launch's first CTA when it begins, and then as it waits
-uint64_t sent = 0;             // words that the others have stamped
+uint64_t now = 0;
 int32_t lost_block = -1;
 
 }  // namespace
 
-uint64_t time() { return blockIdx.x > 0 ? now + 2000 + ++sent : now += 1000; }
+uint64_t time() { return now += 1000; }
 
 bool loses_mail() { return blockIdx.x == lost_block; }
-
-/// Launches lie a millisecond apart.
-void begin_launch(int32_t loses_mail_of) {
-  now += 1'000'000;
-  sent = 0;
-  lost_block = loses_mail_of;
-}
 
 }  // namespace emulation
 
@@ -51,7 +43,7 @@ void run_cta(int32_t block, uint32_t seed) {
 /// words get lost, -1 for none. Returns whether the last level lists its rows.
 extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed, const attn::PassedView* searched,
                                        int32_t lost) {
-  emulation::begin_launch(lost);
+  emulation::lost_block = lost;
   planned_params = attn::passed_params(config, workspace, searched, num_levels);
   for (int32_t block = attn::plan_ctas(planned_params) - 1; block > 0; --block) run_cta(block, seed);
   planned_params = attn::passed_params(config, workspace, views, num_levels);

@@ -42,15 +42,15 @@ def poisoned(library: ctypes.CDLL, attention: Attention, rng: numpy.random.Gener
     size = host_planner.workspace_bytes(library, attention) + _GUARD
     fill = int(rng.integers(3))
     if fill == 0:
-        return torch.full((size,), 255, dtype=torch.uint8)
+        return torch.full((size,), int(rng.choice([0, 1, 255])), dtype=torch.uint8)
     values = rng.integers(0, 256, size, dtype=numpy.uint8)
-    if fill == 1:     # small times and small numbers, as an earlier launch leaves them
-        values.reshape(-1, 8)[:, 3:] = 0
+    if fill == 1:     # small numbers
+        values.reshape(-1, 8)[:, 1:] = 0
     return torch.from_numpy(values)
 
 
 def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
-    for seed, rng, batch, attention in forests(40):
+    for seed, rng, batch, attention in forests(25):
         view = batch.view(rng, "cpu")
         workspace = poisoned(library, attention, rng)
         guard = workspace[-_GUARD:].clone()
@@ -63,7 +63,7 @@ def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
 def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
     """One CTA's findings get lost: the plan ends, says so, and plans every request for itself. The next one is right again."""
     failures = 0
-    for seed, rng, batch, attention in forests(24):
+    for seed, rng, batch, attention in forests(16):
         view = batch.view(rng, "cpu")
         workspace = poisoned(library, attention, rng)
         whole = host_planner.plan(library, attention, view)
@@ -79,30 +79,23 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
         else:
             assert schedule_model.same(planned, whole), seed     # nobody waited for that one
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
-    assert failures > 8
+    assert failures > 4
 
 
 def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
-    """`view` before or after the engine changed some of its metadata."""
+    """`view` before or after the engine changed some of its metadata: pages, lengths, query lengths."""
     table = view.table
     tensors = {name: getattr(table, name) for name in ("indices", "indptr", "last_page_len", "kv_lens", "rows")}
-    for name in rng.permutation(["indices", "kv_lens", "qo_indptr", "last_page_len"])[: int(rng.integers(1, 4))]:
-        if name == "qo_indptr":
+    for name in ("indices", "kv_lens", "last_page_len"):
+        if tensors[name] is None or tensors[name].numel() == 0 or rng.random() < 0.4:
             continue
-        tensor = tensors[name]
-        if tensor is None:
-            continue
-        new = tensor.clone() if tensor.is_contiguous() else tensor.as_strided(tensor.shape, tensor.stride()).clone()
-        flat = new.view(-1) if new.is_contiguous() else new.reshape(-1)
-        if flat.numel():
-            at = torch.from_numpy(rng.integers(0, flat.numel(), max(1, flat.numel() // int(rng.choice([1, 4, 50])))))
-            if name == "indices":
-                flat[at] = flat[torch.from_numpy(rng.integers(0, flat.numel(), len(at)))]
-            elif name == "kv_lens":
-                flat[at] = (flat[at] * float(rng.random())).to(flat.dtype)
-            else:
-                flat[at] = 1
-        tensors[name] = new if not new.is_contiguous() else flat.view(new.shape)
+        new = torch.empty_strided(tensors[name].shape, tensors[name].stride(), dtype=tensors[name].dtype).copy_(tensors[name])
+        some = torch.from_numpy(rng.random(tuple(new.shape)) < rng.choice([0.02, 0.3, 1]))
+        if name == "indices":
+            new[some] = new.flatten()[torch.from_numpy(rng.integers(0, new.numel(), int(some.sum())))]
+        else:
+            new[some] = (new[some] * float(rng.random())).to(new.dtype).clamp(min=1)
+        tensors[name] = new
     qo_indptr = view.qo_indptr.clone()
     if rng.random() < 0.4:
         qo_indptr = torch.sort(torch.from_numpy(rng.integers(0, int(qo_indptr[-1]) + 1, len(qo_indptr)))).values.to(qo_indptr.dtype)
@@ -136,7 +129,7 @@ def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention)
 def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
     """The searching CTAs have read other metadata than the one that plans: the plan ends in bounds, and the next one is right."""
     failures = 0
-    for seed, rng, batch, attention in forests(150):
+    for seed, rng, batch, attention in forests(80):
         view = batch.view(rng, "cpu")
         other = changed(rng, view)
         workspace = poisoned(library, attention, rng)
@@ -147,4 +140,4 @@ def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
         failures += planned.errors != 0
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), host_planner.plan(library, attention, view)), seed
         assert torch.equal(workspace[-_GUARD:], guard)
-    assert failures > 5
+    assert failures > 3

@@ -112,7 +112,9 @@ def table_call(case: case_tensors.Case) -> Call:
 
     if "page_size" in own:
         own["page_size"] = IntArgument(low=1, high=ANY)
-    return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True, without=WITHOUT_MEMORY)
+    # The only tensor is on no other device than the others.
+    without = WITHOUT_MEMORY | {"another device"} if table.form == "ragged" else WITHOUT_MEMORY
+    return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True, without=without)
 
 
 def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:

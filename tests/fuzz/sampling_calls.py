@@ -159,7 +159,7 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         "num_top_logprobs": count,
         "logprobs_of": "tempered" if tempered else "logits",
         "out": out,
-        "workspace": attn_backend.sampling_workspace(device) if rng.random() < 0.3 else None,
+        "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,     # what it holds does not matter
         "row_ctas": random_row_ctas(rng, device),
     }
     needed = (vocab + 31) // 32

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.kernels import cubins
+from attn_backend.kernels import code_address, cubins
 from attn_backend.kernels.build import fault, spilled_bytes
+from tests.fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
@@ -29,21 +30,52 @@ def test_arch_of_capability() -> None:
         cubins.arch_of((7, 5))
 
 
-@needs_nvcc
-def test_key_follows_included_sources_flags_and_arch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = cubins.nvcc()
-    assert compiler is not None
-    (tmp_path / "include").mkdir()
-    (tmp_path / "device").mkdir()
-    header = tmp_path / "include" / "a.h"
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
+    return FakeKernels(tmp_path, monkeypatch)
+
+
+def test_key_follows_all_that_the_compiler_reads(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "device" / "k.cu"
-    header.write_text("// one\n")
-    source.write_text('#include "a.h"\n')
-    monkeypatch.setattr(cubins, "source_root", lambda: tmp_path)
+    header, deeper = tmp_path / "include" / "a.h", tmp_path / "include" / "b.h"
+    header.parent.mkdir()
+    deeper.write_text("// one\n")
+    header.write_text('#include "b.h"\n')
+    source.write_text('#include "include/a.h"\n')
+    compiler = str(fake.nvcc)
     first = cubins.cache_key(source, "sm_90a", compiler)
     assert cubins.cache_key(source, "sm_90a", compiler) == first
-    assert cubins.cache_key(source, "sm_80", compiler) != first
-    header.write_text("// two\n")
+    for path in (source, header, deeper):
+        before = path.read_text()
+        path.write_text(before + "// two\n")
+        assert cubins.cache_key(source, "sm_90a", compiler) != first, path
+        path.write_text(before)
+    newer = str(fake_nvcc(tmp_path / "newer", "", version="Build fake.2"))
+    assert cubins.cache_key(source, "sm_90a", newer) != first
+    same = str(fake_nvcc(tmp_path / "same", ""))
+    assert cubins.cache_key(source, "sm_90a", same) == first
+
+
+def test_key_follows_flags_and_arch(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, compiler = tmp_path / "device" / "k.cu", str(fake.nvcc)
+
+    def key(*flags: str, arch: str = "sm_90a") -> str:
+        monkeypatch.setattr(cubins, "flags", lambda arch: list(flags))
+        return cubins.cache_key(source, arch, compiler)
+
+    first = key("-O3", "-I/here")
+    assert key("-O2", "-I/here") != first
+    assert key("-O3", "-G", "-I/here") != first
+    assert key("-O3", "-I/here", arch="sm_80") != first
+    assert key("-O3", "-I/there") == first, "where the sources lie does not matter"
+
+
+def test_key_follows_what_is_done_to_the_compilers_output(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, compiler = tmp_path / "device" / "k.cu", str(fake.nvcc)
+    first = cubins.cache_key(source, "sm_90a", compiler)
+    other = tmp_path / "code_address.py"
+    other.write_text(Path(code_address.__file__).read_text() + "# and more\n")
+    monkeypatch.setattr(code_address, "__file__", str(other))
     assert cubins.cache_key(source, "sm_90a", compiler) != first
 
 
@@ -68,6 +100,7 @@ def test_compiles_once_and_survives_a_race(tmp_path: Path, monkeypatch: pytest.M
     modified = paths[0].stat().st_mtime_ns
     assert cubins.compile_kernel("append", "sm_90a")[0].stat().st_mtime_ns == modified
     assert sorted(path.suffix for path in paths[0].parent.iterdir()) == [".cubin", ".txt"], "no partial files are left"
+    assert {path.stat().st_mode & 0o777 for path in paths[0].parent.iterdir()} == {0o644}
 
 
 @needs_nvcc
@@ -86,6 +119,29 @@ def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.Monk
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"plan": tmp_path / "plan.cu"})
     with pytest.raises(RuntimeError, match="neither in the package nor compilable"):
         cubins.compile_kernel("plan", "sm_90a")
+
+
+def test_a_whole_cubin_of_the_package_is_used(fake: FakeKernels) -> None:
+    for arch, content in (("sm_90a", cubin()), ("sm_80", FATBIN)):
+        shipped = cubins.shipped_kernel("k", arch)
+        shipped.parent.mkdir(parents=True)
+        shipped.write_bytes(content)
+        assert cubins.find_kernel("k", arch) == shipped
+    assert fake.runs() == 0
+
+
+@pytest.mark.parametrize(("content", "reason"), [(cubin()[:-1], "is truncated"), (b"", "is empty"), (b"version https://git-lfs", "is neither a cubin nor")])
+def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = cubins.shipped_kernel("k", "sm_90a")
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(content)
+    compiled = cubins.find_kernel("k", "sm_90a")
+    assert compiled.read_bytes() == cubin()
+    assert compiled.is_relative_to(fake.cache)
+    cubins.find_kernel.cache_clear()
+    monkeypatch.setattr(cubins, "nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match=f"{shipped} {reason}.*: reinstall attn-backend; .* no nvcc was found"):
+        cubins.find_kernel("k", "sm_90a")
 
 
 def test_spills_are_counted() -> None:

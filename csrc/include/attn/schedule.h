@@ -156,9 +156,9 @@ struct Attachment {
   int32_t pages;
 };
 
-/// Where a CTA of the device planner finds an attachment that another one found: when it was sent, and what (AttachmentMail in device/prefix_search.cuh).
+/// Where a CTA of the device planner finds an attachment that another one found: the number of the launch, and what was sent (AttachmentMail in device/prefix_search.cuh).
 struct alignas(16) AttachmentSlot {
-  uint64_t time;
+  uint64_t launch;
   uint64_t attachment;
 };
 
@@ -226,7 +226,7 @@ struct ScheduleLayout {
     rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
     nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
     attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
-    bytes = align(attachments + static_cast<int64_t>(sizeof(AttachmentSlot)) * config.max_nodes);
+    bytes = align(attachments + static_cast<int64_t>(sizeof(AttachmentSlot)) * (config.max_nodes + 1));
   }
 
  private:
@@ -242,7 +242,7 @@ struct Schedule {
   RowLink* links;            // [num_links][max_merge_rows]
   int32_t* rows;             // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;         // [max_nodes]
-  AttachmentSlot* attachments;   // [max_nodes]: what the device planner's CTAs tell each other; between plans anything
+  AttachmentSlot* attachments;   // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of its next launch; before the first one anything
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {

@@ -57,7 +57,7 @@ extern const size_t shared_bytes;
 /// A number that depends on the seeds of the CTAs so far.
 uint32_t random();
 
-/// The global timer, in ns: the first CTA of a launch begins before the others send anything, and waits last.
+/// The global timer, in ns: it moves whenever somebody looks.
 uint64_t time();
 
 /// Whether what this CTA sends gets lost, as if it never ran.

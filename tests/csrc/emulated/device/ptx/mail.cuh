@@ -30,6 +30,13 @@ inline Mail receive(Mail* slot) {
   return *slot;
 }
 
+/// The first word of a slot, as one who receives it sees it; or a word that is no mail.
+inline uint64_t load_relaxed(uint64_t* word) {
+  Mail* const slot = reinterpret_cast<Mail*>(word);
+  return mail_under_way.count(slot) != 0 ? receive(slot).low : *word;
+}
+inline void store_relaxed(uint64_t* word, uint64_t value) { *word = value; }
+
 inline uint32_t load_relaxed(const uint32_t* word) { return *word; }
 inline void store_relaxed(uint32_t* word, uint32_t value) { *word = value; }
 

@@ -1,0 +1,182 @@
+"""The cache of compiled kernels: where it is, what in it is believed, how something gets there.
+
+An entry is two files: KERNEL.cubin, and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds what was damaged. It does not tell
+who wrote it: so an entry is only used where nobody but this user and root can have done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_MOST_BYTES = 256 << 20     # of a file that is read
+_ELF, _FATBIN = b"\x7fELF", b"\x50\xed\x55\xba"
+_EM_CUDA, _SHT_NOBITS = 190, 8
+_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16     # of their headers
+_ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
+
+
+def cache_dir() -> Path:
+    """Where compiled cubins are kept: ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder.
+
+    Raises:
+        RuntimeError: nothing says where, and there is no home directory.
+    """
+    explicit = os.environ.get("ATTN_BACKEND_CACHE")
+    try:
+        if explicit:
+            return Path(explicit).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
+    except RuntimeError as error:
+        raise RuntimeError(f"there is no home directory to keep compiled kernels in: {_ADVICE}") from error
+
+
+def damage(cubin: bytes) -> str:
+    """Why this is no whole cubin or fatbin; "" if it is one."""
+    if not cubin:
+        return "is empty"
+    if cubin.startswith(_FATBIN):
+        if len(cubin) < _FATBIN_BYTES:
+            return "is truncated"
+        header, rest = struct.unpack_from("<HQ", cubin, 6)
+        return "is truncated" if len(cubin) < header + rest else ""
+    if not cubin.startswith(_ELF):
+        return "is neither a cubin nor a fatbin"
+    if len(cubin) < _ELF_BYTES:
+        return "is truncated"
+    (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
+    if machine != _EM_CUDA:
+        return "is an ELF file for another machine than a GPU"
+    segment_bytes, num_segments, _, num_sections, names = struct.unpack_from("<HHHHH", cubin, 54)
+    end = max(segments + num_segments * segment_bytes, sections + num_sections * _SECTION_BYTES)
+    if end > len(cubin) or names >= max(num_sections, 1):
+        return "is truncated"
+    for at in range(sections, sections + num_sections * _SECTION_BYTES, _SECTION_BYTES):
+        (kind,), (offset, size) = struct.unpack_from("<I", cubin, at + 4), struct.unpack_from("<QQ", cubin, at + 24)
+        if kind != _SHT_NOBITS and offset + size > len(cubin):
+            return "is truncated"
+    return ""
+
+
+def place(cubin: Path) -> tuple[Path, str]:
+    """Where an entry of the cache is kept, and, if that is not `cubin`, the reason: others may write there. It is then a folder that they cannot enter.
+
+    Raises:
+        RuntimeError: there is no such folder either.
+    """
+    reason = _foreign(cubin)
+    return (_private_folder(reason) / cubin.parent.name / cubin.name if reason else cubin), reason
+
+
+def fault(cubin: Path) -> str:
+    """Why an entry of the cache is not believed; "" if it is."""
+    reason = _foreign(cubin)
+    if reason:
+        return reason
+    contents = []
+    for path in _files(cubin):
+        try:
+            info = path.lstat()
+            if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES:
+                return f"{path} is {'a link' if path.is_symlink() else 'too large' if path.is_file() else 'not a file'}"
+            contents.append(path.read_bytes())
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+    content, text = contents
+    if damage(content):
+        return f"{cubin} {damage(content)}"
+    digest, _, said = text.partition(b"\n")
+    return "" if digest == _digest(content, said) else f"{cubin} has another SHA-256 than it had when it was compiled"
+
+
+def report(cubin: Path) -> str:
+    """What the compiler said of an entry that has no fault."""
+    return cubin.with_suffix(".txt").read_bytes().partition(b"\n")[2].decode()
+
+
+def prepare(cubin: Path) -> None:
+    """Makes the folder of an entry, and sees that files can be written there: before time is spent on what goes there.
+
+    Raises:
+        RuntimeError: it cannot be made or written to.
+    """
+    with _explained(cubin.parent):
+        cubin.parents[2].mkdir(parents=True, exist_ok=True)
+        for folder in (cubin.parents[1], cubin.parent):
+            folder.mkdir(mode=0o755, exist_ok=True)     # whatever the umask: not writable for everybody
+        with tempfile.TemporaryFile(dir=cubin.parent):
+            pass
+
+
+def store(cubin: Path, content: bytes, said: str) -> None:
+    """Puts a cubin, and what the compiler said, into the cache, readable for all. Each file is replaced at once: what others read meanwhile is an entry without
+    a fault, or its digest differs.
+
+    Raises:
+        RuntimeError: it cannot be written; nothing is left behind.
+    """
+    text = _digest(content, said.encode()) + b"\n" + said.encode()
+    partial: dict[Path, str] = {}
+    try:
+        with _explained(cubin.parent):
+            for path, data in zip(_files(cubin), (content, text), strict=True):
+                handle, partial[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+                with open(handle, "wb") as file:
+                    file.write(data)
+                    os.fchmod(handle, 0o644)
+            for path, written in partial.items():
+                os.replace(written, path)
+    finally:
+        for written in partial.values():
+            with contextlib.suppress(OSError):
+                os.unlink(written)
+
+
+def _files(cubin: Path) -> tuple[Path, Path]:
+    return cubin, cubin.with_suffix(".txt")
+
+
+def _digest(cubin: bytes, said: bytes) -> bytes:
+    return f"SHA-256 {hashlib.sha256(cubin + said).hexdigest()}".encode()
+
+
+def _foreign(cubin: Path) -> str:
+    """Why an entry may be another user's work: because of its folders, or of its files (of a link counts who made it)."""
+    for path, follow in [*((folder, True) for folder in cubin.parents[:2][::-1]), *((file, False) for file in _files(cubin))]:
+        try:
+            info = path.stat(follow_symlinks=follow)
+        except OSError:
+            continue     # then nothing can be read there: `fault` or `prepare` say why
+        if info.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user ({info.st_uid})"
+        if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):
+            return f"{path} is writable for everybody"
+    return ""
+
+
+def _private_folder(reason: str) -> Path:
+    try:
+        folder = Path(tempfile.gettempdir()) / f"attn_backend-{os.geteuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        info = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(f"{reason}, and {error.filename or 'a folder in its place'} cannot be made: {error.strerror}; {_ADVICE}") from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise RuntimeError(f"{reason}, and others may enter {folder}, too: remove it, or {_ADVICE}")
+    return folder
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RuntimeError(f"compiled kernels cannot be kept in {folder}: a file is in its place; {_ADVICE}") from error
+    except OSError as error:
+        raise RuntimeError(f"compiled kernels cannot be kept in {folder}: {error.strerror}; {_ADVICE}") from error
