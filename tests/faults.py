@@ -167,8 +167,8 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
     Raises:
         Problem: no test ran, or pytest could not.
     """
-    workers = ["-n", str(jobs)] if jobs > 1 else []
-    done = run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *workers, *tests], tree)
+    how = ["-n", str(jobs)] if jobs > 1 else ["-x"]     # with both, the first failure is an interruption
+    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *how, *tests], tree)
     if done.returncode == 0 and " passed" not in done.stdout.splitlines()[-1]:
         raise Problem(f"every test of {' '.join(tests)} was skipped here")
     if done.returncode > 1:
