@@ -308,7 +308,8 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
   drawn.position.array = IndexArray{};
   drawn.position.value = position + accepted;
   fill(accepted < drafts);
-  if (accepted < drafts && *std::max_element(scratch.values.begin(), scratch.values.begin() + vocab) == kMinusInfinity) fill(false);   // nothing is left
+  const auto is_nothing = [](float value) { return value == kMinusInfinity; };      // a NaN is something, wherever it stands
+  if (accepted < drafts && std::all_of(scratch.values.begin(), scratch.values.begin() + vocab, is_nothing)) fill(false);
   Row<ProbWeights> prepared(drawn, row, settings, scratch);
   store_token(params, out + accepted, prepared.token());
   for (int32_t i = accepted + 1; i <= drafts; ++i) store_token(params, out + i, -1);

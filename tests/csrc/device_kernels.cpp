@@ -76,7 +76,6 @@ AttentionParams passed_attention(const int32_t* config_values, void* workspace, 
   params.num_ctas = config.num_ctas;
   params.max_tile_rows = tile_rows(config.max_kind);
   params.kv_tile = config.kv_tile;
-  for (int32_t level = 0; level < params.schedule.header->num_levels; ++level) params.has_ragged |= params.schedule.header->levels[level].indices == nullptr;
   params.group_size = FastDivisor(config.group_size);
   params.sm_scale = static_cast<float>(passed.sm_scale);
   params.logits_soft_cap = static_cast<float>(passed.logits_soft_cap);
@@ -138,7 +137,7 @@ void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& til
 void walk(const AttentionParams& params, WorkCursor cursor) {
   while (!cursor.done()) {
     const hopper::LoadedRowTile tile(params, cursor.now.tile);
-    const hopper::WorkItem item(params, tile, cursor, tile.end_of_item(cursor, params.kv_tile));
+    const hopper::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
     const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside != 0, item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
