@@ -1,0 +1,193 @@
+"""This version beside another one, in one process: attention, plans and samplers in turns on one GPU, and what calls cost the host.
+
+    git worktree add /tmp/before COMMIT       # and beside its attn_backend/ its lib/ and cubins/, as an install has them
+    python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
+
+Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version has the first turn; of plans those of 20 in one
+graph. Host times are µs of a call, medians of 60 rounds that take turns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import attn_backend
+from benchmarks.report import number, options, save, table, wanted
+from benchmarks.timing import Launch, Timer
+
+Make = Callable[[ModuleType], Launch]
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+SKEWED = [128, 4000, 300, 900, 16000, 64, 2000, 700] * 2
+PLANS = 20      # in one graph
+NUM_GROUPS = 8  # of a two-level tree
+HOST_CALLS, HOST_ROUNDS = 60, 60
+
+
+def load_before(folder: Path) -> ModuleType:
+    """The package of another checkout, under a name of its own."""
+    place = Path(tempfile.mkdtemp())
+    shutil.copytree(folder / "attn_backend", place / "attn_backend_before")
+    sys.path.insert(0, str(place))
+    return importlib.import_module("attn_backend_before")
+
+
+class Problem:
+    """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those behind them that each of NUM_GROUPS groups shares."""
+
+    def __init__(
+        self, library: ModuleType, qo_lens: list[int], kv_lens: list[int], page_size: int = PAGE_SIZE, common: int = 0, of_group: int = 0, **made_with: Any
+    ) -> None:
+        generator = torch.Generator("cuda").manual_seed(1)
+        pages = [-(-length // page_size) for length in kv_lens]
+        ids = torch.randperm(sum(pages), device="cuda", generator=generator, dtype=torch.int32)
+        block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
+        for row, own in zip(block_table, ids.split(pages), strict=True):
+            row[: len(own)] = own
+        shared = common // page_size
+        block_table[:, :shared] = block_table[0, :shared].clone()
+        for i in range(len(pages)):
+            block_table[i, shared : shared + of_group // page_size] = block_table[i % NUM_GROUPS, shared : shared + of_group // page_size].clone()
+        rows = sum(qo_lens)
+        qo_indptr = torch.tensor(list(itertools.accumulate(qo_lens, initial=0)), dtype=torch.int32, device="cuda")
+        table = library.PageTable.block_table(block_table, torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), page_size)
+        self.view = library.BSRView(qo_indptr, table)
+        self.attention = library.Attention(NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, max_rows=max(rows, 512), max_batch=max(len(pages), 64), **made_with)
+        self.kv = library.KVCache.from_tensor(torch.randn(sum(pages), 2, page_size, NUM_KV_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16())
+        self.q = torch.randn(rows, NUM_QO_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16()
+        self.out = torch.empty_like(self.q)
+        self.attention.plan(self.view)
+
+    def run(self) -> None:
+        self.attention.run(self.q, self.kv, out=self.out)
+
+    def plan(self) -> None:
+        self.attention.plan(self.view)
+
+    def plans(self) -> None:
+        for _ in range(PLANS):
+            self.attention.plan(self.view)
+
+
+def attention(qo_lens: list[int], kv_lens: list[int], **options: Any) -> Make:
+    return lambda library: Problem(library, qo_lens, kv_lens, **options).run
+
+
+def plans(batch: int, **shared: int) -> Make:
+    return lambda library: Problem(library, [1] * batch, [4096] * batch, **shared).plans
+
+
+def draws(batch: int, vocab: int, scale: float = 1.0, **filters: float) -> Make:
+    def make(library: ModuleType) -> Launch:
+        logits = torch.randn(batch, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(2)) * scale
+        seed, out = torch.arange(batch, device="cuda"), torch.empty(batch, dtype=torch.int32, device="cuda")
+        workspace = library.sampling_workspace("cuda")
+        dtypes = {"top_k": torch.int32}
+        tensors = {name: torch.full((batch,), value, dtype=dtypes.get(name, torch.float32), device="cuda") for name, value in filters.items()}
+        return lambda: library.sample(logits, seed=seed, position=seed, workspace=workspace, out=out, **tensors)
+
+    return make
+
+
+def appends(library: ModuleType) -> Launch:
+    problem = Problem(library, [1] * 16, [64] * 16)
+    k, slots = problem.q[:, :NUM_KV_HEADS].contiguous(), torch.arange(16, device="cuda")
+    return lambda: library.append_kv(k, k, problem.kv, slots)
+
+
+DEVICE: dict[str, Make] = {
+    "decode 1 x 8192": attention([1], [8192]),
+    "decode 8 x 1200": attention([1] * 8, [1200] * 8),
+    "decode 16 x 1024": attention([1] * 16, [1024] * 16),
+    "decode 16 x 1024, pages of 1": attention([1] * 16, [1024] * 16, page_size=1),
+    "decode 64 x 400": attention([1] * 64, [400] * 64),
+    "decode 64 x 4096": attention([1] * 64, [4096] * 64),
+    "decode 16 skewed": attention([1] * 16, SKEWED),
+    "decode 16 x 1024, generic": attention([1] * 16, [1024] * 16, kernel="generic"),
+    "decode 16 x 3000, batch invariant": attention([1] * 16, [3000] * 16, batch_invariant=True),
+    "decode 64 x (2048 + 256)": attention([1] * 64, [2304] * 64, common=2048),
+    "decode 16 x (8192 + 128)": attention([1] * 16, [8320] * 16, common=8192),
+    "prompt 220": attention([220], [220]),
+    "prompts 8 x 700": attention([700] * 8, [700] * 8),
+    "prompts 4 x 2048": attention([2048] * 4, [2048] * 4),
+    "prompts 4 x 2048, generic": attention([2048] * 4, [2048] * 4, kernel="generic"),
+    "chunk 512 at 4096, 31 decodes": attention([512] + [1] * 31, [4608] + [2048] * 31),
+    **{
+        f"{PLANS} plans of {batch}: {name}": plans(batch, **shared)
+        for batch in (16, 64, 256, 512)
+        for name, shared in (("nothing shared", {}), ("one prefix", {"common": 2048}), ("tree", {"common": 1024, "of_group": 1024}))
+    },
+    **{
+        f"draw {batch} x {vocab}, {name}, {kind}": draws(batch, vocab, scale, **filters)
+        for batch in (1, 8, 32)
+        for vocab in (32000, 128256)
+        for kind, scale in (("flat", 1.0), ("peaked", 4.0))
+        for name, filters in (
+            ("temperature", {"temperature": 0.6}),
+            ("greedy", {"temperature": 0.0}),
+            ("top-k", {"temperature": 0.6, "top_k": 50}),
+            ("top-k, top-p", {"temperature": 0.6, "top_k": 50, "top_p": 0.9}),
+        )
+    },
+}
+HOST: dict[str, Make] = {
+    "run": lambda library: Problem(library, [1] * 16, [64] * 16).run,
+    "plan": lambda library: Problem(library, [1] * 16, [64] * 16).plan,
+    "append_kv": appends,
+    "sample": draws(8, 1000),
+}
+
+
+def device_times(make: Make, before: ModuleType, timer: Timer) -> tuple[float, float]:
+    launches = [make(before), make(attn_backend)]
+    forth, back = timer.together(launches), timer.together(launches[::-1])[::-1]
+    return min(forth[0], back[0]), min(forth[1], back[1])
+
+
+def host_times(make: Make, before: ModuleType) -> tuple[float, float]:
+    calls = [make(before), make(attn_backend)]
+    times: list[list[float]] = [[], []]
+    for turn in range(HOST_ROUNDS):
+        for n in (0, 1) if turn % 2 else (1, 0):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                calls[n]()
+            times[n].append((time.perf_counter() - begin) / HOST_CALLS * 1e6)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--before", type=Path, required=True, help="folder of the other version, with attn_backend/ in it")
+    arguments = parser.parse_args()
+    before = load_before(arguments.before)
+    timer = Timer(arguments.repeats)
+    header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median of {arguments.repeats}. Times in µs."
+    print(header, flush=True)
+    lines: list[dict[str, Any]] = []
+    cases = [(name, make, False) for name, make in DEVICE.items()] + [(f"host: {name}", make, True) for name, make in HOST.items()]
+    for name, make, on_host in cases:
+        if not wanted(name, arguments):
+            continue
+        old, new = host_times(make, before) if on_host else device_times(make, before, timer)
+        lines.append({"case": name, "before": old, "now": new, "now / before": new / old})
+        print(f"{name:50} {old:9.2f} {new:9.2f} {new / old:6.3f}", flush=True)
+    columns = ["case", "before", "now", "now / before"]
+    text = table(columns, [[line["case"], number(line["before"]), number(line["now"]), f"{line['now / before']:.3f}"] for line in lines])
+    save(arguments, f"{header}\n\n{text}\n", {"header": header, "lines": lines})
+
+
+if __name__ == "__main__":
+    main()
