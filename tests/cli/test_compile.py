@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 from attn_backend.cli.main import main
 from attn_backend.kernels import build, cubins
-from tests.fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 Capture = pytest.CaptureFixture[str]
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_nvcc import FakeKernels, cubin
 
 from attn_backend.cli import doctor
 from attn_backend.cli.main import main
 from attn_backend.kernels import cubins
-from tests.fake_nvcc import FakeKernels, cubin
 
 
 def _by_subject() -> dict[str, doctor.Finding]:

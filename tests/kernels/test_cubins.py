@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 from attn_backend.kernels import code_address, cubins
 from attn_backend.kernels.build import fault, spilled_bytes
-from tests.fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 from attn_backend.kernels import cubins, cuda_compiler
-from tests.fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 
 @pytest.fixture
