@@ -190,8 +190,10 @@ class Attention:
                 level = -1
                 raise ValueError(describe_errors(errors))
         except BaseException as error:
+            if isinstance(error, RuntimeError) and str(error).startswith("this Attention is in use"):
+                raise     # the plan is the other thread's
             self._library.abandon_plan(self._handle)
-            if level >= 0 and isinstance(error, RuntimeError) and not str(error).startswith("this Attention"):
+            if level >= 0 and isinstance(error, RuntimeError):
                 explain_failure(_tensors_of(levels[level]))
             if level >= 0 and isinstance(error, ValueError) and isinstance(composition, Composition):
                 raise ValueError(f"levels[{level}]: {error}") from None

@@ -85,14 +85,16 @@ _TENSORS_OR_NONE = ("token_mask", "out", "workspace")
 def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
     """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds."""
     try:
-        if type(arguments[-1]) is not int:
+        if type(arguments[-1]) is not int or arguments[-1] < 0:
             refuse("row_ctas", arguments[-1], "an int of at least 0")
         records_gradients = torch.is_grad_enabled()
         for value in arguments:
-            if type(value) not in _SCALARS and (value.is_neg() or (records_gradients and value.requires_grad)):  # type: ignore[attr-defined]
+            if type(value) in _SCALARS or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_neg() or (records_gradients and value.requires_grad):
                 explain_failure((name, tensor) for name, tensor in zip(names, arguments, strict=True) if name and isinstance(tensor, torch.Tensor))
         function(*arguments)
-    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         for name, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
                 if name and not isinstance(error, ValueError):
@@ -174,8 +176,8 @@ def sample(
         logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
         out: int32 or int64 [batch] that takes the tokens.
         workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without filters are faster with it.
-        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used any number; 0: as many as suit the
-            batch. No result depends on it.
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 64 rows) any number;
+            0: as many as suit the batch. No result depends on it.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.

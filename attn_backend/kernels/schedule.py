@@ -14,6 +14,7 @@ _ERRORS = (
     (1 << 4, "rows has a row outside the table"),
     (1 << 5, "a page id is outside the cache; must be in [0, pages of the cache)"),
     (1 << 6, "rows (the row list of a level) has a row outside [0, max_rows)"),
+    (1 << 7, "the search for shared prefixes did not end in time, or metadata changed while it was planned; must stay as it is until the plan has run"),
 )
 
 

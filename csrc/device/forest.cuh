@@ -133,6 +133,7 @@ __device__ __forceinline__ OnlyNode expect_only_node(const PlanParams& p, const 
 __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMemory& m, ForestShared& shared, const PlanTeam& team, uint32_t& errors, OnlyNode& only) {
   const Forest& f = m.forest;
   const int32_t thread = team.thread();
+  const uint64_t launch = thread == 0 ? read_launch(p) : 0;
   bool alone = f.size >= team.count;    // or not known to have the first page of request 0
   int32_t tile_cost = 0;
   team.for_each(f.size, [&](int32_t i) {
@@ -144,6 +145,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
   const int32_t of_warp = sum_of_lanes(tile_cost);
   if (thread % 32 == 0) shared.sums.of_warp[thread / 32].a = of_warp;
   if (thread == 0) {
+    shared.launch = launch;
     shared.search_failed = shared.saved = shared.states = shared.weight = shared.max_depth = shared.max_taken_depth = 0;
     shared.first_attached = shared.first_leader = f.size;
     shared.last_leader = shared.last_taken = -1;
@@ -159,7 +161,7 @@ __device__ __forceinline__ bool find_sharing(const PlanParams& p, const ForestMe
     expect_costs(p, only);
     if (thread < f.size) {
       f[thread].key = thread > 0;
-      f[thread].merge_begin = f[thread].qo_begin;
+      f[thread].merge_begin = min_of(f[thread].qo_begin, only.rows);
       f[thread].qo_len = clamp(only.rows - f[thread].qo_begin, 0, f[thread].qo_len);
     }
     return true;
@@ -222,12 +224,15 @@ __device__ __forceinline__ void record_only_node(const PlanParams& p, const Fore
   team.for_each(f.size, [&](int32_t i) {
     if (i == only.number) p.schedule.nodes[i] = PrefixNode{only.leader, -1, 0, only.pages, only.requests, only.rows, taken ? f.size : -1, only.reason, only.cost.saved, only.cost.added};
     if (!taken || f[i].merge_begin < 0) return;
+    // Lengths that change while they are read may leave rows between two requests, which then are in no group.
+    const int32_t behind = i + 1 < f.size && f[i + 1].merge_begin >= 0 ? f[i + 1].merge_begin - f[i].merge_begin : f[i].qo_len;
 #pragma unroll 1
-    for (int32_t row = 0; row < f[i].qo_len; ++row) {
+    for (int32_t row = 0; row < max_of(f[i].qo_len, behind); ++row) {
       const int32_t merge_row = f[i].merge_begin + row;
+      const bool exists = row < f[i].qo_len;
       p.schedule.rows[merge_row] = f[i].qo_begin + row;
-      p.schedule.links[merge_row] = RowLink{i, row};
-      p.schedule.links[p.config.max_merge_rows + merge_row] = RowLink{f.size, merge_row};
+      p.schedule.links[merge_row] = RowLink{exists ? i : -1, row};
+      p.schedule.links[p.config.max_merge_rows + merge_row] = RowLink{exists ? f.size : -1, merge_row};
     }
   });
 }

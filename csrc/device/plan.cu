@@ -542,7 +542,6 @@ __device__ __forceinline__ void plan_as_cta(const PlanParams& p, char* memory) {
   int32_t* tile_begin = reinterpret_cast<int32_t*>(&shared + 1);
   if (threadIdx.x == 0) shared.errors = shared.num_merge_rows = shared.longest_pair = shared.has_largest_tiles = 0;
   if constexpr (kSeeksForest) {
-    if (threadIdx.x == blockDim.x - 1) shared.forest.launch = read_launch(p);     // by a warp that has nothing to do yet
     plan_with_forest(p, m, shared, tile_begin);
   } else {
     const Planned planned = empty_plan(p, p.num_levels == 1 ? p.levels[0].num_groups : count_groups(p), 0);

@@ -116,6 +116,7 @@ struct UnfilteredRow {
       if (racer.beats(best)) best = racer;
       is_spoilt |= !is_there || (mail.high & kSpoilt) != 0;      // what does not come in time spoils the row, too
     }
+    __syncwarp();       // the others of this warp still wait for theirs
     if (lane() == 0 && num_ctas > 1) ptx::store_relaxed(launch_number(), launch + 1);
     best = best_of_warp(best);
     const bool is_valid = !__any_sync(ptx::kAllLanes, is_spoilt) && best.token < params.vocab;

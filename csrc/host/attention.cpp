@@ -201,8 +201,9 @@ void Attention::begin_plan() {
 }
 
 void Attention::abandon_plan() {
-  const uintptr_t user = user_.load(std::memory_order_relaxed);
-  if (user != 0 && user != static_cast<uintptr_t>(pthread_self())) return;
+  uintptr_t user = 0;
+  const uintptr_t self = static_cast<uintptr_t>(pthread_self());
+  if (!user_.compare_exchange_strong(user, self, std::memory_order_acquire) && user != self) return;
   planned_page_size_ = 0;
   leave();
 }

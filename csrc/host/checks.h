@@ -46,7 +46,7 @@ inline bool is_mapped(uintptr_t address) {
 
 /// Something that looks like a tensor and has no elements anywhere: a FakeTensor, a subclass that wraps others, one whose storage was freed.
 inline void check_memory(const char* name, const TensorView& tensor) {
-  // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked up.
+  // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked up. An offset of 4 GiB and more is not noticed.
   constexpr uintptr_t kUnlikely = uintptr_t{1} << 32;
   const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   if (address >= kUnlikely || tensor.numel() == 0) return;

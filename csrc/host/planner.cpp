@@ -102,8 +102,9 @@ bool has_negative_page(const PlanParams& p) {
       uint32_t errors = 0;
       const RowGroup group = read_row_group(p, GroupPlace{number, i}, errors);
       const int64_t pages = group.qo_len > 0 ? ceil_div<int64_t>(group.kv_len, table.page_size) : 0;
+      const int64_t first_token = level.window_left < 0 ? 0 : max_of<int64_t>(int64_t{group.kv_len} - group.qo_len - level.window_left, 0);
       int32_t signs = 0;
-      for (int64_t page = 0; page < pages; ++page) signs |= table.indices[group.table_begin + page * table.entry_step];
+      for (int64_t page = first_token / table.page_size; page < pages; ++page) signs |= table.indices[group.table_begin + page * table.entry_step];
       if (signs < 0) return true;
     }
   }

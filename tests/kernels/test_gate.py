@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from attention_kernels import kernel_of
@@ -226,6 +227,26 @@ def test_products_of_sizes() -> None:
         Attention(4, 1, 64, device="cpu", max_rows=2**29, max_batch=4)
 
 
+def test_numbers_of_other_packages_are_numbers() -> None:
+    logits = Problem(torch.device("cpu")).logits
+    expected = sample(logits, temperature=0.5, seed=3).token_ids
+    assert torch.equal(sample(logits, temperature=numpy.float64(0.5), seed=3).token_ids, expected)
+
+
+def test_pages_before_a_window_may_be_anything() -> None:
+    """An engine frees them."""
+    problem = Problem(torch.device("cpu"))
+    table = torch.tensor([[-1, -1, 2, 3]], dtype=torch.int32)
+    view = BSRView(torch.tensor([0, 1]), PageTable.block_table(table, torch.tensor([64]), PAGE_SIZE), window_left=31)
+    problem.attention.plan(view)
+    out = problem.attention.run(problem.q[:1], problem.kv)
+    table[0, :2] = 5
+    problem.attention.plan(view)
+    assert torch.equal(problem.attention.run(problem.q[:1], problem.kv), out)
+    with pytest.raises(ValueError, match=r"^block_table: page 0 of request 0 is -1, must be 0 or more"):
+        problem.attention.plan(BSRView(view.qo_indptr, PageTable.block_table(table.masked_fill(table == 5, -1), torch.tensor([64]), PAGE_SIZE), window_left=32))
+
+
 @pytest.mark.parametrize("cascade", [[1], {}, 2, None, "sometimes"])
 def test_cascade_modes(cascade: object) -> None:
     with pytest.raises(ValueError, match=r"^cascade is .*, must be True, False or 'always'"):
@@ -340,6 +361,22 @@ def test_two_threads_are_refused_or_served_rightly() -> None:
     assert len(served) > 100
     assert len(served) + len(refused) == 1200
     assert torch.equal(problem.run(), expected)
+
+
+def test_a_refused_thread_leaves_the_others_plan() -> None:
+    """Its refusal comes after the other one has left: what that one planned is still there."""
+    problem = Problem(torch.device("cpu"))
+    expected = problem.run()
+    plan_level = problem.attention._plan_level
+
+    def refused(*_: object) -> int:
+        raise RuntimeError("this Attention is in use by another thread: ...")
+
+    problem.attention._plan_level = refused
+    with pytest.raises(RuntimeError, match="in use by another thread"):
+        problem.attention.plan(problem.view)
+    problem.attention._plan_level = plan_level
+    assert torch.equal(problem.attention.run(problem.q, problem.kv), expected)
 
 
 def test_debug_refuses_a_second_thread_until_the_first_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import batches
 import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.schedule import Schedule, describe_errors
 
 
 def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
@@ -30,3 +33,11 @@ def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
         met |= set(schedule.cost_kinds().tolist())
     assert any(kind < 4 for kind in met)
     assert any(kind >= 4 for kind in met) == (options != {"cascade": False})
+
+
+def test_every_error_has_a_sentence() -> None:
+    """Of csrc/include/attn/schedule.h."""
+    header = (Path(__file__).resolve().parents[2] / "csrc" / "include" / "attn" / "schedule.h").read_text()
+    bits = [int(bit) for bit in re.findall(r"k\w+(?:Invalid|Failed) = 1u << (\d+)", header)]
+    assert bits == list(range(8))
+    assert all("must" in describe_errors(1 << bit) or "outside" in describe_errors(1 << bit) for bit in bits)
