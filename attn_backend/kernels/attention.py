@@ -84,7 +84,7 @@ class Attention:
             device = torch.device("cuda", torch.cuda.current_device())
         num_qo_heads, num_kv_heads, head_dim = _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
         max_rows, max_batch, max_levels = _check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
-        if not isinstance(cascade, bool) and cascade != "always":
+        if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
             refuse("cascade", cascade, "True, False or 'always'")
         _check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         chosen = _choose_kernel(kernel, device)
@@ -132,10 +132,10 @@ class Attention:
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes)} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
-        if os.environ.get("ATTN_BACKEND_DEBUG", "0") not in ("", "0"):
+        if os.environ.get("ATTN_BACKEND_DEBUG") == "1":
             in_use = Lock()
-            self.plan = self._until_done(self.plan, in_use)     # type: ignore[method-assign]
-            self.run = self._until_done(self.run, in_use)       # type: ignore[method-assign]
+            self.plan = self._until_done("plan", in_use)     # type: ignore[method-assign]
+            self.run = self._until_done("run", in_use)       # type: ignore[method-assign]
 
     @property
     def workspace_bytes(self) -> int:
@@ -216,7 +216,7 @@ class Attention:
         Args:
             q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
-            out: [rows, num_qo_heads, head_dim], written; allocated when None.
+            out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0.
@@ -260,15 +260,19 @@ class Attention:
             raise ValueError(describe_errors(errors))
         return out
 
-    def _until_done(self, function: Callable[..., Any], in_use: Lock) -> Callable[..., Any]:
-        """`function`, for ATTN_BACKEND_DEBUG=1: it ends when the device is done and has found nothing wrong; other threads are refused until then."""
+    def _until_done(self, method: str, in_use: Lock) -> Callable[..., Any]:
+        """A method, for ATTN_BACKEND_DEBUG=1: it ends when the device is done and has found nothing wrong; other threads are refused until then."""
+        function = getattr(type(self), method)
+        owner = weakref.ref(self)      # the object is freed with its last reference, also with this on it
 
         def checked(*arguments: Any, **options: Any) -> Any:
             if not in_use.acquire(blocking=False):
                 raise RuntimeError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
             try:
-                result = function(*arguments, **options)
-                self.raise_for_errors()
+                attention = owner()
+                assert attention is not None
+                result = function(attention, *arguments, **options)
+                attention.raise_for_errors()
                 return result
             finally:
                 in_use.release()

@@ -48,6 +48,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds that a call may take; default: 60, on a GPU 300 (a kernel may have to be compiled)")
     arguments = parser.parse_args()
     on_cuda = arguments.device == "cuda"
+    if on_cuda and torch.cuda.device_count() == 0:
+        parser.error("--device is cuda, and torch sees no GPU")
+    for name, least in {"seconds": 0, "calls": 1, "first": 0, "only": 0, "jobs": 1, "chunk": 1, "limit": 0}.items():
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} is {value}, must be at least {least}")
     if arguments.seconds is None and arguments.calls is None:
         arguments.seconds = 60.0
     arguments.jobs = arguments.jobs or (4 if on_cuda else os.cpu_count() or 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy
@@ -247,7 +249,7 @@ def test_pages_before_a_window_may_be_anything() -> None:
         problem.attention.plan(BSRView(view.qo_indptr, PageTable.block_table(table.masked_fill(table == 5, -1), torch.tensor([64]), PAGE_SIZE), window_left=32))
 
 
-@pytest.mark.parametrize("cascade", [[1], {}, 2, None, "sometimes"])
+@pytest.mark.parametrize("cascade", [[1], {}, 2, None, "sometimes", numpy.ones(2)])
 def test_cascade_modes(cascade: object) -> None:
     with pytest.raises(ValueError, match=r"^cascade is .*, must be True, False or 'always'"):
         Attention(1, 1, 64, device="cpu", max_rows=4, max_batch=4, cascade=cascade)  # type: ignore[arg-type]
@@ -397,3 +399,17 @@ def test_debug_refuses_a_second_thread_until_the_first_is_done(monkeypatch: pyte
     may_end.set()
     thread.join()
     problem.attention.run(problem.q, problem.kv)
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_debug_does_not_keep_an_object(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_DEBUG", value)
+    problem = Problem(torch.device("cpu"))
+    problem.run()
+    attention = weakref.ref(problem.attention)
+    gc.disable()
+    try:
+        del problem
+        assert attention() is None
+    finally:
+        gc.enable()
