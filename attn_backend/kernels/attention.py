@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from threading import Lock
 from typing import Any, Literal, NoReturn, SupportsIndex
@@ -62,6 +63,10 @@ class Attention:
         ValueError: an argument that is not supported, named with its value and what it must be.
         RuntimeError: a kernel is neither in the package nor compilable, or the driver refuses it.
     """
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
+        """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
+        return object.__new__(_DebugAttention if cls is Attention and os.environ.get("ATTN_BACKEND_DEBUG") == "1" else cls)
 
     def __init__(
         self,
@@ -132,10 +137,6 @@ class Attention:
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes)} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
-        if os.environ.get("ATTN_BACKEND_DEBUG") == "1":
-            in_use = Lock()
-            self.plan = self._until_done("plan", in_use)     # type: ignore[method-assign]
-            self.run = self._until_done("run", in_use)       # type: ignore[method-assign]
 
     @property
     def workspace_bytes(self) -> int:
@@ -260,25 +261,6 @@ class Attention:
             raise ValueError(describe_errors(errors))
         return out
 
-    def _until_done(self, method: str, in_use: Lock) -> Callable[..., Any]:
-        """A method, for ATTN_BACKEND_DEBUG=1: it ends when the device is done and has found nothing wrong; other threads are refused until then."""
-        function = getattr(type(self), method)
-        owner = weakref.ref(self)      # the object is freed with its last reference, also with this on it
-
-        def checked(*arguments: Any, **options: Any) -> Any:
-            if not in_use.acquire(blocking=False):
-                raise RuntimeError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
-            try:
-                attention = owner()
-                assert attention is not None
-                result = function(attention, *arguments, **options)
-                attention.raise_for_errors()
-                return result
-            finally:
-                in_use.release()
-
-        return checked
-
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
         return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
@@ -294,6 +276,32 @@ class Attention:
         errors = self.schedule().errors
         if errors:
             raise ValueError(describe_errors(errors))
+
+
+class _DebugAttention(Attention):
+    """What ATTN_BACKEND_DEBUG=1 makes: a plan or a run ends when the device is done and has found nothing wrong; other threads are refused until then."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._in_use_until_done = Lock()
+        super().__init__(*arguments, **options)
+
+    def plan(self, composition: Composition | BSRView) -> None:
+        with self._until_done():
+            super().plan(composition)
+
+    def run(self, *arguments: Any, **options: Any) -> Tensor:
+        with self._until_done():
+            return super().run(*arguments, **options)
+
+    @contextmanager
+    def _until_done(self) -> Iterator[None]:
+        if not self._in_use_until_done.acquire(blocking=False):
+            raise RuntimeError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
+        try:
+            yield
+            self.raise_for_errors()
+        finally:
+            self._in_use_until_done.release()
 
 
 def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:

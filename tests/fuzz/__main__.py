@@ -114,7 +114,7 @@ def main() -> int:
 
     def command(chunk: Chunk, events: int, seconds: float | None) -> list[str]:
         own = ["--device", arguments.device, "--seed", str(arguments.seed), "--work", str(chunk.next), str(chunk.last), str(events)]
-        return [sys.executable, "-m", "tests.fuzz", *own, *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "0"])]
+        return [sys.executable, "-m", "tests.fuzz", *own, *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "1"])]
 
     runner = Runner(
         lambda scenario: calls_of(arguments.seed, scenario, device),

@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_gate import Problem
 
+from attn_backend import Attention
+
 
 def test_two_threads_are_refused_or_served_rightly() -> None:
     """Either the other thread is not in the middle of a run, or it is refused: no result is wrong."""
@@ -85,3 +87,9 @@ def test_debug_does_not_keep_an_object(monkeypatch: pytest.MonkeyPatch, value: s
         assert attention() is None
     finally:
         gc.enable()
+
+
+def test_debug_serves_an_object_that_nobody_else_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
+    problem = Problem(torch.device("cpu"))
+    Attention(8, 2, 64, device="cpu", max_rows=16, max_batch=4).plan(problem.view)
