@@ -347,6 +347,23 @@ def test_ragged_rows_outside_the_tensor_are_reported(device: torch.device) -> No
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("window_left", [-1, 16])
+@pytest.mark.parametrize("begin", [0, 3])
+def test_the_last_rows_that_an_int32_counts_are_reported(begin: int, window_left: int) -> None:
+    """Numbers of the KV tile's rows pass 2^31."""
+    device = torch.device("cuda")
+    attention = make_attention(device)
+    last = 2**31 - 1 if window_left >= 0 else begin + 64      # without a window all tokens are read, which takes minutes
+    attention.plan(BSRView(index(device, 0, 1, 2), PageTable.ragged(index(device, 0, begin, last)), window_left=window_left))
+    q = torch.ones(2, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    k = torch.ones(12, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    assert not attention.run(q, KVCache.from_ragged(k, k)).isnan().any()
+    with pytest.raises(ValueError, match="page id"):
+        attention.raise_for_errors()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 def test_debug_reports_page_ids_from_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
     device = torch.device("cuda")

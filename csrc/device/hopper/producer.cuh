@@ -53,7 +53,7 @@ struct BoxCopier {
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
     token = tile_token + share.first_token + box_token;
-    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end && token + params.box_tokens > tile.readable.begin;
+    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end && token > tile.readable.begin - params.box_tokens;
     if (wanted) entry = tile.entry(params.attention, token);
   }
 
@@ -69,7 +69,7 @@ struct BoxCopier {
     if (tile.indices == nullptr) {
       box.row = entry;       // behind the end of the tensor the copy engine brings zeros
       const AttentionParams& attention = params.attention;
-      if (entry + min_of(params.box_tokens, tile.readable.end - token) > attention.num_pages) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+      if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token)) atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
     } else {
       box.page = tile.page(params.attention, entry);
       box.row = params.attention.page_size.modulo(token);
