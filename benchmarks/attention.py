@@ -22,7 +22,7 @@ from benchmarks.peers import peers_of, peers_of_shared, time_of
 from benchmarks.report import brief, options, save, wanted
 from benchmarks.timing import Machine, Timer
 
-LARGEST_ERROR = 1e-2     # of bf16 against float64; a peer that exceeds it computed something else
+LARGEST_ERROR = 1e-2  # of bf16 against float64; a peer that exceeds it computed something else
 
 
 class Expected:

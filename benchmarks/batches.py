@@ -106,7 +106,7 @@ class SharedBatch:
         tables = [of_level.view(nodes, -1) for of_level, (nodes, _) in zip(ids, shared.levels, strict=True)]
         grouped = Batch._of_table(case, cache, torch.cat([table.repeat_interleave(batch // len(table), 0) for table in tables], 1), generator)
         order = torch.randperm(batch, device="cuda", generator=generator)
-        interleaved = replace(grouped, q=grouped.q[order], block_table=grouped.block_table[order])     # all lengths are equal
+        interleaved = replace(grouped, q=grouped.q[order], block_table=grouped.block_table[order])  # all lengths are equal
         indptrs = [torch.arange(0, batch + 1, batch // nodes, dtype=torch.int32, device="cuda") for nodes, _ in shared.levels]
         return cls(shared, grouped, interleaved, order, indptrs, tables)
 

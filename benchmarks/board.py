@@ -19,7 +19,7 @@ from benchmarks.cases import all_cases
 from benchmarks.report import number, table
 
 PEERS = ("FA3", "FlashInfer", "flex_attention")
-Line = dict[str, Any]     # what benchmarks.attention measures; times in µs
+Line = dict[str, Any]  # what benchmarks.attention measures; times in µs
 
 
 def best_peer(line: Line) -> float | None:
@@ -76,8 +76,8 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     """A dot for ours and each peer on every line: floor ÷ time. 1 is the floor."""
     import matplotlib as mpl
 
-    mpl.use("Agg")     # no display
-    mpl.rcParams["svg.hashsalt"] = "attention"     # the same file from the same figures
+    mpl.use("Agg")  # no display
+    mpl.rcParams["svg.hashsalt"] = "attention"  # the same file from the same figures
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(11, 1.6 + 0.21 * len(lines)), layout="constrained")

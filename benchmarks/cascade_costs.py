@@ -36,8 +36,8 @@ from benchmarks.schedules import taken_prefixes, total_cost
 from benchmarks.timing import Machine, Timer
 
 MAX_BATCH = 256
-STATE_COSTS = np.arange(0, 1025, 16)          # grid of the regret fit, 64ths of a cost unit
-CASCADE_COSTS = np.arange(0, 20001, 250)      # grid of the regret fit, cost units
+STATE_COSTS = np.arange(0, 1025, 16)  # grid of the regret fit, 64ths of a cost unit
+CASCADE_COSTS = np.arange(0, 20001, 250)  # grid of the regret fit, cost units
 
 
 class Bench:
@@ -104,7 +104,7 @@ def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
     solution, *_ = np.linalg.lstsq(features * weight[:, None], (on - off) * weight, rcond=None)
     residual = np.abs(features @ solution - (on - off)) / off
     fixed, unit, state = (float(value) for value in solution)
-    usable = unit > 0     # else less work took longer, and the constants mean nothing
+    usable = unit > 0  # else less work took longer, and the constants mean nothing
     return {
         "fixed": fixed,
         "unit": unit,

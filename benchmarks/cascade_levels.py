@@ -27,7 +27,7 @@ from benchmarks.timing import Machine, Timer
 
 MAX_BATCH = 256
 HAND_MADE = ("three levels", "two levels", "no levels")
-WORST = 10     # lines that are listed
+WORST = 10  # lines that are listed
 
 
 class Bench:

@@ -87,7 +87,7 @@ def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[in
     return tuple(batches.lengths(distribution, batch, mean, seed))
 
 
-RAGGED = 0     # where a page size is asked for
+RAGGED = 0  # where a page size is asked for
 
 
 def _name(kind: str, lens: str, case: Case) -> str:

@@ -23,9 +23,9 @@ from benchmarks.peers import flash_attention_3, flashinfer_backends
 from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.timing import Launch, Machine, Timer
 
-LAYERS = 8                           # of one graph
-PRODUCT = (4096, 14336)              # of a layer of 8B parameters
-PRODUCT_ROWS = {True: 16, False: 512}     # decodes, prompts
+LAYERS = 8  # of one graph
+PRODUCT = (4096, 14336)  # of a layer of 8B parameters
+PRODUCT_ROWS = {True: 16, False: 512}  # decodes, prompts
 
 
 def layer_cases() -> list[Case]:
@@ -91,7 +91,7 @@ def of_peers(batch: Batch, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
             attend = make()
             attend()
             torch.cuda.synchronize()
-        except Exception as problem:     # whatever a peer raises
+        except Exception as problem:  # whatever a peer raises
             print(f"{batch.case.name}: {name}: {type(problem).__name__}: {problem}", flush=True)
             continue
 

@@ -13,9 +13,9 @@ from benchmarks.batches import Batch, SharedBatch
 from benchmarks.timing import Timer
 
 Run = Callable[[], torch.Tensor]
-Kernels = dict[str, Callable[[], Run]]     # by name
+Kernels = dict[str, Callable[[], Run]]  # by name
 
-FLASHINFER_WORKSPACE = 512 << 20     # bytes; 128 MB are recommended, too little for some large batches
+FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
 
 
 def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tuple[float | None, torch.Tensor | None]:
@@ -23,7 +23,7 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
     try:
         run = make()
         return timer(run), run()
-    except Exception as problem:     # whatever a peer raises
+    except Exception as problem:  # whatever a peer raises
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None, None
 
@@ -82,7 +82,7 @@ def flex_attention(batch: Batch) -> Run:
         return (document[query] == document[key]) & (query >= key)
 
     mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
-    torch._dynamo.reset()     # a limit on recompilations would make it give up after some shapes
+    torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
     compiled = torch.compile(attend, dynamic=False)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (batch.q, *batch.cache))
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)

@@ -23,7 +23,7 @@ from benchmarks.timing import Launch, Timer, capture, replay_time
 PAGE_SIZE = 16
 MAX_ROWS = 8192
 MAX_BATCH = 512
-NUM_GROUPS = 8          # of a two-level tree
+NUM_GROUPS = 8  # of a two-level tree
 PLANS_IN_GRAPH = 20
 COLUMNS = ["case", "host", f"{PLANS_IN_GRAPH} plans / {PLANS_IN_GRAPH}", "one plan", "one plan, cold L2", "prefixes taken"]
 
@@ -38,7 +38,7 @@ class Line:
     kv_len: int = 4096
     common: int = 0
     of_group: int = 0
-    table_tokens: int = 4096     # that a row of the block table has room for
+    table_tokens: int = 4096  # that a row of the block table has room for
 
     @property
     def name(self) -> str:

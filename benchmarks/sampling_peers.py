@@ -46,7 +46,7 @@ def flashinfer(requests: Requests) -> list[Launch]:
 
     if f.temperature == 0.0:
         return []
-    if top_k is not None and top_p is not None and min_p is not None:      # as SGLang puts them together
+    if top_k is not None and top_p is not None and min_p is not None:  # as SGLang puts them together
         return [lambda: fi.min_p_sampling_from_probs(fi.top_p_renorm_probs(fi.top_k_renorm_probs(probs(), top_k), top_p), min_p)]
     if top_k is not None and top_p is not None:
         return [

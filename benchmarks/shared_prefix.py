@@ -27,8 +27,8 @@ PEERS = {
     "FA3": lambda batch: flash_attention_3(batch.grouped),
 }
 OURS = ("hand-made", "automatic", "off")
-LARGEST_ERROR = 1e-2     # of bf16 against float64; whoever exceeds it computed something else
-LAYERS = 32              # that share one plan in a model's step
+LARGEST_ERROR = 1e-2  # of bf16 against float64; whoever exceeds it computed something else
+LAYERS = 32  # that share one plan in a model's step
 
 
 def measure_shared(shared: SharedCase, timer: Timer, machine: Machine) -> dict[str, Any]:
@@ -46,14 +46,14 @@ def measure_shared(shared: SharedCase, timer: Timer, machine: Machine) -> dict[s
         line[f"{name} error"] = relative_error(of.run(), expected if name == "hand-made" else expected[batch.order])
     line["prefixes taken"] = taken_prefixes(prepared["automatic"].attention.schedule())
     for name, peer in PEERS.items():
-        line[name], out = time_of(name, shared.name, lambda peer=peer: peer(batch), timer)     # type: ignore[misc]
+        line[name], out = time_of(name, shared.name, lambda peer=peer: peer(batch), timer)  # type: ignore[misc]
         line[f"{name} error"] = None if out is None else relative_error(out, expected)
     for name in (*OURS, *PEERS):
         error = line[f"{name} error"]
         if error is not None and not error <= LARGEST_ERROR:
             print(f"{shared.name}: {name}: WRONG, relative error {error:.1e}", flush=True)
             if name in PEERS:
-                line[name] = None     # no time to be compared with
+                line[name] = None  # no time to be compared with
     return line
 
 

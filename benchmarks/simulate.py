@@ -30,9 +30,9 @@ from benchmarks.schedules import taken_prefixes
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 NUM_CTAS = 132
-TOKEN_BUDGET = 8192              # of a step
-MAX_CONVERSATION = 8192          # tokens; what is longer ends before
-CHARACTERS_PER_TOKEN = 4.2       # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
+TOKEN_BUDGET = 8192  # of a step
+MAX_CONVERSATION = 8192  # tokens; what is longer ends before
+CHARACTERS_PER_TOKEN = 4.2  # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
 TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl"
 
 

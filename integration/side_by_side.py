@@ -46,7 +46,7 @@ class SideBySide:
 
     def __init__(self, run: Benchmark, stack: ExitStack) -> None:
         self.run, self.settings, self.begin = run, run.settings, time.monotonic()
-        self.failed: set[str] = set()     # backends that are left out from now on
+        self.failed: set[str] = set()  # backends that are left out from now on
         self.servers: dict[str, Server] = {}
         for backend in self.settings.backends:
             launch = run.launch(backend, self.settings.results / f"cache-{backend}")

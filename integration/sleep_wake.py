@@ -65,7 +65,7 @@ def start(given: argparse.Namespace, model: Model) -> Any:
         attention_backend="CUSTOM",
         enable_sleep_mode=True,
         enforce_eager=given.no_cuda_graphs,
-        max_model_len=2 * (given.prefix + 128) + given.max_tokens,     # vLLM also bounds the characters of a prompt by it
+        max_model_len=2 * (given.prefix + 128) + given.max_tokens,  # vLLM also bounds the characters of a prompt by it
         max_num_seqs=given.num_prompts,
         gpu_memory_utilization=given.gpu_memory_utilization,
         disable_log_stats=True,
@@ -83,7 +83,7 @@ def generate(llm: Any, prompts: list[str], max_tokens: int) -> list[list[int]]:
 def sleep_and_wake(llm: Any, level: int) -> None:
     llm.sleep(level=level)
     llm.wake_up()
-    if level == 2:      # the weights' memory is back, with any content
+    if level == 2:  # the weights' memory is back, with any content
         llm.collective_rpc("reload_weights")
 
 
@@ -99,7 +99,7 @@ def workspaces_taken_away() -> tuple[int, int]:
 
     from attn_backend import Attention
 
-    gc.unfreeze()     # vLLM freezes what there is when it has started, and frozen objects are not listed
+    gc.unfreeze()  # vLLM freezes what there is when it has started, and frozen objects are not listed
     pools = [(begin, begin + data.handle[1]) for begin, data in CuMemAllocator.get_instance().pointer_to_data.items()]
     plans = [found for found in gc.get_objects() if type(found) is Attention]
     held = [value for plan in plans for value in vars(plan).values() if isinstance(value, torch.Tensor) and value.is_cuda and value.numel()]

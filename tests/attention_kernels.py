@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 GPU_KERNELS = ("hopper", "generic")
-_forced: list[str] = []     # by the fixture of the running test
+_forced: list[str] = []  # by the fixture of the running test
 
 
 def is_available(kernel: str) -> bool:

@@ -22,7 +22,7 @@ def random_view(seed: int, device: torch.device | str, valid: bool = True) -> BS
     kv_lens = numpy.exp(rng.uniform(0, numpy.log(longest), batch)).astype(int) * (rng.random(batch) < 0.95)
     qo_lens = numpy.ones(batch, dtype=int)
     style = rng.random()
-    if style > 0.3:     # some requests, or all, with longer queries
+    if style > 0.3:  # some requests, or all, with longer queries
         longer = rng.random(batch) < (1.0 if style > 0.8 else 0.2)
         qo_lens[longer] = numpy.exp(rng.uniform(0, numpy.log(2000), int(longer.sum()))).astype(int)
         qo_lens[rng.random(batch) < 0.05] = 0

@@ -20,14 +20,14 @@ GARBAGE = (-1, -(2**31), 2**31 - 1, 10**6)
 class Case:
     spec: cases.Spec
     device: torch.device
-    q: Tensor               # [rows + padding rows, num_qo_heads, head_dim]
-    k_slots: Tensor         # [slots, num_kv_heads, head_dim]: what the cache holds, slot by slot
+    q: Tensor  # [rows + padding rows, num_qo_heads, head_dim]
+    k_slots: Tensor  # [slots, num_kv_heads, head_dim]: what the cache holds, slot by slot
     v_slots: Tensor
-    slots: list[Tensor]     # int64 [kv_len] for each request: where its tokens are
+    slots: list[Tensor]  # int64 [kv_len] for each request: where its tokens are
     kv: KVCache
     view: BSRView
-    out: Tensor             # like q, NaN
-    lse: Tensor             # float32 [rows + padding rows, num_qo_heads], NaN
+    out: Tensor  # like q, NaN
+    lse: Tensor  # float32 [rows + padding rows, num_qo_heads], NaN
 
     @property
     def rows(self) -> int:
@@ -120,7 +120,7 @@ def _allocate(spec: cases.Spec, rng: numpy.random.Generator) -> list[list[int]]:
         own: list[int] = []
         if i > 0 and rng.random() < spec.sharing:
             other = int(rng.integers(i))
-            full = min(kv_len, spec.kv_lens[other]) // spec.page_size       # whole pages that both fill
+            full = min(kv_len, spec.kv_lens[other]) // spec.page_size  # whole pages that both fill
             own = pages[other][: int(rng.integers(full + 1))]
         pages.append(own + [int(free.pop()) for _ in range(count - len(own))])
     return pages
@@ -156,7 +156,7 @@ def _make_view(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[i
         table = PageTable.ragged(index(prefix_sum(lens), indptr64))
     elif spec.table_form == "csr":
         indices = torch.cat([torch.tensor([page for own in pages for page in own], dtype=torch.int32), garbage(3)])
-        last = [(kv_len - 1) % size + 1 if kv_len else int(rng.choice([0, -7, 10**6])) for kv_len in lens]     # not read for a request without pages
+        last = [(kv_len - 1) % size + 1 if kv_len else int(rng.choice([0, -7, 10**6])) for kv_len in lens]  # not read for a request without pages
         table = PageTable.csr(index(prefix_sum([len(own) for own in pages]), indptr64), indices.to(device), index(last, last64), size)
     elif spec.table_form == "block_table":
         width = max((len(own) for own in pages), default=0) + int(rng.integers(3))
@@ -176,7 +176,7 @@ def _make_view(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[i
 
 def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, v_slots: Tensor) -> KVCache:
     """Stores K and V, given slot by slot, the way `spec` says."""
-    k = k_slots.unflatten(0, (-1, spec.page_size))     # [pages, page_size, heads, head_dim]
+    k = k_slots.unflatten(0, (-1, spec.page_size))  # [pages, page_size, heads, head_dim]
     v = v_slots.unflatten(0, (-1, spec.page_size))
     if spec.layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -188,7 +188,7 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
         return KVCache.from_packed(_placed(torch.cat([k, v], dim=-1), spec, rng), spec.layout)
     if spec.cache_form == "ragged":
         return KVCache.from_ragged(_placed(k_slots, spec, rng), _placed(v_slots, spec, rng))
-    incomplete = k_slots.new_full((int(rng.integers(spec.page_size)), *k_slots.shape[1:]), torch.nan)     # slots at the end that are no page
+    incomplete = k_slots.new_full((int(rng.integers(spec.page_size)), *k_slots.shape[1:]), torch.nan)  # slots at the end that are no page
     return KVCache.from_slots(_placed(torch.cat([k_slots, incomplete]), spec, rng), _placed(torch.cat([v_slots, incomplete]), spec, rng), spec.page_size)
 
 

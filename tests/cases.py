@@ -36,12 +36,12 @@ class Spec:
     logits_soft_cap: float = 0.0
     sm_scale: float | None = None
     num_ctas: int | None = None
-    sharing: float = 0.0          # probability that a request begins with the pages of an earlier one
-    run_pages: int = 1            # so many pages follow one another, then others
-    padding_rows: int = 0         # rows of q and out beyond those of the batch
-    strided: bool = False         # q, out, K and V are slices of larger tensors, in any order of dimensions
-    aligned: bool = False         # their rows start at multiples of 16 bytes: always so on a GPU
-    int64: tuple[bool, ...] = (False,) * 5     # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
+    sharing: float = 0.0  # probability that a request begins with the pages of an earlier one
+    run_pages: int = 1  # so many pages follow one another, then others
+    padding_rows: int = 0  # rows of q and out beyond those of the batch
+    strided: bool = False  # q, out, K and V are slices of larger tensors, in any order of dimensions
+    aligned: bool = False  # their rows start at multiples of 16 bytes: always so on a GPU
+    int64: tuple[bool, ...] = (False,) * 5  # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
     seed: int = 0
 
     def with_(self, **changes: object) -> Spec:
@@ -95,7 +95,7 @@ def _random_lengths(rng: numpy.random.Generator, row_cost: int) -> tuple[tuple[i
     batch = int(rng.choice([0, 1, 1, 2, 3, 5, 7, 8, 13, 17, 33], p=[0.01, 0.15, 0.14, 0.15, 0.1, 0.1, 0.1, 0.1, 0.07, 0.05, 0.03]))
     longest = int(rng.choice([40, 300, 1500, 8192], p=[0.2, 0.35, 0.25, 0.2]))
     style = str(rng.choice(["decode", "prefill", "chunk", "verify", "mixed", "odd"], p=[0.3, 0.15, 0.2, 0.1, 0.15, 0.1]))
-    budget = 2e8 if longest < 8192 else 5e8      # multiplications of q . k
+    budget = 2e8 if longest < 8192 else 5e8  # multiplications of q . k
     qo_lens, kv_lens = [], []
     for _ in range(batch):
         kv_len = _skewed(rng, longest)
@@ -108,7 +108,7 @@ def _random_lengths(rng: numpy.random.Generator, row_cost: int) -> tuple[tuple[i
             qo_len = min(max(_skewed(rng, 600), 1), kv_len)
         elif kind == "verify":
             qo_len = int(rng.integers(2, 9))
-        else:     # no query, no KV, or a query longer than its KV
+        else:  # no query, no KV, or a query longer than its KV
             qo_len, kv_len = int(rng.choice([0, 1, 5, 70])), int(rng.choice([0, 1, 3, kv_len]))
         allowed = max(int((budget - row_cost * sum(q * n for q, n in zip(qo_lens, kv_lens, strict=True))) / row_cost / max(qo_len, 1)), 8)
         qo_lens.append(qo_len)

@@ -29,19 +29,19 @@ class Shape:
     num_ctas: int | None
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
-    seed: int = 0       # picks the kernel on a GPU
+    seed: int = 0  # picks the kernel on a GPU
 
 
 @dataclass
 class Memory:
     """A paged cache that holds segments of tokens; slots in no segment are NaN."""
 
-    k_slots: Tensor             # [slots, num_kv_heads, head_dim]
+    k_slots: Tensor  # [slots, num_kv_heads, head_dim]
     v_slots: Tensor
     kv: KVCache
     page_size: int
-    pages: list[list[int]]      # of each segment
-    slots: list[Tensor]         # int64, of each segment: where its tokens are
+    pages: list[list[int]]  # of each segment
+    slots: list[Tensor]  # int64, of each segment: where its tokens are
 
     def table(self, rng: numpy.random.Generator, segments: list[int]) -> PageTable:
         """A table whose request i is the segment segments[i], in any form."""
@@ -53,7 +53,7 @@ class Seen:
     """What some rows of Q see: all tokens of `shared`, and of `own` all or, if causal, those up to the row's position in it and inside its window."""
 
     rows: list[int]
-    shared: Tensor      # int64: slots
+    shared: Tensor  # int64: slots
     own: Tensor
     causal: bool = False
     window_left: int = -1
@@ -66,8 +66,8 @@ class Problem:
     memory: Memory
     composition: Composition
     seen: list[Seen]
-    out: Tensor     # like q, NaN
-    lse: Tensor     # float32 [rows, num_qo_heads], NaN
+    out: Tensor  # like q, NaN
+    lse: Tensor  # float32 [rows, num_qo_heads], NaN
 
     def attention(self, **changes: object) -> Attention:
         levels = self.composition.levels
@@ -89,9 +89,7 @@ class Problem:
         def attend(rows: list[int], slots: Tensor, causal: bool) -> None:
             shape, memory = self.shape, self.memory
             k, v = memory.k_slots[slots], memory.v_slots[slots]
-            o[rows], lse[rows] = oracle.attention(
-                self.q[rows], k, v, sm_scale=shape.sm_scale, causal=causal, logits_soft_cap=shape.logits_soft_cap
-            )
+            o[rows], lse[rows] = oracle.attention(self.q[rows], k, v, sm_scale=shape.sm_scale, causal=causal, logits_soft_cap=shape.logits_soft_cap)
 
         for seen in self.seen:
             rows, shared, own = seen.rows, seen.shared, seen.own
@@ -228,9 +226,7 @@ def noise(rng: numpy.random.Generator, device: torch.device, *shape: int) -> Ten
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(int(rng.integers(2**31))), device=device)
 
 
-def make_problem(
-    rng: numpy.random.Generator, shape: Shape, memory: Memory, composition: Composition, seen: list[Seen], rows: int
-) -> Problem:
+def make_problem(rng: numpy.random.Generator, shape: Shape, memory: Memory, composition: Composition, seen: list[Seen], rows: int) -> Problem:
     device, heads = memory.k_slots.device, shape.num_kv_heads * shape.group_size
     q = noise(rng, device, rows, heads, shape.head_dim).to(shape.dtype)
     absent = torch.ones(rows, dtype=torch.bool, device=device)
@@ -291,7 +287,7 @@ def tree_problem(rng: numpy.random.Generator, shape: Shape, device: torch.device
 def cascade_problem(rng: numpy.random.Generator, shape: Shape, device: torch.device, num_levels: int, window_left: int = -1) -> Problem:
     """Requests in groups with a common prefix, the groups in larger groups."""
     causal = bool(rng.random() < 0.8)
-    paths: list[tuple[int, ...]] = [()]     # of each request: its segment in each level
+    paths: list[tuple[int, ...]] = [()]  # of each request: its segment in each level
     lens: list[int] = []
     for level in range(num_levels):
         grown = []
@@ -315,7 +311,7 @@ def cascade_problem(rng: numpy.random.Generator, shape: Shape, device: torch.dev
         tables.append(memory.table(rng, list(rows_of)))
     if window_left < 0:
         composition = Composition.cascade(qo_indptrs, tables, causal=causal)
-    else:     # a window inside the last level's own KV
+    else:  # a window inside the last level's own KV
         shared = [BSRView(qo_indptr, table, causal=False) for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)]
         composition = Composition((*shared, BSRView(qo_indptrs[-1], tables[-1], causal=causal, window_left=window_left)))
 

@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with the fixture `device` runs on a CPU and on a GPU; if it also has the fixture `kernel`, on a GPU with each kernel."""
     each_kernel = "kernel" in metafunc.fixturenames
     if any("device" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
-        return     # of its own
+        return  # of its own
     if "device" in metafunc.fixturenames and each_kernel:
         on_gpu = [pytest.param("cuda", kernel, marks=pytest.mark.gpu, id=kernel) for kernel in attention_kernels.GPU_KERNELS]
         metafunc.parametrize(("device", "kernel"), [pytest.param("cpu", None, id="cpu"), *on_gpu], indirect=True)

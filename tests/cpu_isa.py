@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ISAS = ("baseline", "avx2", "avx512", "amx")     # as in csrc/cpu/isa.h
+ISAS = ("baseline", "avx2", "avx512", "amx")  # as in csrc/cpu/isa.h
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")

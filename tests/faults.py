@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HOST_SOURCES = ("csrc/host/", "csrc/cpu/", "csrc/include/")     # what the host library is built of
-TEST_LIMIT_S = 120      # of one test: a fault may make it wait for ever
+HOST_SOURCES = ("csrc/host/", "csrc/cpu/", "csrc/include/")  # what the host library is built of
+TEST_LIMIT_S = 120  # of one test: a fault may make it wait for ever
 RUN_LIMIT_S = 1800
 
 
@@ -33,9 +33,9 @@ class Problem(Exception):
 class Fault:
     name: str
     file: str
-    old: str                  # once in the file
+    old: str  # once in the file
     new: str
-    tests: tuple[str, ...]    # arguments of pytest: what must fail
+    tests: tuple[str, ...]  # arguments of pytest: what must fail
 
 
 DRAWS = ("tests/kernels/test_sampling_draws.py",)
@@ -45,61 +45,185 @@ VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
 
 FAULTS = (
-    Fault("sample_from_probs: seed and position swapped", "attn_backend/kernels/sampling.py",
-          "        seed,\n        position,\n        None,\n        _is_joint", "        position,\n        seed,\n        None,\n        _is_joint", DRAWS),
-    Fault("chain_speculative_sampling: seed and position swapped", "attn_backend/kernels/sampling.py",
-          "        target_probs,\n        seed,\n        position,", "        target_probs,\n        position,\n        seed,", DRAWS),
-    Fault("speculation: the last draw at the first position", "csrc/cpu/sampling.cpp", "drawn.position.value = position + accepted;",
-          "drawn.position.value = position;", DRAWS),
-    Fault("token mask: rows as far apart as the vocabulary needs", "csrc/cpu/sampling.cpp",
-          "const uint32_t* words = params.token_mask + row * params.mask_stride;",
-          "const uint32_t* words = params.token_mask + row * ((params.vocab + 31) / 32);", ("tests/kernels/test_sampling.py",)),
-    Fault("token mask of a bad row: the same", "csrc/cpu/sampling.cpp", "const uint32_t* words = params_.token_mask + row_ * params_.mask_stride;",
-          "const uint32_t* words = params_.token_mask + row_ * ((params_.vocab + 31) / 32);", ("tests/kernels/test_sampling.py",)),
-    Fault("a negative target does not spoil the row", "csrc/include/attn/sampling.h", "rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest",
-          "rest < 0.0f ? 0.0f : rest", DRAWS),
-    Fault("append: V's token stride taken from K", "csrc/host/bindings.cpp", "params.v_token_stride = v.stride(0);", "params.v_token_stride = k.stride(0);",
-          ("tests/kernels/test_append.py",)),
-    Fault("append: V's head stride taken from K", "csrc/host/bindings.cpp", "params.v_head_stride = v.stride(1);", "params.v_head_stride = k.stride(1);",
-          ("tests/kernels/test_append.py",)),
-    Fault("packed rows of exactly 2^31", "attn_backend/kernels/attention.py", "max_rows * group_size > MAX_INT32", "max_rows * group_size > MAX_INT32 + 1",
-          ("tests/kernels/test_attention.py", "-k", "packed_rows")),
-    Fault("planned tensors are let go", "attn_backend/kernels/attention.py", "        self._levels = levels\n", "",
-          ("tests/kernels/test_attention.py", "-k", "keeps_its_tensors")),
-    Fault("costs of row tiles that leave states", "attn_backend/kernels/schedule.py", "return kind + 4 * (self.groups[group, 6] >= 0)", "return kind",
-          ("tests/kernels/test_schedule.py",)),
-    Fault("OpenMP used in a child after fork()", "csrc/cpu/parallel.cpp",
-          "  if (opened_a_region) openmp_lost_in_fork.store(true, std::memory_order_relaxed);\n", "", ("tests/csrc/test_parallel.py",)),
-    Fault("a pool of threads used in a child after fork()", "csrc/cpu/parallel.cpp", "  own_pool.store(nullptr, std::memory_order_release);\n", "",
-          ("tests/csrc/test_parallel.py",)),
-    Fault("an instruction set replaced by a lesser one", "csrc/cpu/isa.cpp", 'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
-          'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;', ("tests/csrc/test_cpu_isa.py", "-k", "avx2")),
-    Fault("planner: more row tiles than there is room for are no error", "csrc/host/planner.cpp",
-          "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n", "", ("tests/csrc/test_device_planner.py", "-k", "room")),
-    Fault("device append: V's page stride taken from K", "csrc/device/append.cu", "const int64_t v_token = page * p.v_cache.page_stride",
-          "const int64_t v_token = page * p.k_cache.page_stride", (DEVICE, "-k", "append")),
-    Fault("generic kernel: V read from K", "csrc/device/kv_loader.cuh", "const KvTensor& tensor = is_v ? params.v : params.k;",
-          "const KvTensor& tensor = params.k;", (DEVICE, "-k", "random_cases and generic")),
+    Fault(
+        "sample_from_probs: seed and position swapped",
+        "attn_backend/kernels/sampling.py",
+        "        seed,\n        position,\n        None,\n        _is_joint",
+        "        position,\n        seed,\n        None,\n        _is_joint",
+        DRAWS,
+    ),
+    Fault(
+        "chain_speculative_sampling: seed and position swapped",
+        "attn_backend/kernels/sampling.py",
+        "        target_probs,\n        seed,\n        position,",
+        "        target_probs,\n        position,\n        seed,",
+        DRAWS,
+    ),
+    Fault(
+        "speculation: the last draw at the first position",
+        "csrc/cpu/sampling.cpp",
+        "drawn.position.value = position + accepted;",
+        "drawn.position.value = position;",
+        DRAWS,
+    ),
+    Fault(
+        "token mask: rows as far apart as the vocabulary needs",
+        "csrc/cpu/sampling.cpp",
+        "const uint32_t* words = params.token_mask + row * params.mask_stride;",
+        "const uint32_t* words = params.token_mask + row * ((params.vocab + 31) / 32);",
+        ("tests/kernels/test_sampling.py",),
+    ),
+    Fault(
+        "token mask of a bad row: the same",
+        "csrc/cpu/sampling.cpp",
+        "const uint32_t* words = params_.token_mask + row_ * params_.mask_stride;",
+        "const uint32_t* words = params_.token_mask + row_ * ((params_.vocab + 31) / 32);",
+        ("tests/kernels/test_sampling.py",),
+    ),
+    Fault(
+        "a negative target does not spoil the row",
+        "csrc/include/attn/sampling.h",
+        "rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest",
+        "rest < 0.0f ? 0.0f : rest",
+        DRAWS,
+    ),
+    Fault(
+        "append: V's token stride taken from K",
+        "csrc/host/bindings.cpp",
+        "params.v_token_stride = v.stride(0);",
+        "params.v_token_stride = k.stride(0);",
+        ("tests/kernels/test_append.py",),
+    ),
+    Fault(
+        "append: V's head stride taken from K",
+        "csrc/host/bindings.cpp",
+        "params.v_head_stride = v.stride(1);",
+        "params.v_head_stride = k.stride(1);",
+        ("tests/kernels/test_append.py",),
+    ),
+    Fault(
+        "packed rows of exactly 2^31",
+        "attn_backend/kernels/attention.py",
+        "max_rows * group_size > MAX_INT32",
+        "max_rows * group_size > MAX_INT32 + 1",
+        ("tests/kernels/test_attention.py", "-k", "packed_rows"),
+    ),
+    Fault(
+        "planned tensors are let go",
+        "attn_backend/kernels/attention.py",
+        "        self._levels = levels\n",
+        "",
+        ("tests/kernels/test_attention.py", "-k", "keeps_its_tensors"),
+    ),
+    Fault(
+        "costs of row tiles that leave states",
+        "attn_backend/kernels/schedule.py",
+        "return kind + 4 * (self.groups[group, 6] >= 0)",
+        "return kind",
+        ("tests/kernels/test_schedule.py",),
+    ),
+    Fault(
+        "OpenMP used in a child after fork()",
+        "csrc/cpu/parallel.cpp",
+        "  if (opened_a_region) openmp_lost_in_fork.store(true, std::memory_order_relaxed);\n",
+        "",
+        ("tests/csrc/test_parallel.py",),
+    ),
+    Fault(
+        "a pool of threads used in a child after fork()",
+        "csrc/cpu/parallel.cpp",
+        "  own_pool.store(nullptr, std::memory_order_release);\n",
+        "",
+        ("tests/csrc/test_parallel.py",),
+    ),
+    Fault(
+        "an instruction set replaced by a lesser one",
+        "csrc/cpu/isa.cpp",
+        'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
+        'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;',
+        ("tests/csrc/test_cpu_isa.py", "-k", "avx2"),
+    ),
+    Fault(
+        "planner: more row tiles than there is room for are no error",
+        "csrc/host/planner.cpp",
+        "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n",
+        "",
+        ("tests/csrc/test_device_planner.py", "-k", "room"),
+    ),
+    Fault(
+        "device append: V's page stride taken from K",
+        "csrc/device/append.cu",
+        "const int64_t v_token = page * p.v_cache.page_stride",
+        "const int64_t v_token = page * p.k_cache.page_stride",
+        (DEVICE, "-k", "append"),
+    ),
+    Fault(
+        "generic kernel: V read from K",
+        "csrc/device/kv_loader.cuh",
+        "const KvTensor& tensor = is_v ? params.v : params.k;",
+        "const KvTensor& tensor = params.k;",
+        (DEVICE, "-k", "random_cases and generic"),
+    ),
     Fault("merge: a later CTA's part", "csrc/device/merge.cuh", "first_cta, link) + number - 1;", "first_cta, link) + number;", (DEVICE, "-k", "random_cases")),
-    Fault("merge: parts of other CTAs left out where rows are in several groups", "csrc/device/merge.cuh", "parts.of_link = 1 + inside.end - inside.begin;",
-          "parts.of_link = 1;", (DEVICE, "-k", "forests_and_chunks")),
-    Fault("walk: a head too many", "csrc/device/work.cuh", "if (++now.head == num_kv_heads) {", "if (++now.head > num_kv_heads) {",
-          (DEVICE, "-k", "random_cases and hopper")),
-    Fault("pairs in turn: another row tile", "csrc/include/attn/schedule.h", "2 * group.tile_begin + of_group - 1 - tile",
-          "2 * group.tile_begin + of_group - tile", (DEVICE, "-k", "in_turn")),
-    Fault("device sampling: another bit of the mask", "csrc/device/sampling_source.cuh", "__ldg(mask + (first >> 5)) >> (first & 31)",
-          "__ldg(mask + (first >> 5)) >> (first & 15)", (DEVICE, "-k", "sampling")),
-    Fault("SGLang: no bound on rows", "attn_backend/adapters/sglang/backend.py", "if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:",
-          "if batch_size <= self._max_batch:", SGLANG),
-    Fault("SGLang: the cache's view kept when the pool is reallocated", "attn_backend/adapters/sglang/backend.py",
-          "if self.kv is None or k is not self.k or v is not self.v:", "if self.kv is None:", SGLANG),
+    Fault(
+        "merge: parts of other CTAs left out where rows are in several groups",
+        "csrc/device/merge.cuh",
+        "parts.of_link = 1 + inside.end - inside.begin;",
+        "parts.of_link = 1;",
+        (DEVICE, "-k", "forests_and_chunks"),
+    ),
+    Fault(
+        "walk: a head too many",
+        "csrc/device/work.cuh",
+        "if (++now.head == num_kv_heads) {",
+        "if (++now.head > num_kv_heads) {",
+        (DEVICE, "-k", "random_cases and hopper"),
+    ),
+    Fault(
+        "pairs in turn: another row tile",
+        "csrc/include/attn/schedule.h",
+        "2 * group.tile_begin + of_group - 1 - tile",
+        "2 * group.tile_begin + of_group - tile",
+        (DEVICE, "-k", "in_turn"),
+    ),
+    Fault(
+        "device sampling: another bit of the mask",
+        "csrc/device/sampling_source.cuh",
+        "__ldg(mask + (first >> 5)) >> (first & 31)",
+        "__ldg(mask + (first >> 5)) >> (first & 15)",
+        (DEVICE, "-k", "sampling"),
+    ),
+    Fault(
+        "SGLang: no bound on rows",
+        "attn_backend/adapters/sglang/backend.py",
+        "if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:",
+        "if batch_size <= self._max_batch:",
+        SGLANG,
+    ),
+    Fault(
+        "SGLang: the cache's view kept when the pool is reallocated",
+        "attn_backend/adapters/sglang/backend.py",
+        "if self.kv is None or k is not self.k or v is not self.v:",
+        "if self.kv is None:",
+        SGLANG,
+    ),
     Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/backend.py", "self._window_slot_buffer[count:].zero_()", "pass", SGLANG),
     Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended)", "after_append=True)", SGLANG),
     Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended)", "after_append=True)", VLLM),
-    Fault("vLLM's first sampler: a position too far", "attn_backend/adapters/vllm/sampler.py", "Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)",
-          "Draws(seeds, self.seq_lens[: batch.num_reqs])", VLLM),
-    Fault("cache key: without the compiler's flags", "attn_backend/kernels/cubins.py", ', *(flag for flag in flags(arch) if not flag.startswith("-I"))]', "]",
-          CUBINS),
+    Fault(
+        "vLLM's first sampler: a position too far",
+        "attn_backend/adapters/vllm/sampler.py",
+        "Draws(seeds, self.seq_lens[: batch.num_reqs] - 1)",
+        "Draws(seeds, self.seq_lens[: batch.num_reqs])",
+        VLLM,
+    ),
+    Fault(
+        "cache key: without the compiler's flags",
+        "attn_backend/kernels/cubins.py",
+        ', *(flag for flag in flags(arch) if not flag.startswith("-I"))]',
+        "]",
+        CUBINS,
+    ),
     Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(Path(code_address.__file__).read_bytes())\n", "", CUBINS),
 )
 
@@ -131,7 +255,7 @@ def fault_in(tree: Path, fault: Fault) -> Iterator[None]:
 
 def run(command: list[str], tree: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
     """In the copy, in a session of its own, so that nothing is left of what waits for ever. Exit status -SIGKILL: it took too long."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}     # a fault may leave a file's size and second as they are
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}  # a fault may leave a file's size and second as they are
     environment.pop("PYTHONSAFEPATH", None)
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -167,7 +291,7 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
     Raises:
         Problem: no test ran, or pytest could not.
     """
-    how = ["-n", str(jobs)] if jobs > 1 else ["-x"]     # with both, the first failure is an interruption
+    how = ["-n", str(jobs)] if jobs > 1 else ["-x"]  # with both, the first failure is an interruption
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *how, *tests], tree)
     if done.returncode == 0 and " passed" not in done.stdout.splitlines()[-1]:
         raise Problem(f"every test of {' '.join(tests)} was skipped here")
@@ -177,7 +301,7 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
 
 
 def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs: int) -> str:
-    """"noticed", or what is wrong. good: selections that have run without a fault, and whether they passed."""
+    """ "noticed", or what is wrong. good: selections that have run without a fault, and whether they passed."""
     try:
         if fault.tests not in good:
             good[fault.tests] = not fails(tree, fault.tests, jobs)
@@ -202,7 +326,7 @@ def main() -> None:
     chosen = [fault for fault in FAULTS if arguments.only in fault.name or arguments.only in fault.file]
     if not chosen:
         parser.error(f"--only is {arguments.only!r}, must be part of the name or file of a fault")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))     # the copy goes with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the copy goes with it
     noticed = 0
     good: dict[tuple[str, ...], bool] = {}
     with copied_tree() as tree:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView
 
-NULL_PAGE = 0     # what engines put into rows of the table that pad a batch
+NULL_PAGE = 0  # what engines put into rows of the table that pad a batch
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Batch:
     page_size: int
     qo_lens: list[int]
     kv_lens: list[int]
-    pages: list[list[int]]      # of each request
+    pages: list[list[int]]  # of each request
     num_pages: int
     causal: bool = True
     window_left: int = -1
-    copies: tuple[tuple[int, int, int], ...] = ()     # copy-on-write: a page, one that begins with the same tokens, how many of them
-    is_tree: bool = True        # False: two requests may have a page in common behind one that they have not
+    copies: tuple[tuple[int, int, int], ...] = ()  # copy-on-write: a page, one that begins with the same tokens, how many of them
+    is_tree: bool = True  # False: two requests may have a page in common behind one that they have not
 
     @property
     def rows(self) -> int:
@@ -61,9 +61,9 @@ class Problem:
     shape: Shape
     batch: Batch
     memory: Memory
-    q: Tensor       # [rows + padding, num_qo_heads, head_dim], NaN behind the batch's rows
-    out: Tensor     # like q, NaN
-    lse: Tensor     # float32 [rows + padding, num_qo_heads], NaN
+    q: Tensor  # [rows + padding, num_qo_heads, head_dim], NaN behind the batch's rows
+    out: Tensor  # like q, NaN
+    lse: Tensor  # float32 [rows + padding, num_qo_heads], NaN
 
     def attention(self, **changes: object) -> Attention:
         room = {"max_rows": len(self.q) + 1, "max_batch": len(self.batch.qo_lens) + 1} | changes
@@ -215,7 +215,7 @@ def place_requests(page_size: int, parents: list[int], lens: list[int], node_of:
     ends: list[int] = []
     pages: list[list[int]] = []
     copies: list[tuple[int, int, int]] = []
-    source: dict[int, int] = {}     # for a node: the first page that holds its end
+    source: dict[int, int] = {}  # for a node: the first page that holds its end
     for i, node in enumerate([*parents, *node_of]):
         begin, inherited = (ends[node], pages[node]) if node >= 0 else (0, [])
         is_request = i >= len(parents)
@@ -282,7 +282,7 @@ class Node:
 
     members: tuple[int, ...]
     end_page: int
-    parent: int     # -1: none
+    parent: int  # -1: none
 
 
 def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> int:
@@ -290,7 +290,7 @@ def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> 
     qo_len, kv_len = batch.qo_lens[request], batch.kv_lens[request]
     if qo_len == 0 or qo_len >= row_limit:
         return 0
-    first, last = kv_len - qo_len, kv_len - 1     # positions of its rows
+    first, last = kv_len - qo_len, kv_len - 1  # positions of its rows
     if batch.window_left >= 0 and last - batch.window_left > 0:
         return 0
     return max(min(kv_len, first + 1 if batch.causal else kv_len), 0) // batch.page_size
@@ -301,7 +301,7 @@ def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
     shareable = [shareable_pages(batch, i, row_limit) for i in range(len(batch.pages))]
     pages = [numpy.array(own[:count], dtype=numpy.int64) for own, count in zip(batch.pages, shareable, strict=True)]
     nodes: list[Node] = []
-    left = [(tuple(range(len(pages))), 0, -1)]     # requests that share this many pages, and the node for that
+    left = [(tuple(range(len(pages))), 0, -1)]  # requests that share this many pages, and the node for that
     while left:
         members, begin, parent = left.pop()
         parts: dict[int, list[int]] = {}

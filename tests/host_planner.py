@@ -16,7 +16,7 @@ from attn_backend.kernels.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
-_MAX_TILES = 7     # in ScheduleConfig
+_MAX_TILES = 7  # in ScheduleConfig
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
@@ -91,7 +91,7 @@ def plan_and_lists_rows(
     config, c_config, zeros, offsets = _workspace(library, attention, max_tiles)
     workspace = zeros if workspace is None else workspace
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
-    kept: list[Tensor | None] = []     # what the views point to
+    kept: list[Tensor | None] = []  # what the views point to
     views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
     of_search = views if searched is None else (_View * 1)(_view(searched, attention.max_rows, kept))
     address = ctypes.c_void_p(workspace.data_ptr())
@@ -108,15 +108,13 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     _, c_config, workspace, _ = _workspace(library, attention)
     kept: list[Tensor | None] = []
     passed = _view(view, attention.max_rows, kept)
-    passed.indices = _address(view.table.indices)     # the planner leaves it to the kernel, and does not read it
+    passed.indices = _address(view.table.indices)  # the planner leaves it to the kernel, and does not read it
     library.host_planner_set_kind(kind)
     library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), (_View * 1)(passed), 1)
     attention._schedule.copy_(workspace)
 
 
-def _workspace(
-    library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
-) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
+def _workspace(library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
     """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
     config = list(attention._library.schedule_config(attention._handle))[:-6]
     if max_tiles is not None:

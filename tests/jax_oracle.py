@@ -44,7 +44,7 @@ def paged_attention(
 
     slots, num_kv_heads, head_dim = k_slots.shape
     num_pages, width = slots // page_size, power_of_two(max([1024, *kv_lens]) // page_size)
-    cache = numpy.zeros((power_of_two(num_pages), page_size, 2 * num_kv_heads, head_dim), dtype=numpy.float32)     # K and V head by head
+    cache = numpy.zeros((power_of_two(num_pages), page_size, 2 * num_kv_heads, head_dim), dtype=numpy.float32)  # K and V head by head
     for first, tensor in enumerate((k_slots, v_slots)):
         cache[:num_pages, :, first::2] = tensor.view(num_pages, page_size, num_kv_heads, head_dim).float().cpu().numpy()
     kv_pages = jnp.asarray(cache)
@@ -65,7 +65,7 @@ def paged_attention(
             jnp.asarray([0, seeing], dtype=jnp.int32),
             jnp.asarray([1], dtype=jnp.int32),
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
-            sliding_window=None if window_left < 0 else window_left + 1,     # with the row's own token
+            sliding_window=None if window_left < 0 else window_left + 1,  # with the row's own token
             soft_cap=logits_soft_cap or None,
         )
         results[-1][qo_len - seeing :] = torch.from_numpy(numpy.array(o))

@@ -37,7 +37,7 @@ def attention(
     logits.masked_fill_(hidden, -torch.inf)
 
     peak = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp(logits - peak.clamp_min(torch.finfo(torch.float64).min))     # a row that sees nothing: exp(-inf) = 0
+    weights = torch.exp(logits - peak.clamp_min(torch.finfo(torch.float64).min))  # a row that sees nothing: exp(-inf) = 0
     total = weights.sum(dim=-1, keepdim=True)
     lse = (peak + torch.log(total)).squeeze(-1)
     weights = weights / total.clamp_min(1e-300)

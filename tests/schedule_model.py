@@ -165,7 +165,7 @@ def _positions(
         if pair < len(ends):
             own, weight = int(pair_costs[pair]), int(weights[pair])
             kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
-            cut_saves = (int(counts[pair]) - 1) * weight     # to leave all KV tiles but the first to another CTA, which then loads Q, too
+            cut_saves = (int(counts[pair]) - 1) * weight  # to leave all KV tiles but the first to another CTA, which then loads Q, too
             uncut = whole or (counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share)
             if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0

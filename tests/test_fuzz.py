@@ -40,7 +40,7 @@ import attn_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")      # torch's, of sparse and quantised tensors
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of sparse and quantised tensors
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def spoiled(call: Call) -> Call:
 
     def function(**given: Any) -> Any:
         result = call.function(**given)
-        if result is None:      # of append_kv
+        if result is None:  # of append_kv
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
         elif isinstance(result, torch.Tensor):

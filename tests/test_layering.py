@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Parts of the package that each part may import, besides itself.
 MAY_IMPORT = {
-    "attn_backend": {"kernels", "metadata"},      # attn_backend/__init__.py: the public names
+    "attn_backend": {"kernels", "metadata"},  # attn_backend/__init__.py: the public names
     "metadata": set(),
     "kernels": {"metadata"},
     "adapters": {"kernels", "metadata", "attn_backend"},
@@ -96,7 +96,7 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
-    foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}      # but by their own tests
+    foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}  # but by their own tests
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
 
 

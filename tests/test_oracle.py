@@ -44,7 +44,7 @@ def test_soft_cap() -> None:
 
 def test_rows_that_see_nothing() -> None:
     q, k, v = randn(5, 2, 8), randn(3, 1, 8), randn(3, 1, 8)
-    o, lse = oracle.attention(q, k, v)     # positions -2 .. 2
+    o, lse = oracle.attention(q, k, v)  # positions -2 .. 2
     assert (o[:2] == 0).all()
     assert (lse[:2] == -math.inf).all()
     assert lse[2:].isfinite().all()

@@ -17,11 +17,11 @@ import torch
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
 
-TRACE_BLOCK = 512     # tokens that one hash id of a trace stands for
-_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24     # of a batch
-_MAX_PREFIXES = 64                            # of --shared-prefix, one behind another
-_MAX_HASH_IDS = 1 << 24                       # of a trace
-_MAX_TEXT = 1 << 28                           # characters of a batch, or of a line of a trace
+TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
+_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch
+_MAX_PREFIXES = 64  # of --shared-prefix, one behind another
+_MAX_HASH_IDS = 1 << 24  # of a trace
+_MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
 SETTINGS = ("heads", "head_dim", "page_size", "num_ctas", "costs", "causal", "window_left")
 
 
@@ -305,7 +305,7 @@ def _text(text: str, where: str) -> str:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:     # a JSONDecodeError, or a number of thousands of digits
+    except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
         raise ValueError(f"{where}: not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: nested too deeply") from None

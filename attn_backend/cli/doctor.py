@@ -167,7 +167,7 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
 
 
 def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
-    said = io.StringIO()     # engines warn of much when they are imported, nothing of which is a finding
+    said = io.StringIO()  # engines warn of much when they are imported, nothing of which is a finding
     try:
         with redirect_stdout(said), redirect_stderr(said):
             load()()

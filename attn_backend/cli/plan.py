@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):     # what torch and C++ say of memory has it
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # what torch and C++ say of memory has it
             raise
         return _refused("there is not enough memory for this batch")
     return 0

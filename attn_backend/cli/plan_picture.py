@@ -12,15 +12,15 @@ from ..kernels.schedule import PrefixNode
 from .picture import FAINT, INK, Picture, text_width
 from .planned import Planned, count, decision
 
-DECODE = ("#9ecae1", "#5b9bd0")                                               # row groups of requests with one row, by turns
-PREFILL = ("#a8d5a2", "#6fb56a")                                              # and with more
-TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")    # row groups of shared prefixes, by turns
+DECODE = ("#9ecae1", "#5b9bd0")  # row groups of requests with one row, by turns
+PREFILL = ("#a8d5a2", "#6fb56a")  # and with more
+TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")  # row groups of shared prefixes, by turns
 NOT_TAKEN = "#e4e4e4"
 
 _WIDTH = 1280
-_LEFT, _RIGHT = 96, 24        # margins; the left one holds the names of the rows
-_GAP = 48                     # between the view and the forest
-_LISTED = 8                   # nodes of the forest in words
+_LEFT, _RIGHT = 96, 24  # margins; the left one holds the names of the rows
+_GAP = 48  # between the view and the forest
+_LISTED = 8  # nodes of the forest in words
 
 
 def draw(planned: Planned) -> Picture:

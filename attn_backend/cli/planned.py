@@ -16,9 +16,9 @@ from ..metadata.structure import refuse
 from .batches import SETTINGS, Batch
 from .schedule_costs import ScheduleCosts
 
-_MOST_NODES = 40     # of the forest, in the text
-_MOST_FOREST_REQUESTS = 1024     # kMaxForestRequests in csrc/include/attn/forest.h
-_MOST_HEADS, _MOST_HEAD_ROWS = 256, 1 << 27     # what is shown of a plan grows with its (row tile, head) pairs
+_MOST_NODES = 40  # of the forest, in the text
+_MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/include/attn/forest.h
+_MOST_HEADS, _MOST_HEAD_ROWS = 256, 1 << 27  # what is shown of a plan grows with its (row tile, head) pairs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    num_ctas: int | None = 132     # one for each of an H100's SMs
+    num_ctas: int | None = 132  # one for each of an H100's SMs
     costs: Literal["cpu", "cuda"] = "cuda"
     cascade: bool = True
     causal: bool = True
@@ -58,7 +58,7 @@ class Settings:
         if values.get("costs", "cuda") == "cuda" and head_dim not in CUDA_HEAD_DIMS:
             refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
         if values.get("costs") == "cpu":
-            values.setdefault("num_ctas", None)     # as many as the CPU's plans have
+            values.setdefault("num_ctas", None)  # as many as the CPU's plans have
         return cls(*heads, cascade=not arguments.no_cascade, **values)
 
 
@@ -135,7 +135,7 @@ class Planned:
         """A table with a line for each node of the forest, each below the node above it and further in; of a large forest the first of `ranked_forest`."""
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
-        paths = []     # ranks of the listed nodes from a root to each listed node: in their order every node follows the one above it
+        paths = []  # ranks of the listed nodes from a root to each listed node: in their order every node follows the one above it
         for node in ranked[:_MOST_NODES]:
             path, above = [rank[id(node)]], node.parent
             while above >= 0:
@@ -186,7 +186,7 @@ def _members(batch: Batch, settings: Settings, schedule: Schedule) -> list[list[
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
     covered = ((kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]
-    have: dict[int, list[int]] = {-1: list(range(len(rows)))}     # of each node the requests that have its pages, and whose rows see them: some of its parent's
+    have: dict[int, list[int]] = {-1: list(range(len(rows)))}  # of each node the requests that have its pages, and whose rows see them: some of its parent's
     for i in sorted(range(len(schedule.forest)), key=lambda i: schedule.forest[i].end_page):
         node = schedule.forest[i]
         begin, end = node.begin_page, node.end_page

@@ -70,7 +70,7 @@ def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> 
     costs = head_cost.tolist()
     ctas = schedule.num_ctas
     asked = 2 * ctas
-    takes = [(0, cta, cta) for cta in range(min(ctas, len(pairs)))]     # when, by whom, which
+    takes = [(0, cta, cta) for cta in range(min(ctas, len(pairs)))]  # when, by whom, which
     heapq.heapify(takes)
     parts = []
     while takes:
@@ -102,7 +102,7 @@ def _intervals(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor, p
     for cta, (begin, end, reload) in enumerate(zip(begins[:-1].tolist(), begins[1:].tolist(), reloads.tolist(), strict=False)):
         on_line, at = begin, 0
         while on_line < end:
-            while group_begins[group + 1] <= on_line:     # also steps over groups without rows
+            while group_begins[group + 1] <= on_line:  # also steps over groups without rows
                 group += 1
             until = min(end, group_begins[group + 1])
             cost = until - on_line + (reload if at == 0 else 0)

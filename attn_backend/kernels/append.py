@@ -34,7 +34,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         if k.is_neg() or v.is_neg() or slots.is_neg() or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
-    except (AttributeError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
+    except (AttributeError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
         explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
         raise

@@ -133,7 +133,7 @@ class Attention:
             self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
             self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
             self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
-        except RuntimeError as error:     # torch.OutOfMemoryError is one
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes)} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
@@ -163,7 +163,7 @@ class Attention:
                 so that nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
             RuntimeError: another thread uses this object.
         """
-        level = -1     # that is looked at
+        level = -1  # that is looked at
         try:
             levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
             errors = 0
@@ -192,7 +192,7 @@ class Attention:
                 raise ValueError(describe_errors(errors))
         except BaseException as error:
             if isinstance(error, RuntimeError) and str(error).startswith("this Attention is in use"):
-                raise     # the plan is the other thread's
+                raise  # the plan is the other thread's
             self._library.abandon_plan(self._handle)
             if level >= 0 and isinstance(error, RuntimeError):
                 explain_failure(_tensors_of(levels[level]))
@@ -244,7 +244,7 @@ class Attention:
                 check_plain("lse", lse)
             scale = self._sm_scale if sm_scale is None else sm_scale
             errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
-        except (AttributeError, OverflowError, RuntimeError, TypeError):     # looked into only here: a layer's call has no time for it
+        except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())

@@ -64,7 +64,7 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                     target = out / arch / f"{name}.cubin"
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, target)
-        except BaseException:     # as from the keyboard, which the compilers do not hear
+        except BaseException:  # as from the keyboard, which the compilers do not hear
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 cuda_compiler.stop()
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         compiler = nvcc()
         if compiler is None:
             raise RuntimeError(cuda_compiler.no_nvcc())
-        nvcc_version(compiler)     # what would fail for each kernel is said once
+        nvcc_version(compiler)  # what would fail for each kernel is said once
         for arch in archs:
             kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
         return 1 if build(archs, arguments.jobs, arguments.out) else 0

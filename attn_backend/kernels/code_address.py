@@ -50,7 +50,7 @@ def publish_code_addresses(cubin: Path) -> list[str]:
     if _RELOCATIONS not in named:
         return []
     variables, symbols = named[_VARIABLES], named[".symtab"]
-    kernels: dict[str, tuple[int, int]] = {}     # number of the symbol, bytes
+    kernels: dict[str, tuple[int, int]] = {}  # number of the symbol, bytes
     variable_at: dict[int, str] = {}
     for number, at in enumerate(range(symbols.offset, symbols.offset + symbols.size, _SYMBOL_BYTES)):
         name_at, info, _, section, value, size = struct.unpack_from("<IBBHQQ", content, at)

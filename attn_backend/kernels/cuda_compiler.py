@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-TIME_LIMIT = 600.0     # seconds for one kernel; the slowest take less than a tenth of it on one core
+TIME_LIMIT = 600.0  # seconds for one kernel; the slowest take less than a tenth of it on one core
 VERSION_TIME_LIMIT = 60.0
 ADVICE = "set CUDA_HOME or PATH to a CUDA toolkit (12.4 or newer)"
 _running: set[subprocess.Popen[bytes]] = set()
@@ -50,7 +50,7 @@ def run(command: list[str], what: str, seconds: float) -> str:
         RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are then gone.
     """
     compiler = command[0]
-    with scratch_file("output") as path, path.open("w+b") as output:     # not a pipe: one that a grandchild holds open would be waited for
+    with scratch_file("output") as path, path.open("w+b") as output:  # not a pipe: one that a grandchild holds open would be waited for
         try:
             # A group of its own, so that what it starts ends with it. No input: it would wait for some.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_MOST_BYTES = 256 << 20     # of a file that is read
+_MOST_BYTES = 256 << 20  # of a file that is read
 _ELF, _FATBIN = b"\x7fELF", b"\x50\xed\x55\xba"
 _EM_CUDA, _SHT_NOBITS = 190, 8
-_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16     # of their headers
+_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # of their headers
 _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
 
 
@@ -109,7 +109,7 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            folder.mkdir(mode=0o755, exist_ok=True)     # whatever the umask: not writable for everybody
+            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable for everybody
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
@@ -152,7 +152,7 @@ def _foreign(cubin: Path) -> str:
         try:
             info = path.stat(follow_symlinks=follow)
         except OSError:
-            continue     # then nothing can be read there: `fault` or `prepare` say why
+            continue  # then nothing can be read there: `fault` or `prepare` say why
         if info.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):

@@ -14,13 +14,13 @@ from .cubins import arch_of, find_kernel
 from .library import library
 
 MAX_TOP_LOGPROBS = 128
-_MAX_CLUSTER_CTAS = 16      # CTAs that share a row, on GPUs with thread block clusters
-_WORKSPACE_WORDS = 4096     # kWorkspaceWords in csrc/include/attn/sampling.h
-_RENORM, _MASK_LOGITS = 1, 2    # RowTask in csrc/include/attn/sampling.h
+_MAX_CLUSTER_CTAS = 16  # CTAs that share a row, on GPUs with thread block clusters
+_WORKSPACE_WORDS = 4096  # kWorkspaceWords in csrc/include/attn/sampling.h
+_RENORM, _MASK_LOGITS = 1, 2  # RowTask in csrc/include/attn/sampling.h
 _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
-Float = float | torch.Tensor    # one value, or float32 [batch]
-Int = int | torch.Tensor        # one value, or int32 or int64 [batch]
+Float = float | torch.Tensor  # one value, or float32 [batch]
+Int = int | torch.Tensor  # one value, or int32 or int64 [batch]
 FilterOrder = Literal["top_k_first", "joint"]
 
 
@@ -53,7 +53,7 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)      # a wrong dtype is refused before the kernel is looked at
+    return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
 
 
 @cache
@@ -78,7 +78,7 @@ _OF_SAMPLE_FROM_PROBS = ("probs", *_OF_SAMPLE[1:])
 _OF_WRITE_ROWS = ("", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
 _OF_SPECULATE = ("draft_probs", "draft_token_ids", "target_probs", "seed", "position", "", "", "", "", "", "row_ctas")
 _TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
-_SCALARS = frozenset((bool, int, float, str, type(None)))     # isinstance() of a tensor's class takes longer
+_SCALARS = frozenset((bool, int, float, str, type(None)))  # isinstance() of a tensor's class takes longer
 _TENSORS_OR_NONE = ("token_mask", "out", "workspace")
 
 

@@ -23,7 +23,7 @@ def describe_errors(errors: int) -> str:
     return "; ".join(text for bit, text in _ERRORS if errors & bit)
 
 
-_IN_TURN = 1 << 1     # of ScheduleFlag
+_IN_TURN = 1 << 1  # of ScheduleFlag
 _REASONS = ("taken", "saves too little", "no room for its states", "too many levels", "the whole forest saves too little")
 
 
@@ -59,7 +59,7 @@ def _read_forest(records: torch.Tensor) -> tuple[PrefixNode, ...]:
     """records: int32 [requests, 12]: PrefixNode of csrc/include/attn/schedule.h."""
     numbers = records[:, :8].tolist()
     costs = records[:, 8:].contiguous().view(torch.int64).view(-1, 2).tolist()
-    index: dict[int, int] = {}     # of node n in the result
+    index: dict[int, int] = {}  # of node n in the result
     for n, fields in enumerate(numbers):
         if fields[0] >= 0:
             index[n] = len(index)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .page_table import PageTable
 from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse
 
-MAX_LEVELS = 8     # of one composition
+MAX_LEVELS = 8  # of one composition
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class Composition:
         if _length("parents", parents) != table.batch_size:
             refuse("len(parents)", len(parents), f"the requests of the table: {table.batch_size}")
         _length("node_of_row", node_of_row)
-        paths: list[tuple[int, ...]] = []     # of each node, from its root
+        paths: list[tuple[int, ...]] = []  # of each node, from its root
         for node, value in enumerate(parents):
             parent = _integer(f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root")
             path = (*paths[parent], node) if parent >= 0 else (node,)
@@ -191,7 +191,7 @@ def _length(name: str, values: Sequence[int]) -> int:
 
 def _integer(name: str, value: object, smallest: int, largest: int, must_be: str) -> int:
     try:
-        integer = operator.index(value)     # type: ignore[arg-type]
+        integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         refuse(name, value, "an int")
     if not smallest <= integer <= largest:

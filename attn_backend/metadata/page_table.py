@@ -27,7 +27,7 @@ class PageTable:
     last_page_len: Tensor | None = None
     kv_lens: Tensor | None = None
     rows: Tensor | None = None
-    entry_step: int = 1   # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+    entry_step: int = 1  # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
 
     @classmethod
     def csr(cls, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int) -> PageTable:
@@ -39,7 +39,7 @@ class PageTable:
             kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page.
             page_size: tokens.
         """
-        indptr_tensor("kv_indptr", kv_indptr)     # what is None would make a table of another form
+        indptr_tensor("kv_indptr", kv_indptr)  # what is None would make a table of another form
         index_tensor("kv_indices", kv_indices, INT32, "[pages]")
         return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len)
 

@@ -34,7 +34,7 @@ def describe(value: object) -> str:
     if not isinstance(value, Tensor):
         try:
             text = repr(value)
-        except Exception:     # a repr of the caller's, or an int of too many digits
+        except Exception:  # a repr of the caller's, or an int of too many digits
             return f"a {type(value).__name__}"
         return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else f"a {type(value).__name__}"
     if value.layout is not torch.strided or value.is_nested:
@@ -55,7 +55,7 @@ def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> in
 def check_device(device: object) -> torch.device:
     """Refuses what is no CUDA device that torch sees, and not the CPU."""
     try:
-        found = torch.device(device)     # type: ignore[call-overload]
+        found = torch.device(device)  # type: ignore[call-overload]
     except (OverflowError, RuntimeError, TypeError, ValueError):
         refuse("device", device, "a CUDA device or the CPU")
     if found.type not in ("cuda", "cpu") or isinstance(device, int):
@@ -94,7 +94,7 @@ def _has_memory(tensor: Tensor) -> bool:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     try:
         return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    except RuntimeError:     # a tensor of torch.func, which has none of its own
+    except RuntimeError:  # a tensor of torch.func, which has none of its own
         return False
 
 
@@ -115,7 +115,7 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
+    return check_plain(name, tensor) if tensor.is_neg() else tensor  # all else: Attention.plan
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -137,7 +137,7 @@ def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
         or (tensor.stride(1) != 1 and tensor.shape[1] > 1)
     ):
         refuse(name, tensor, f"an int32 tensor {shape} with contiguous rows")
-    return check_plain(name, tensor) if tensor.is_neg() else tensor     # all else: Attention.plan
+    return check_plain(name, tensor) if tensor.is_neg() else tensor  # all else: Attention.plan
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: torch.device) -> None:

@@ -18,7 +18,7 @@ class _BeforeTorchvision(MetaPathFinder):
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             _declare_operators()
-        return None     # the ordinary finders go on
+        return None  # the ordinary finders go on
 
 
 def _declare_operators() -> None:

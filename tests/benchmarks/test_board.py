@@ -52,7 +52,7 @@ def test_parts_become_one_board_in_its_order(write):
     parts = [write("b", [line(third), line(first, ours=99.0)]), write("a", [line(first), line(second)])]
     lines, headers = merge(parts)
     assert [of_one["case"] for of_one in lines] == [first.name, second.name, third.name]
-    assert lines[0]["ours"] == 20.0      # as it was last measured
+    assert lines[0]["ours"] == 20.0  # as it was last measured
     assert headers == ["header of b", "header of a"]
 
 
@@ -76,7 +76,7 @@ def test_the_table_has_ratios_of_lines_to_peers_floor_and_ragged():
     of_ragged, of_paged = cells(text, ragged.name), cells(text, paged.name)
     assert (of_ragged["ours / best peer"], of_ragged["ours / floor"], of_ragged["ours / ours ragged"]) == ("1.25", "2.00", "-")
     assert (of_paged["ours / best peer"], of_paged["FA3"], of_paged["ours / ours ragged"], of_paged["empty launch"]) == ("-", "-", "1.05", "1.5")
-    assert "flex_attention" not in text      # it was nowhere measured
+    assert "flex_attention" not in text  # it was nowhere measured
 
 
 def test_the_plot_has_a_point_for_each_time(tmp_path):

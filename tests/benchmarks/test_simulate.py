@@ -36,7 +36,7 @@ def test_full_pages_are_found_until_they_are_needed() -> None:
     assert again is not None
     assert again[:2] == pages[:2]
     cache.release(again)
-    taken = cache.take([], 3)                # two empty ones, and the one of which fewer share: the last
+    taken = cache.take([], 3)  # two empty ones, and the one of which fewer share: the last
     assert taken is not None
     assert pages[0] not in taken
     assert cache.match(lambda j: ("a", j), 9) == pages[:1]
@@ -52,7 +52,7 @@ def test_too_few_pages_change_nothing() -> None:
     assert cache.available == 2
     assert cache.take([held[0]], 3) is not None
     assert cache.available == 0
-    cache.release(held)                      # held[0] has another user
+    cache.release(held)  # held[0] has another user
     assert cache.available == 1
 
 
@@ -106,7 +106,7 @@ def test_limits_hold_and_pages_come_back() -> None:
         assert 0 < sum(request.scheduled for request in step) <= 100
         assert len(step) <= len(engine.running) <= 7
         owned = [page for request in step for page in request.pages[3:].tolist()]
-        assert len(owned) == len(set(owned))                     # only the first three pages are anybody else's
+        assert len(owned) == len(set(owned))  # only the first three pages are anybody else's
         seen += sum(request.scheduled for request in step)
         engine.end_step()
     assert engine.cache.available == 100
@@ -118,7 +118,7 @@ def test_limits_hold_and_pages_come_back() -> None:
 def test_shared_pages_are_shared_in_the_step_that_fills_them() -> None:
     engine = Engine(requests([(64, 5), (64, 5), (48, 5)], shared=3), batch_limit=3, cache_tokens=1024)
     step = engine.begin_step()
-    assert [request.scheduled for request in step] == [64, 16, 16]     # 48 tokens are 3 pages, but the last token is computed in any case
+    assert [request.scheduled for request in step] == [64, 16, 16]  # 48 tokens are 3 pages, but the last token is computed in any case
     assert step[0].pages[:3].tolist() == step[1].pages[:3].tolist()
     assert step[0].pages[:2].tolist() == step[2].pages[:2].tolist()
     view = engine.view(step)
@@ -131,7 +131,7 @@ def test_the_next_turn_finds_what_was_said() -> None:
     first_turns = sharegpt([[(50, 30), (20, 10)]])
     engine = Engine(first_turns, batch_limit=4, cache_tokens=1024, think_steps=10)
     steps = [step for step in drain(engine) if step]
-    assert [step[0] for step in steps if step[0][0] > 1] == [(50, 0), (100 - 64, 64)]      # 79 tokens fill 4 pages
+    assert [step[0] for step in steps if step[0][0] > 1] == [(50, 0), (100 - 64, 64)]  # 79 tokens fill 4 pages
 
 
 def test_samples_share_the_prompt_only() -> None:
@@ -161,7 +161,7 @@ def test_trace_has_mooncake_s_structure() -> None:
     before: dict[int, int] = {}
     for request in trace:
         for previous, block in zip([-1, *request.hash_ids], request.hash_ids, strict=False):
-            assert before.setdefault(block, previous) == previous      # equal ids: equal ids before them
+            assert before.setdefault(block, previous) == previous  # equal ids: equal ids before them
 
 
 def test_replay_measures_what_is_shared() -> None:
@@ -179,7 +179,7 @@ def test_replay_measures_what_is_shared() -> None:
 def test_replay_of_a_trace() -> None:
     trace = [TraceRequest(0.0, 1000, 8, [1, 2 + i]) for i in range(30)]
     measured = replay(mooncake(trace), 4, 1 << 14, every=2)
-    assert 0.4 < measured.found < 0.6      # one block of the two
+    assert 0.4 < measured.found < 0.6  # one block of the two
 
 
 def test_sharegpt_lengths(tmp_path: Path) -> None:

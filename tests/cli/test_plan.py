@@ -78,7 +78,7 @@ def test_prefill_and_mixed() -> None:
 
 
 def test_shared_prefix_shares_full_pages() -> None:
-    batch = batches.shared_prefix("4x40+20", 16)      # 2.5 pages: the half one is each request's own
+    batch = batches.shared_prefix("4x40+20", 16)  # 2.5 pages: the half one is each request's own
     assert batch.kv_lens == [60] * 4
     assert shares(batch) == [4, 4] + [1] * 8
     batch = batches.shared_prefix("2x3x32+16+16", 16)
@@ -100,7 +100,7 @@ def test_trace_shares_the_full_pages_of_equal_inputs(tmp_path: Path) -> None:
     path = write_trace(tmp_path, request(0, 10, [1]), request(2000, 1000, [7, 8]), request(2500, 1100, [[7, 2], 30]), request(3000, 600, [7, 40]))
     first, second = pages(batches.from_trace(path, 2, 1.0, 16))
     assert len(first) == -(-1010 // 16)
-    assert first[:62] == second[:62]                  # 1000 tokens fill 62 pages
+    assert first[:62] == second[:62]  # 1000 tokens fill 62 pages
     assert not set(first[62:]) & set(second[62:])
     batch = batches.from_trace(path, 32, 1.0, 16)
     assert len(batch.kv_lens) == 3
@@ -223,7 +223,7 @@ def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(tex
     assert len(lines) == 41
     assert lines[-1].startswith(f"... and {len(planned.schedule.forest) - 40} more")
     assert sorted(map(tuple, (line.split()[:3:2] for line in lines[:-1]))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
-    above: list[tuple[int, int]] = []     # (indentation, last page) of the lines that the next may lie below
+    above: list[tuple[int, int]] = []  # (indentation, last page) of the lines that the next may lie below
     for line in lines[:-1]:
         indent = len(line) - len(line.lstrip())
         above = [entry for entry in above if entry[0] < indent]
@@ -266,7 +266,7 @@ def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
         assert len(picture.shapes) < 12 * len(planned.batch.kv_lens) + 1000
         names = [shape for shape in picture.shapes if getattr(shape, "text", "").endswith(" row")]
         assert names
-        assert all(b.y - a.y >= 9 for a, b in pairwise(names))      # names of rows do not overlap
+        assert all(b.y - a.y >= 9 for a, b in pairwise(names))  # names of rows do not overlap
     assert PREFILL[0] in fills(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())).svg())
 
 
@@ -318,7 +318,7 @@ def test_costs_of_a_cpu(capsys: Capture) -> None:
     assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu", "--head-dim", "40", "--num-ctas", "4"]) == 0
     assert "head_dim 40, 4 CTAs, costs of a CPU" in capsys.readouterr().out
     assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu"]) == 0
-    assert "132" not in capsys.readouterr().out     # that is a GPU's number
+    assert "132" not in capsys.readouterr().out  # that is a GPU's number
 
 
 def test_trace_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
@@ -326,4 +326,4 @@ def test_trace_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert main(["plan", str(path), "--batch", "16"]) == 0
     out = capsys.readouterr().out
     assert "16 requests from 0 s on" in out
-    assert "0 - 288" in out                            # 9 blocks of 512 tokens
+    assert "0 - 288" in out  # 9 blocks of 512 tokens

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")
-PAGE_INDEX_INVALID = 1 << 5     # kPageIndexInvalid in csrc/include/attn/schedule.h
+PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/include/attn/schedule.h
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def small_specs(kernel: str, first: int, count: int) -> list[cases.Spec]:
         spec = cases.random_spec(seed, "cuda").with_(dtype=dtype, head_dim=head_dim, aligned=True)
         spec = spec.with_(num_ctas=spec.num_ctas if spec.num_ctas and spec.num_ctas < 40 else 11)
         pairs = sum(q * max(n, 1) for q, n in zip(spec.qo_lens, spec.kv_lens, strict=True)) * spec.num_kv_heads * spec.group_size * head_dim
-        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16      # a row tile has 16 rows at least
+        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16  # a row tile has 16 rows at least
         if work < 2e7:
             specs.append(spec)
         if len(specs) == count:
@@ -141,7 +141,7 @@ def test_wrong_pages_are_clamped_and_reported(library: ctypes.CDLL, kernel: str)
             cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
             attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel)
             attention.plan(view)
-            pages[0, 1] = pages[1, 2] = page      # which a CPU's plan would refuse
+            pages[0, 1] = pages[1, 2] = page  # which a CPU's plan would refuse
             results.append(attention.run(case.q[:4], cache))
             assert attention.schedule().errors == (0 if page == right else PAGE_INDEX_INVALID)
         assert torch.equal(*results)
@@ -188,7 +188,7 @@ def test_append(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         head_dim = int(rng.choice([16, 64, 128] if aligned else [1, 5, 33, 64]))
         (k, _), (v, _) = (strided(rng, dtype, aligned, tokens + extra, heads, head_dim) for extra in (seed % 3, seed % 2))
         (k_cache, k_room), (v_cache, v_room) = (strided(rng, dtype, aligned, pages, page_size, heads, head_dim) for _ in range(2))
-        slots = torch.from_numpy(rng.permutation(pages * page_size + tokens)[:tokens] - tokens // 2)     # some negative, some beyond the cache
+        slots = torch.from_numpy(rng.permutation(pages * page_size + tokens)[:tokens] - tokens // 2)  # some negative, some beyond the cache
         slots = slots.to([torch.int32, torch.int64][seed // 2 % 2])
         before = k_room.clone(), v_room.clone()
         device_kernels.append_kv(library, k, v, k_cache, v_cache, slots, blocks=int(rng.integers(1, 2 * tokens + 1)))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
-QO_INDPTR_INVALID = 1     # kQoIndptrInvalid in csrc/include/attn/schedule.h
+QO_INDPTR_INVALID = 1  # kQoIndptrInvalid in csrc/include/attn/schedule.h
 OPTIONS = {"plain": {"cascade": False}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
 
 
@@ -135,7 +135,7 @@ def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, s
     rng = numpy.random.default_rng([seed, 7])
     num_requests = int(rng.choice([3, 33, 70, 500]))
     prefix = list(range(int(rng.integers(1, 20))))
-    branch = numpy.concatenate([[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1])     # the first has one of its own
+    branch = numpy.concatenate([[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1])  # the first has one of its own
     pages = [[*prefix, *(100 + 10 * int(own) + k for k in range(3)), 20_000 + i] for i, own in enumerate(branch)]
     batch = Batch(16, [1] * num_requests, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 50_000)
     attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=num_requests, cascade="always")

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 COMPILER = shutil.which("g++") or ""
-LIMIT_S = 30     # a child that waits for threads that are gone waits for ever
+LIMIT_S = 30  # a child that waits for threads that are gone waits for ever
 
 IN_PYTHON = """
 import os, sys

@@ -18,7 +18,7 @@ from attn_backend.kernels.schedule import Schedule
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, None), (3, 3, 64, None), (1, 1, 64, 1), (2, 16, 128, 132), (1, 5, 256, 264), (4, 7, 128, 7), (32, 1, 64, 500), (2, 2, 128, 2)]
-BATCHES = 150      # for each shape
+BATCHES = 150  # for each shape
 
 
 @cache
@@ -27,7 +27,7 @@ def make_attention(
 ) -> Attention:
     num_kv_heads, group_size, head_dim, num_ctas = shape
     options = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH, "max_levels": max_levels, "cascade": cascade, "batch_invariant": batch_invariant}
-    kernel = attention_kernels.kernel_of(device, SHAPES.index(shape) + 1)     # head_dim 256: of the generic kernel, which has fewer kinds of row tiles there
+    kernel = attention_kernels.kernel_of(device, SHAPES.index(shape) + 1)  # head_dim 256: of the generic kernel, which has fewer kinds of row tiles there
     return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device=device, num_ctas=num_ctas, kernel=kernel, **options)
 
 
@@ -66,12 +66,12 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
         ((4096,), (4096,), True),
         ((128,) * 16, (4096,) * 16, True),
         ((700,), (700,), True),
-        ((300,) * 4, (300,) * 4, False),          # nothing would be cut
-        ((300,), (300,), False),                  # fewer pairs than CTAs
-        ((256,), (4096,), False),                 # too few, too long
-        ((600,), (1700,), False),                 # 152 pairs of about the same cost
-        ((220,) * 16, (220,) * 16, True),         # nothing would be cut, but there are many
-        ((1,) * 256, (1024,) * 256, False),       # decode
+        ((300,) * 4, (300,) * 4, False),  # nothing would be cut
+        ((300,), (300,), False),  # fewer pairs than CTAs
+        ((256,), (4096,), False),  # too few, too long
+        ((600,), (1700,), False),  # 152 pairs of about the same cost
+        ((220,) * 16, (220,) * 16, True),  # nothing would be cut, but there are many
+        ((1,) * 256, (1024,) * 256, False),  # decode
         ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
     ],
 )
@@ -118,7 +118,7 @@ def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, 
         for i in range(BATCHES):
             seed = SHAPES.index(shape) * BATCHES + i
             view = batches.random_view(seed, device, valid)
-            with contextlib.suppress(ValueError):      # on a CPU wrong values are refused; their clamped schedule is there all the same
+            with contextlib.suppress(ValueError):  # on a CPU wrong values are refused; their clamped schedule is there all the same
                 attention.plan(view)
             schedule = attention.schedule()
             assert schedule_model.same(schedule, host_planner.plan(library, attention, view)), seed
@@ -134,7 +134,7 @@ def test_compositions_agree_with_model_and_host_planner(device: torch.device, sh
     for i in range(30):
         seed = SHAPES.index(shape) * 30 + i
         composition = batches.random_composition(seed, device, valid)
-        with contextlib.suppress(ValueError):      # on a CPU wrong values are refused; their clamped schedule is there all the same
+        with contextlib.suppress(ValueError):  # on a CPU wrong values are refused; their clamped schedule is there all the same
             attention.plan(composition)
         schedule = attention.schedule()
         model = schedule_model.plan(composition, schedule, num_kv_heads, group_size, attention.max_rows)

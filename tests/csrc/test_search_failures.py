@@ -19,8 +19,8 @@ from attn_backend.kernels.schedule import Schedule
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
-_SEARCH_FAILED = 1 << 7     # ScheduleError
-_GUARD = 4096               # bytes behind the schedule that no plan may touch
+_SEARCH_FAILED = 1 << 7  # ScheduleError
+_GUARD = 4096  # bytes behind the schedule that no plan may touch
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def poisoned(library: ctypes.CDLL, attention: Attention, rng: numpy.random.Gener
     if fill == 0:
         return torch.full((size,), int(rng.choice([0, 1, 255])), dtype=torch.uint8)
     values = rng.integers(0, 256, size, dtype=numpy.uint8)
-    if fill == 1:     # small numbers
+    if fill == 1:  # small numbers
         values.reshape(-1, 8)[:, 1:] = 0
     return torch.from_numpy(values)
 
@@ -77,7 +77,7 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
             for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
                 assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
         else:
-            assert schedule_model.same(planned, whole), seed     # nobody waited for that one
+            assert schedule_model.same(planned, whole), seed  # nobody waited for that one
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
     assert failures > 4
 
@@ -110,11 +110,11 @@ def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention)
     groups, num_groups = schedule.groups, len(schedule.groups)
     assert num_groups <= max_groups
     assert len(schedule.tiles) <= max_tiles
-    assert (groups[:, 2] >= 0).all()      # kv_len
+    assert (groups[:, 2] >= 0).all()  # kv_len
     is_request = groups[:, 4] == 0
     assert (groups[:, 0] >= 0).all()
     assert (groups[is_request, 0] + groups[is_request, 1] <= max_rows).all()
-    assert (groups[~is_request, 0] + groups[~is_request, 1] <= max_states).all()      # of the row list
+    assert (groups[~is_request, 0] + groups[~is_request, 1] <= max_states).all()  # of the row list
     states = groups[:, 6] >= 0
     assert (groups[states, 6] + groups[states, 1] <= max_states).all()
     assert ((schedule.tiles[:, 0] >= 0) & (schedule.tiles[:, 0] < num_groups)).all()

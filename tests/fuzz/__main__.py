@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
     parser.add_argument("--fresh", action="store_true", help="begin each process anew instead of forking it; always so on a GPU")
-    parser.add_argument("--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS)      # of such a process
+    parser.add_argument("--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS)  # of such a process
     parser.add_argument("--limit", type=float, help="seconds that a call may take; default: 60, on a GPU 300 (a kernel may have to be compiled)")
     arguments = parser.parse_args()
     on_cuda = arguments.device == "cuda"
@@ -81,7 +81,7 @@ def warm_up() -> None:
     import torch._dynamo.source  # of fake tensors, at the first of which it is imported
 
     assert torch._dynamo.source is not None
-    with contextlib.suppress(ValueError):      # the first error from C++ imports what describes it
+    with contextlib.suppress(ValueError):  # the first error from C++ imports what describes it
         attn_backend.sample(torch.zeros(1, 0))
 
 

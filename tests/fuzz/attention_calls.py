@@ -22,7 +22,7 @@ from .call import Call, ChoiceArgument, IntArgument, TensorArgument, Wrong
 from .mutations import around
 from .steps import INDEX, Arguments, Kinds, Step, check_result, plan_or_none, run_kinds, step_call
 
-MAX_ROWS, MAX_BATCH = 80, 9     # more than small_spec() makes
+MAX_ROWS, MAX_BATCH = 80, 9  # more than small_spec() makes
 NO_SEQUENCE = (3.5, "x", object())
 
 
@@ -100,7 +100,7 @@ def copied(rng: numpy.random.Generator, attention: Attention) -> Call:
     """An object with a workspace has no copies."""
     functions = (copy.copy, copy.deepcopy, pickle.dumps)
     function = functions[rng.integers(3)]
-    wrong = Wrong("Attention", "unknown", attention, ("Attention",))      # a TypeError is right, too
+    wrong = Wrong("Attention", "unknown", attention, ("Attention",))  # a TypeError is right, too
     return Call(function.__name__, lambda **given: function(given["Attention"]), {"Attention": attention}, {}, lambda *_: None, wrong=wrong)
 
 
@@ -243,7 +243,7 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
     on_cuda = device.type == "cuda"
     kv_heads = arguments["num_kv_heads"]
     not_a_multiple = (arguments["num_qo_heads"] + 1,) if kv_heads > 1 else ()
-    too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()      # rows of all levels do not fit an int32
+    too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()  # rows of all levels do not fit an int32
     return {
         "num_qo_heads": IntArgument(others=("max_rows",), low=1, high=2**31 - 1, wrong=not_a_multiple),
         "num_kv_heads": IntArgument(others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)),

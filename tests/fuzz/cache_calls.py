@@ -17,8 +17,8 @@ from .call import Call, ChoiceArgument, IntArgument, TensorArgument
 from .mutations import around
 from .steps import INDEX, Arguments, Kinds, cache_arguments, table_arguments, without_prefix
 
-ANY = 2**100     # too large a number may be refused by plan, which knows what it has room for
-WITHOUT_MEMORY = frozenset({"fake", "wrapper", "freed"})      # may be refused by what reads it
+ANY = 2**100  # too large a number may be refused by plan, which knows what it has room for
+WITHOUT_MEMORY = frozenset({"fake", "wrapper", "freed"})  # may be refused by what reads it
 
 
 def appends(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -37,9 +37,9 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     slots = numpy.where(rng.random(count) < 0.2, rng.choice(numpy.array(skipped, dtype=numpy.int64), count), slots)
     generator = torch.Generator(device).manual_seed(seed_of(rng))
     shape = (count + int(rng.integers(3)), 2 * kv.num_kv_heads, kv.head_dim)
-    fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)     # K and V are slices of one tensor, as a projection leaves them
+    fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)  # K and V are slices of one tensor, as a projection leaves them
     k, v = fused[:, : kv.num_kv_heads], fused[:, kv.num_kv_heads :]
-    if rng.random() < 0.3:     # of different strides
+    if rng.random() < 0.3:  # of different strides
         v = v.contiguous()
     arguments: Arguments = {"k": k, "v": v, "kv": kv, "slots": torch.from_numpy(slots).to(device, torch.int64 if is_int64 else torch.int32)}
     kinds: Kinds = {

@@ -14,7 +14,7 @@ import torch
 
 RIGHT = "valid, right"
 REFUSED = "refused by name"
-REPORTED = "taken, reported by name"      # wrong values in metadata on a GPU: clamped, and told by raise_for_errors
+REPORTED = "taken, reported by name"  # wrong values in metadata on a GPU: clamped, and told by raise_for_errors
 UNNAMED = "refused without its name"
 ACCEPTED = "accepted though invalid"
 WRONG_RESULT = "wrong result"
@@ -25,7 +25,7 @@ BROKEN = "the fuzz itself failed"
 GOOD = (RIGHT, REFUSED, REPORTED)
 FINDINGS = (UNNAMED, ACCEPTED, WRONG_RESULT, VALID_REFUSED, CRASH, HANG, BROKEN)
 
-MISSING = object()      # the value of an argument that is left out
+MISSING = object()  # the value of an argument that is left out
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Call:
 class Outcome:
     kind: str
     message: str = ""
-    details: str = field(default="", compare=False)     # a traceback
+    details: str = field(default="", compare=False)  # a traceback
 
 
 class StalePlanError(AssertionError):

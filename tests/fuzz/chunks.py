@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, NoReturn
 
 from .call import BROKEN, CRASH, FINDINGS, HANG, Call, Outcome, is_fatal, judge
 
-ADDRESS_SPACE = 32 << 30      # of a process without a GPU: a wrong size must not take the whole machine
-START = 120      # seconds that a process which is begun anew may take to import everything
-CallsOf = Callable[[int], Iterator[Call]]      # the calls of one scenario
+ADDRESS_SPACE = 32 << 30  # of a process without a GPU: a wrong size must not take the whole machine
+START = 120  # seconds that a process which is begun anew may take to import everything
+CallsOf = Callable[[int], Iterator[Call]]  # the calls of one scenario
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Finding:
     kind: str
     title: str
     message: str
-    call: int           # the first
-    chunk: int          # call that its process began with
+    call: int  # the first
+    chunk: int  # call that its process began with
     count: int = 1
 
 
@@ -73,15 +73,15 @@ class Chunk:
 
     next: int
     last: int
-    pid: int = 0                        # 0: there is no process
-    process: subprocess.Popen[bytes] | None = None      # that was begun anew
+    pid: int = 0  # 0: there is no process
+    process: subprocess.Popen[bytes] | None = None  # that was begun anew
     events: BinaryIO | None = None
-    errors: BinaryIO | None = None      # what the process writes to its standard error
-    first: int = 0                      # call that the process began with
-    call: int | None = None             # the running one
+    errors: BinaryIO | None = None  # what the process writes to its standard error
+    first: int = 0  # call that the process began with
+    call: int | None = None  # the running one
     surface: str = ""
     title: str = ""
-    heard: float = 0.0                  # when the last event came
+    heard: float = 0.0  # when the last event came
     rest: bytes = b""
 
 
@@ -116,7 +116,7 @@ class Runner:
         deadline = time.monotonic() + seconds if seconds is not None else None
         selector = selectors.DefaultSelector()
         running: list[Chunk] = []
-        waiting: list[Chunk] = []      # what is left of chunks whose process died
+        waiting: list[Chunk] = []  # what is left of chunks whose process died
         upcoming = first
         try:
             while True:
@@ -140,7 +140,7 @@ class Runner:
                         self._hung(chunk)
                     if not chunk.pid:
                         running.remove(chunk)
-                        selector.unregister(chunk.events)      # type: ignore[arg-type]
+                        selector.unregister(chunk.events)  # type: ignore[arg-type]
                         self._close(chunk)
                         if chunk.next < chunk.last:
                             waiting.append(Chunk(chunk.next, chunk.last))
@@ -154,7 +154,7 @@ class Runner:
 
     def _start(self, chunk: Chunk, deadline: float | None) -> None:
         reader, writer = os.pipe()
-        chunk.errors = tempfile.TemporaryFile()      # noqa: SIM115
+        chunk.errors = tempfile.TemporaryFile()  # noqa: SIM115
         sys.stdout.flush()
         if self.command is not None:
             left = None if deadline is None else deadline - time.monotonic()
@@ -198,7 +198,7 @@ class Runner:
             number = scenario * self.calls_of_scenario
             tell("scenario", scenario, number)
             try:
-                for number, call in enumerate(self.calls_of(scenario), number):      # noqa: B020
+                for number, call in enumerate(self.calls_of(scenario), number):  # noqa: B020
                     tell("call", number, call.blamed if call.wrong else call.surface, call.title)
                     outcome = run_call(call, self.on_cuda)
                     tell("outcome", outcome.kind, outcome.message[:2000])
@@ -240,7 +240,7 @@ class Runner:
             self.tally.add("(fuzz)", f"making the calls: {message}", Outcome(BROKEN, message), number, chunk.first)
 
     def _hung(self, chunk: Chunk) -> None:
-        os.kill(chunk.pid, signal.SIGABRT)      # faulthandler says where it was
+        os.kill(chunk.pid, signal.SIGABRT)  # faulthandler says where it was
         time.sleep(0.5)
         os.kill(chunk.pid, signal.SIGKILL)
         self._wait(chunk)
@@ -249,7 +249,7 @@ class Runner:
     def _died(self, chunk: Chunk, kind: str, message: str) -> None:
         call = chunk.call if chunk.call is not None else chunk.first
         self.tally.add(chunk.surface or "(fuzz)", chunk.title or "beginning the process", Outcome(kind, message), call, chunk.first)
-        chunk.next += 1      # what is left of this scenario is not called
+        chunk.next += 1  # what is left of this scenario is not called
 
     def _wait(self, chunk: Chunk) -> int:
         """The exit status of the process; of a signal the negative number."""

@@ -147,7 +147,7 @@ OF_TENSORS: dict[str, Callable[[numpy.random.Generator, Tensor, TensorArgument],
     "requires grad": _with_gradient,
     "overlaps itself": _over_itself,
 }
-_DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sparse or quantised", "requires grad")      # may be blamed on another argument
+_DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sparse or quantised", "requires grad")  # may be blamed on another argument
 
 
 # ---- Numbers and the rest ----
@@ -155,7 +155,7 @@ _DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sp
 
 def _wrong_ints(kind: IntArgument, value: object) -> Iterator[tuple[str, object]]:
     valid = value if isinstance(value, int) else max(kind.low, 0)
-    edges = {kind.low - 1, kind.high + 1, -1, 0, 2**31, 2**32 + valid, 2**40, 2**63, 2**64 + valid, -(2**63) - 1}     # some are right once they are cut
+    edges = {kind.low - 1, kind.high + 1, -1, 0, 2**31, 2**32 + valid, 2**40, 2**63, 2**64 + valid, -(2**63) - 1}  # some are right once they are cut
     yield from (("out of range", edge) for edge in sorted(edges) if not kind.low <= edge <= kind.high)
     yield from (("out of range", edge) for edge in kind.wrong)
     yield "bool", True
@@ -182,7 +182,7 @@ def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Ar
         how = list(OF_TENSORS)[rng.integers(len(OF_TENSORS))]
         if isinstance(value, Tensor):
             changed = OF_TENSORS[how](rng, value, kind)
-        else:      # an optional tensor that is not given
+        else:  # an optional tensor that is not given
             changed = _of_another_type(rng, torch.zeros(0), kind) if how == "another type" else None
         if changed is None and not (how == "another type" and not kind.optional):
             return None
@@ -219,7 +219,7 @@ def with_wrong_argument(rng: numpy.random.Generator, call: Call) -> Call:
             else:
                 name = list(call.kinds)[rng.integers(len(call.kinds))]
                 wrong = _wrong_argument(rng, call, name, call.kinds[name])
-        except (RuntimeError, NotImplementedError):      # torch does not make such a tensor
+        except (RuntimeError, NotImplementedError):  # torch does not make such a tensor
             continue
         if wrong is not None and wrong.how not in call.without:
             return replace(call, arguments=call.arguments | {wrong.argument: wrong.value}, wrong=wrong)

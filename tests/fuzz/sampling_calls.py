@@ -21,7 +21,7 @@ from .steps import INDEX, Arguments, Kinds
 
 INF = math.inf
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-RELATIVE = 2e-6      # the weights of tokens are this good: a threshold may fall on either side of a token that is closer
+RELATIVE = 2e-6  # the weights of tokens are this good: a threshold may fall on either side of a token that is closer
 
 
 def sampling(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -32,11 +32,11 @@ def sampling(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call
 
 def random_logits(rng: numpy.random.Generator, batch: int, vocab: int) -> Tensor:
     logits = torch.from_numpy(rng.standard_normal((batch, vocab)) * rng.choice([0.1, 2.0, 6.0])).float()
-    if rng.random() < 0.3:      # ties
+    if rng.random() < 0.3:  # ties
         logits = logits.round()
     if rng.random() < 0.3:
         logits = logits.masked_fill(torch.from_numpy(rng.random((batch, vocab)) < 0.2), -INF)
-    if batch and rng.random() < 0.15:      # a row that cannot be sampled, perhaps
+    if batch and rng.random() < 0.15:  # a row that cannot be sampled, perhaps
         logits[rng.integers(batch), rng.integers(vocab)] = float(rng.choice([math.nan, INF, -INF]))
     return logits
 
@@ -121,7 +121,7 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
         assert token == int((logits == logits.max()).nonzero()[0]), f"token {token} is not the first of the most likely ones"
         return
     more, less = keeps(logits, **shift(settings, RELATIVE)), keeps(logits, **shift(settings, -RELATIVE))
-    if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:      # at a large temperature all are about as likely as the most likely one
+    if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:  # at a large temperature all are about as likely as the most likely one
         less &= logits == logits.max()
     assert bool(more[token]), f"token {token} does not survive"
     if len(logits) > 64:
@@ -159,7 +159,7 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         "num_top_logprobs": count,
         "logprobs_of": "tempered" if tempered else "logits",
         "out": out,
-        "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,     # what it holds does not matter
+        "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,  # what it holds does not matter
         "row_ctas": random_row_ctas(rng, device),
     }
     needed = (vocab + 31) // 32
@@ -227,7 +227,7 @@ def check_top(row: Tensor, expected: Tensor, top: Tensor, ids: Tensor) -> None:
 def close(value: Tensor, expected: Tensor, name: str, rtol: float = 1e-5, atol: float = 5e-6) -> None:
     value = value.double().cpu()
     same = torch.isclose(value, expected, rtol=rtol, atol=atol) | (value == expected)
-    beyond = (expected.abs() > 3.3e38) & (value.abs() > 3.3e38) & (value.sign() == expected.sign())     # float32 ends there
+    beyond = (expected.abs() > 3.3e38) & (value.abs() > 3.3e38) & (value.sign() == expected.sign())  # float32 ends there
     assert bool((same | beyond).all()), f"{name} is off by {float((value - expected).abs().max()):.2e}"
 
 
@@ -309,7 +309,7 @@ def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
 def _check_row(name: str, given: Tensor, row: Tensor, value: Any) -> None:
     x = log_of(given) if name.endswith("probs") else given.double()
     largest = float(x.max())
-    if not -INF < largest < INF:      # cannot be sampled
+    if not -INF < largest < INF:  # cannot be sampled
         assert torch.equal(row.nan_to_num(nan=7e7), given.double().nan_to_num(nan=7e7) if name == "top_k_mask_logits" else torch.zeros_like(row)), "a bad row"
         return
     if name == "softmax":
@@ -329,7 +329,7 @@ def _check_row(name: str, given: Tensor, row: Tensor, value: Any) -> None:
 def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     batch, vocab, drafts = int(rng.integers(0, 4)), int(rng.choice([2, 20, 40])), int(rng.integers(0, 4))
     draft, target = random_probs(rng, batch, drafts, vocab), random_probs(rng, batch, drafts + 1, vocab)
-    if rng.random() < 0.4:      # all are accepted that the draft can give
+    if rng.random() < 0.4:  # all are accepted that the draft can give
         target[:, :drafts] = draft
     ids = torch.from_numpy(rng.integers(0, vocab, (batch, drafts)))
     if ids.numel() and rng.random() < 0.3:

@@ -11,7 +11,7 @@ import torch
 from . import attention_calls, cache_calls, graphs, sampling_calls
 from .call import Call
 
-CALLS = 10     # of a scenario
+CALLS = 10  # of a scenario
 
 Scenario = Callable[[numpy.random.Generator, torch.device], Iterator[Call]]
 
@@ -27,7 +27,7 @@ SCENARIOS: dict[Scenario, float] = {
     sampling_calls.sampling: 0.15,
     graphs.replays: 0.05,
 }
-GPU_SHARES = {graphs.replays: 0.3}      # instead of those above
+GPU_SHARES = {graphs.replays: 0.3}  # instead of those above
 
 
 def calls_of(seed: int, scenario: int, device: torch.device) -> Iterator[Call]:

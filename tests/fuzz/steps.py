@@ -131,7 +131,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         places = torch.from_numpy(rng.permutation(min(len(q), attention.max_rows))[:total].astype(numpy.int32)).to(device)
         q = torch.full_like(step.q, torch.nan)
         q[places.long()] = step.q[:total]
-    if rng.random() < 0.15:      # rows of the plan beyond q's are not computed
+    if rng.random() < 0.15:  # rows of the plan beyond q's are not computed
         rows = 0 if rng.random() < 0.4 else int(rng.integers(len(q) + 1))
         q, out, lse = q[:rows], out[:rows], lse[:rows]
     make_table, of_table, table_kinds = table_arguments(view.table)
@@ -204,7 +204,7 @@ def check_result(shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_r
     out, lse = given["out"], given["lse"]
     assert out is None or result is out, "run() did not return out"
     assert result.shape == given["q"].shape
-    if out is None:      # allocated by run: rows that nobody has hold anything
+    if out is None:  # allocated by run: rows that nobody has hold anything
         kept = torch.full_like(result, torch.nan)
         kept[rows] = result[rows]
         result = kept

@@ -12,7 +12,7 @@ from attn_backend import PageTable
 
 from .call import Wrong
 
-HIGH_BITS = 2**32      # an int64 that is right once it is cut to 32 bits
+HIGH_BITS = 2**32  # an int64 that is right once it is cut to 32 bits
 
 
 def with_value(tensor: Tensor, at: int | tuple[int, ...], value: int) -> Tensor | None:

@@ -44,7 +44,7 @@ def parse(monkeypatch, model_folder):
 def test_a_comparison_starts_with_what_was_asked_for(name, parse, model_folder):
     given = parse(name, "--num-prompts 3 --longest-prompt 9 --max-tokens 5 --concurrency 2 --no-cuda-graphs --server-args='--seed 1' --backend stock")
     setup = Comparison.make(given, name)
-    assert setup.prompts == [list(range(length)) for length in (4, 5, 6)]     # shorter ones are left out
+    assert setup.prompts == [list(range(length)) for length in (4, 5, 6)]  # shorter ones are left out
     launch = setup.launch
     assert (launch.backend, launch.dtype, launch.cuda_graphs, launch.extra_arguments) == ("stock", "float32", False, ["--seed", "1"])
     assert (launch.max_model_len, launch.max_num_seqs, launch.model.folder) == (9 + 5 + 1, 2, model_folder)

@@ -132,7 +132,7 @@ def test_answers_are_compared_in_the_order_of_the_prompts():
     assert not Outcome(20, 20, 19, 0).holds(same_logits=True)
     assert Outcome(20, 20, 19, 0).holds(same_logits=False)
     assert not Outcome(20, 19, 20, 0).holds(same_logits=False)
-    assert not Outcome(20, 20, 20, 20).holds(same_logits=False)     # seeds without effect
+    assert not Outcome(20, 20, 20, 20).holds(same_logits=False)  # seeds without effect
 
 
 def test_a_benchmark_says_how_it_sampled(tmp_path):

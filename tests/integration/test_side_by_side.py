@@ -133,9 +133,9 @@ def test_each_load_goes_to_all_before_the_next(run, tmp_path):
     runs = [(load, repeat) for load in (0, 1) for repeat in (0, 1)]
     assert sent == [f"client-{backend}-{load}-{repeat}" for (load, repeat), order in zip(runs, orders, strict=True) for backend in order]
     first = times["client-quick-0-0"]
-    assert first["sent"] - first["prepared"] > 0.2      # it waited for the slow server, too
+    assert first["sent"] - first["prepared"] > 0.2  # it waited for the slow server, too
     for before, after in itertools.pairwise(sent):
-        assert times[after]["sent"] - times[before]["sent"] > 0.2      # one at a time
+        assert times[after]["sent"] - times[before]["sent"] > 0.2  # one at a time
 
 
 def test_every_server_has_met_every_load_before_one_is_measured(run):
@@ -144,7 +144,7 @@ def test_every_server_has_met_every_load_before_one_is_measured(run):
     for backend in ("quick", "third"):
         times, prompts, num_tokens, samplings, logprobs = zip(*engine.warmed[backend], strict=True)
         assert max(times) < earliest
-        of_loads = [[[6, 0], [6, 0], [6, 1], [6, 1]], [[5, number // 2] for number in range(warm_up.REQUESTS)]]      # copies, other seeds than 7, 8, 1007, ...
+        of_loads = [[[6, 0], [6, 0], [6, 1], [6, 1]], [[5, number // 2] for number in range(warm_up.REQUESTS)]]  # copies, other seeds than 7, 8, 1007, ...
         assert prompts[0] == of_loads[0][0]
         assert [sorted(prompts[:4]), sorted(prompts[4:])] == of_loads
         assert all(tokens == min(6 * prompt[1] + 1, warm_up.MOST_TOKENS) for tokens, prompt in zip(num_tokens, prompts, strict=True))
@@ -214,7 +214,7 @@ def test_a_client_waits_until_it_is_released(tmp_path):
     engine = FakeEngine(tmp_path)
     workload = Workload(1, 1, "load", tmp_path)
     go = tmp_path / "go"
-    go.touch()      # of an earlier run
+    go.touch()  # of an earlier run
     model = Model("none", tmp_path, True)
     client = RunningClient(engine, Client(sys.executable, model, 9, workload, 1.0, None, 0, tmp_path / "c.json", wait_for=go), "cpu", tmp_path / "c.log")
     time.sleep(1)

@@ -134,7 +134,7 @@ def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
 def test_empty_batches(device: torch.device) -> None:
     check(run(Spec((), (), padding_rows=4), device))
     check(run(Spec((0, 0), (5, 0), padding_rows=1), device))
-    check(run(Spec((0,), (5,)), device))      # q without rows
+    check(run(Spec((0,), (5,)), device))  # q without rows
 
 
 def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
@@ -172,7 +172,7 @@ def test_logits_that_grow(device: torch.device, growth: float, dtype: torch.dtyp
     attention.plan(case.view)
 
     tokens = torch.arange(700, device=device)
-    grows = torch.arange(600, device=device) % 3 == 1     # every third row sees logits that grow with the tokens, in an element that others have not
+    grows = torch.arange(600, device=device) % 3 == 1  # every third row sees logits that grow with the tokens, in an element that others have not
     case.q[:600, :, 0] = torch.where(grows, head_dim**0.5, 0.0)[:, None].to(dtype)
     growing = (tokens / 700 * growth).to(dtype)[:, None]
     case.k_slots[case.slots[0], :, 0] = growing
@@ -231,7 +231,7 @@ def test_one_plan_serves_many_layers(device: torch.device) -> None:
     attention = case.attention()
     attention.plan(case.view)
     for layer in range(3):
-        other = case_tensors.build(case.spec.with_(seed=layer), device)      # other pages, other data
+        other = case_tensors.build(case.spec.with_(seed=layer), device)  # other pages, other data
         mapped = KVCache.from_pair(*(torch.full_like(view, torch.nan) for view in (case.kv.k, case.kv.v)))
         for own, theirs in zip(case.slots, other.slots, strict=True):
             mapped.k[own // 16, own % 16] = other.k_slots[theirs]

@@ -109,7 +109,7 @@ def test_plan_says_which_level_is_wrong(device: torch.device) -> None:
     wide = BSRView(index(device, *range(5)), PageTable.csr(index(device, *range(5)), index(device, *range(4)), index(device, 1, 1, 1, 1), PAGE_SIZE))
     with pytest.raises(ValueError, match=r"^levels\[2\]: batch.* is 4, must be at most max_batch = 3"):
         attention.plan(Composition([view, view, wide]))
-    attention.plan(Composition([view, view]))      # still usable
+    attention.plan(Composition([view, view]))  # still usable
 
 
 @pytest.mark.parametrize("level", range(3))
@@ -148,7 +148,7 @@ def test_plan_refuses_values_on_a_cpu(argument: str, changes: dict[str, tuple[in
     attention = make_attention(device)
     with pytest.raises(ValueError, match=rf"^{argument}\[\d\] is -?\d+, must be "):
         attention.plan(make_view(device, **changes))
-    attention.plan(make_view(device))      # still usable
+    attention.plan(make_view(device))  # still usable
 
 
 def test_plan_refuses_lengths_on_a_cpu() -> None:
@@ -171,7 +171,7 @@ def test_plan_refuses_lengths_on_a_cpu() -> None:
 def test_wrong_values_are_reported_from_a_gpu(argument: str, changes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     attention = make_attention(device)
-    attention.plan(make_view(device, **changes))      # clamped
+    attention.plan(make_view(device, **changes))  # clamped
     attention.run(torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device), make_cache(device))
     with pytest.raises(ValueError, match=argument):
         attention.raise_for_errors()
@@ -319,7 +319,7 @@ def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
         out = torch.zeros_like(q)
         if device.type == "cpu":
             with pytest.raises(ValueError, match=r"^(kv_indices\[\d\]|(block_table|req_to_token): page \d of request \d) is -?\d+, must be .*0"):
-                plan_and_run(attention, view, q, kv, out)      # plan refuses what no cache has
+                plan_and_run(attention, view, q, kv, out)  # plan refuses what no cache has
         else:
             attention.plan(view)
             attention.run(q, kv, out=out)
@@ -353,7 +353,7 @@ def test_the_last_rows_that_an_int32_counts_are_reported(begin: int, window_left
     """Numbers of the KV tile's rows pass 2^31."""
     device = torch.device("cuda")
     attention = make_attention(device)
-    last = 2**31 - 1 if window_left >= 0 else begin + 64      # without a window all tokens are read, which takes minutes
+    last = 2**31 - 1 if window_left >= 0 else begin + 64  # without a window all tokens are read, which takes minutes
     attention.plan(BSRView(index(device, 0, 1, 2), PageTable.ragged(index(device, 0, begin, last)), window_left=window_left))
     q = torch.ones(2, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     k = torch.ones(12, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
@@ -373,5 +373,5 @@ def test_debug_reports_page_ids_from_run(monkeypatch: pytest.MonkeyPatch) -> Non
         attention.plan(view)
         with pytest.raises(ValueError, match="page id"):
             attention.run(q, make_cache(device))
-    attention.plan(make_view(device))      # the error word is the last plan's
+    attention.plan(make_view(device))  # the error word is the last plan's
     attention.run(q, make_cache(device))

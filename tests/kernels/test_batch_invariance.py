@@ -55,7 +55,7 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
         for _ in range(3):
             some = rng.permutation(len(expected))[: rng.integers(1, len(expected) + 1)].tolist()
             check_some(problem, attention, some, expected, rng)
-        twice = rng.integers(len(expected), size=2 * len(expected)).tolist()     # some requests many times: all of their KV is shared
+        twice = rng.integers(len(expected), size=2 * len(expected)).tolist()  # some requests many times: all of their KV is shared
         check_some(problem, problem.attention(batch_invariant=True, max_rows=8000, max_batch=256), twice[:64], expected, rng)
 
 

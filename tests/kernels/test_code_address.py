@@ -70,7 +70,7 @@ class Driver:
     """What the test needs of libcuda."""
 
     def __init__(self) -> None:
-        torch.cuda.synchronize()     # makes the context
+        torch.cuda.synchronize()  # makes the context
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def call(self, name: str, *arguments: object) -> None:

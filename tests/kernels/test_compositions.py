@@ -167,7 +167,7 @@ def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None
     case = case_tensors.build(spec, device)
     shape = Shape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.dtype, spec.page_size, spec.num_ctas, seed=seed // 4)
     room = {"max_rows": case.rows + 1 + seed % 5, "max_batch": len(spec.qo_lens) + 1, "max_levels": 1 + seed // 2 % 2}
-    attention = make_attention(shape, device, **room, cascade=False)     # row lists know none
+    attention = make_attention(shape, device, **room, cascade=False)  # row lists know none
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse)
     case_tensors.check(case, case.out, case.lse)
@@ -205,7 +205,7 @@ def test_a_level_without_rows_changes_nothing(device: torch.device, seed: int) -
         for at in range(len(levels) + 1):
             problem.run(attention, Composition((*levels[:at], empty, *levels[at:])))
             problem.check()
-            if len(levels) > 1:     # one level may take a shorter way, and round once less
+            if len(levels) > 1:  # one level may take a shorter way, and round once less
                 assert same_bits(problem.out, first)
                 assert same_bits(problem.lse, first_lse)
 
@@ -267,7 +267,7 @@ def test_run_captured_once_serves_every_composition(num_ctas: int | None) -> Non
     def random_composition(depth: int) -> Composition | BSRView:
         parents = random_forest(rng, depth)
         segments = rng.permutation(len(lens))[: len(parents)].tolist()
-        if depth == 0 and rng.random() < 0.5:     # a plain view, causal
+        if depth == 0 and rng.random() < 0.5:  # a plain view, causal
             qo_lens = rng.integers(0, 9, len(parents)).tolist()
             return BSRView(torch.tensor(prefix_sum(qo_lens), dtype=torch.int32, device=device), memory.table(rng, segments))
         return Composition.tree(parents, memory.table(rng, segments), random_nodes(rng, parents))
@@ -347,7 +347,7 @@ def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPa
             assert tensor[:wall].isnan().all()
             assert tensor[-wall:].isnan().all()
 
-        _, good = views_with_row(device, 0)      # still usable; the error word is the last plan's
+        _, good = views_with_row(device, 0)  # still usable; the error word is the last plan's
         attention.plan(good[0])
         attention.raise_for_errors()
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")

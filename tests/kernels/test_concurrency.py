@@ -15,7 +15,7 @@ from attn_backend import Attention, BSRView, KVCache, PageTable, sample, samplin
 pytestmark = pytest.mark.gpu
 
 PAGE_SIZE = 16
-_LONGEST = 60.0     # seconds: far more than any of these takes, and far less than for ever
+_LONGEST = 60.0  # seconds: far more than any of these takes, and far less than for ever
 
 
 class Served:

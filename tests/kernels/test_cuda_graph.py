@@ -97,7 +97,7 @@ def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Ten
     def step() -> None:
         if after_append:
             captured.plan(view)
-            for new in (v_new, k_new):      # what the first layer reads is not what the second does
+            for new in (v_new, k_new):  # what the first layer reads is not what the second does
                 append_kv(new, v_new, kv, slots)
                 captured.run(q, kv, out=out, after_append=True)
         else:

@@ -17,9 +17,9 @@ from attn_backend.kernels.schedule import PrefixNode, Schedule
 from attn_backend.metadata.composition import MAX_LEVELS
 
 MODES = [True, "always"]
-MAX_COMPARISONS = 16     # kMaxComparisons in csrc/include/attn/forest.h
-MOST_REQUESTS = 128      # compares_with_all() there: of so many requests those of at most ...
-MOST_PAGES = 1024        # ... are compared with all others
+MAX_COMPARISONS = 16  # kMaxComparisons in csrc/include/attn/forest.h
+MOST_REQUESTS = 128  # compares_with_all() there: of so many requests those of at most ...
+MOST_PAGES = 1024  # ... are compared with all others
 
 
 def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, cascade: object) -> tuple[Attention, BSRView]:
@@ -71,7 +71,7 @@ def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: i
     tiles_of_prefix = [tile for tile, group in enumerate(schedule.tiles[:, 0].tolist()) if group == requests]
     kv_tiles = prefix // schedule.kv_tile
     begins: dict[tuple[int, int], list[int]] = {}
-    for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):     # those without work start where the next does
+    for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):  # those without work start where the next does
         if tile in tiles_of_prefix:
             begins.setdefault((tile, head), []).append(kv_tile)
     all_pairs = [(tile, head) for tile in tiles_of_prefix for head in range(8)]
@@ -141,11 +141,11 @@ def test_every_pair_is_covered_once(device: torch.device, block: int) -> None:
 
 def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
     """What the row groups read for a row, put together, is its request's KV; and the links of a row lead to the groups that hold it."""
-    seen: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]     # (page, tokens in it) that groups read for each row
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]  # (page, tokens in it) that groups read for each row
     groups_of: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]
     indices = view.table.indices
     assert indices is not None
-    flat = indices.cpu().flatten()     # rows of these tables lie side by side
+    flat = indices.cpu().flatten()  # rows of these tables lie side by side
     for number, (qo_begin, qo_len, kv_len, _, level, *_) in enumerate(schedule.groups.tolist()):
         table_begin, step = int(schedule.table_begin[number]), view.table.entry_step
         pages = flat[table_begin : table_begin - (-kv_len // batch.page_size) * step : step].tolist()

@@ -213,7 +213,7 @@ def test_a_cache_that_overlaps_itself_is_not_appended_to(device: torch.device) -
 @pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim", "max_rows", "max_batch", "max_levels", "num_ctas"])
 def test_sizes_of_an_object(name: str, value: object) -> None:
     if name == "num_ctas" and value is None:
-        return     # the default
+        return  # the default
     sizes = {"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_rows": 8, "max_batch": 4} | {name: value}
     with pytest.raises(ValueError, match=rf"^{name} is .*, must be"):
         Attention(**sizes, device="cpu")  # type: ignore[arg-type]

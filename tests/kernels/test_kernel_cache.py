@@ -56,7 +56,7 @@ def test_what_is_cut_anywhere_is_no_cubin() -> None:
 def test_a_cubin_whose_table_comes_first_is_cut_in_its_sections() -> None:
     whole = bytearray(cubin(b"code" * 100))
     table = whole[-3 * 64 :]
-    table[64 + 24 : 64 + 32] = (64 + len(table)).to_bytes(8, "little")     # where the section lies
+    table[64 + 24 : 64 + 32] = (64 + len(table)).to_bytes(8, "little")  # where the section lies
     whole[40:48] = (64).to_bytes(8, "little")
     whole[64:] = table + b"code" * 100
     assert kernel_cache.damage(bytes(whole)) == ""
@@ -119,7 +119,7 @@ def link(path: Path) -> None:
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[70] ^= 1     # in the code
+    content[70] ^= 1  # in the code
     path.write_bytes(content)
 
 
@@ -339,7 +339,7 @@ def test_a_full_cache_is_named_and_nothing_stays_behind(fake: FakeKernels) -> No
     target = fake.cache / "sm_90a" / "k-0.cubin"
     kernel_cache.prepare(target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))     # like a full disk, a file does not get larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # like a full disk, a file does not get larger
     try:
         with pytest.raises(RuntimeError, match=f"kept in {target.parent}: File too large; set ATTN_BACKEND_CACHE to a folder .* has room"):
             kernel_cache.store(target, cubin(), "a report" * 1000)

@@ -107,7 +107,13 @@ def test_log_probabilities(device: torch.device, vocab: int, of: str) -> None:
     temperature = torch.tensor([0.0, 0.5, 0.7, 1.0, 1.5, 3.0])
     count = 20
     samples = sample(
-        logits.to(device), temperature=temperature.to(device), top_k=3, seed=9, return_logprobs=True, num_top_logprobs=count, logprobs_of=of  # type: ignore[arg-type]
+        logits.to(device),
+        temperature=temperature.to(device),
+        top_k=3,
+        seed=9,
+        return_logprobs=True,
+        num_top_logprobs=count,
+        logprobs_of=of,  # type: ignore[arg-type]
     )
     assert samples.logprobs is not None
     assert samples.top_logprobs is not None
@@ -139,7 +145,7 @@ def test_most_likely_tokens_among_equals_are_the_first(device: torch.device) -> 
         ({"top_k": -5}, {0, 1, 2, 3, 4}),
         ({"top_k": 6}, {0, 1, 2, 3, 4}),
         ({"top_k": 10**12}, {0, 1, 2, 3, 4}),
-        ({"top_k": 1}, {1, 3}),                      # ties stay together
+        ({"top_k": 1}, {1, 3}),  # ties stay together
         ({"top_k": 2}, {1, 3}),
         ({"top_k": 3}, {0, 1, 3}),
         ({"top_p": 0.0}, {1, 3}),
@@ -228,7 +234,7 @@ def test_token_mask(device: torch.device) -> None:
     mask[0, 42] = mask[1, 99] = mask[2, 31] = mask[2, 32] = True
     mask[4] = True
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(8))
-    logits[0, 7] = NAN          # not allowed: it does not matter
+    logits[0, 7] = NAN  # not allowed: it does not matter
     logits[1, 5] = INF
     samples = sample(logits.to(device), token_mask=bits(mask).to(device), seed=3, num_top_logprobs=2, return_logprobs=True)
     assert samples.valid.tolist() == [True, True, True, False, True]
@@ -240,7 +246,7 @@ def test_token_mask(device: torch.device) -> None:
     assert samples.logprobs[0].item() == 0.0
     bad = logits.clone()
     bad[2, 32] = NAN
-    assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31      # the first token that is allowed
+    assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31  # the first token that is allowed
 
 
 @pytest.mark.parametrize("is_slice", [False, True])
@@ -252,7 +258,7 @@ def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice
     mask = torch.rand(batch, vocab, generator=generator) < 0.3
     mask[5] = False
     logits = torch.randn(batch, vocab, generator=generator)
-    logits[3] = torch.where(mask[3], NAN, 0.0)      # a bad row: its first token that is allowed
+    logits[3] = torch.where(mask[3], NAN, 0.0)  # a bad row: its first token that is allowed
     wide = torch.randint(-(2**31), 2**31 - 1, (batch + 1, words + 3), dtype=torch.int32, generator=generator)
     wide[1:, :words] = bits(mask)
     given = wide.to(device)[1:, : words + 1 if is_slice else words + 3]

@@ -9,9 +9,7 @@ from sampling_oracle import bits
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
 BATCH = 1000
-NASTY = torch.tensor(
-    [float("nan"), float("inf"), -float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-45, -1e-45, 65504.0, 1e4, -1e4, 20.0]
-)
+NASTY = torch.tensor([float("nan"), float("inf"), -float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-45, -1e-45, 65504.0, 1e4, -1e4, 20.0])
 
 
 def nasty(generator: torch.Generator, rows: int, vocab: int) -> torch.Tensor:

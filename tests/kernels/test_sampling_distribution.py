@@ -19,7 +19,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {**k, **p, **m, **order, **t}
     for k, p, m, t in itertools.product(({}, {"top_k": 9}), ({}, {"top_p": 0.8}), ({}, {"min_p": 0.05}), ({"temperature": 0.7}, {"temperature": 1.6}))
     for order in ({}, {"filter_order": "joint"})
-    if p or not order      # the order matters to top-p alone
+    if p or not order  # the order matters to top-p alone
 ]
 
 
@@ -64,10 +64,12 @@ def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(9)) * 0.5
     kept = keeps(logits, **settings)
     probs = probabilities(logits, kept)
-    tokens = torch.cat([
-        sample(logits.to(device).expand(1 << 14, -1), seed=torch.arange(1 << 14, device=device) + begin, position=3, **settings).token_ids.cpu()
-        for begin in range(0, rows, 1 << 14)
-    ])
+    tokens = torch.cat(
+        [
+            sample(logits.to(device).expand(1 << 14, -1), seed=torch.arange(1 << 14, device=device) + begin, position=3, **settings).token_ids.cpu()
+            for begin in range(0, rows, 1 << 14)
+        ]
+    )
     counts = torch.bincount(tokens.long(), minlength=vocab)
     assert not bool(counts[~kept].any())
     groups = torch.arange(vocab) % 100
@@ -78,7 +80,7 @@ def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}], ids=str)
 def test_from_probs(device: torch.device, settings: dict[str, Any]) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(10)) * 2
-    probs = torch.softmax(logits, -1) * 3       # not normalised
+    probs = torch.softmax(logits, -1) * 3  # not normalised
     samples = sample_from_probs(probs.to(device).expand(DRAWS, -1), seed=torch.arange(DRAWS, device=device), **settings)
     counts = torch.bincount(samples.token_ids.long(), minlength=24).cpu()
     kept = keeps(probs.double().log(), **settings)

@@ -10,7 +10,7 @@ from sampling_oracle import keeps, philox4x32, race_values
 
 from attn_backend import chain_speculative_sampling, sample_from_probs
 
-CLEAR = 1e-5      # values of the race that are further apart than this are told apart in float32
+CLEAR = 1e-5  # values of the race that are further apart than this are told apart in float32
 
 
 def seeds_and_positions(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
     seeds, positions = seeds_and_positions(generator, batch)
     draft = torch.softmax(torch.randn(batch, drafts, vocab, generator=generator), -1)
     target = torch.softmax(torch.cat([draft.log(), draft[:, :1].log()], 1) + torch.randn(batch, drafts + 1, vocab, generator=generator), -1)
-    target[::4, :drafts] = draft[::4]      # always accepted; behind what is none, nothing is left to draw from but the target
+    target[::4, :drafts] = draft[::4]  # always accepted; behind what is none, nothing is left to draw from but the target
     ids = torch.stack([torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(drafts)], 1)
     ids[::8, 2] = torch.tensor([-1, vocab]).repeat(batch // 16)
     given = [draft.to(device), ids.to(device, ids_dtype), target.to(device)]
@@ -96,14 +96,14 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
     ("draft", "target", "valid"),
     [
         ([0.5, 0.5, 0.0], [0.0, 0.6, 0.4], True),
-        ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], True),          # nothing is left: drawn from the target
-        ([0.5, 0.5, 0.0], [0.0, -0.1, 1.1], False),        # negative, whether or not the draft has more ...
+        ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], True),  # nothing is left: drawn from the target
+        ([0.5, 0.5, 0.0], [0.0, -0.1, 1.1], False),  # negative, whether or not the draft has more ...
         ([0.5, 0.0, 0.5], [0.0, -0.1, 1.1], False),
-        ([0.5, 0.5, 0.0], [-0.1, 0.5, 0.0], False),        # ... and where nothing else is left
+        ([0.5, 0.5, 0.0], [-0.1, 0.5, 0.0], False),  # ... and where nothing else is left
         ([0.5, 0.5, 0.0], [0.0, math.nan, 1.0], False),
         ([0.5, math.nan, 0.0], [0.0, 0.5, 0.5], False),
         ([0.5, 0.5, 0.0], [0.0, math.inf, 1.0], False),
-        ([0.5, 0.5, 0.0], [0.0, 0.0, 0.0], False),         # no probability at all
+        ([0.5, 0.5, 0.0], [0.0, 0.0, 0.0], False),  # no probability at all
     ],
 )
 def test_what_a_draft_is_refused_for_may_spoil_the_row(device: torch.device, draft: list[float], target: list[float], valid: bool) -> None:

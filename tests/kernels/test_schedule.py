@@ -23,7 +23,7 @@ def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
 
 @pytest.mark.parametrize("options", [{"max_levels": 4}, {"cascade": "always"}, {"batch_invariant": True}, {"cascade": False}], ids=str)
 def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
-    kernel = "hopper" if device.type == "cpu" else None     # the costs of both sorts of rows differ
+    kernel = "hopper" if device.type == "cpu" else None  # the costs of both sorts of rows differ
     attention = Attention(24, 3, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH, num_ctas=132, kernel=kernel, **options)
     met = set()
     for seed in range(30):

@@ -13,7 +13,7 @@ import torch
 pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 KINDS = range(4)
-BLOCKS, CASES = 20, 6     # for each kernel and kind
+BLOCKS, CASES = 20, 6  # for each kernel and kind
 MOST_TILES = 4096
 
 
@@ -33,10 +33,10 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
     fitting = (spec for spec in specs if sum(spec.qo_lens) and tiles_of(spec, kind) <= MOST_TILES)
     for _, spec in zip(range(CASES), fitting, strict=False):
         case = case_tensors.build(spec, device)
-        attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))     # every row group may have a row tile
+        attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))  # every row group may have a row tile
         attention.plan(case.view)
         if kind > attention.schedule().max_kind:
-            assert (device.type, spec.head_dim) == ("cuda", 256)     # what the generic kernel has no registers for
+            assert (device.type, spec.head_dim) == ("cuda", 256)  # what the generic kernel has no registers for
             continue
         host_planner.plan_with_kind(library, attention, case.view, kind)
         assert set(attention.schedule().tiles[:, 1].tolist()) == {kind}

@@ -69,12 +69,12 @@ def test_refuses(qo_indptr: list[int], table: PageTable, message: str, dtype: to
     "table",
     [
         GOOD,
-        csr([0, 0, 2], [3, 0, -9], [-1, 4]),                      # a request without pages has no last page; entries beyond the last are not used
+        csr([0, 0, 2], [3, 0, -9], [-1, 4]),  # a request without pages has no last page; entries beyond the last are not used
         block_table([0, 8], [[-1, -1], [7, 0]]),
         block_table([4, 0], [[2, -1], [-1, -1]]),
         block_table([0, 0], [[], []]),
         token_slots([1, 1], [2, 1], [[-9, -9], [5, 6]]),
-        token_slots([0, 1], [5, 4], [[0, -1, -1, -1, 4], [8, -1, -1, -1, -1]], page_size=4),      # the first slot of each page counts
+        token_slots([0, 1], [5, 4], [[0, -1, -1, -1, 4], [8, -1, -1, -1, -1]], page_size=4),  # the first slot of each page counts
         PageTable.ragged(ints([0, 0, 7])),
     ],
 )

@@ -16,7 +16,7 @@ QO_INDPTR = torch.tensor([0, 1, 2], dtype=torch.int32)
 VIEW = BSRView(QO_INDPTR, TABLE)
 ROWS = torch.tensor([1, 0], dtype=torch.int32)
 PAGED = PageTable.csr(torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 16)
-TREE_TABLE = PageTable.ragged(torch.arange(7, dtype=torch.int32))       # six nodes of one token
+TREE_TABLE = PageTable.ragged(torch.arange(7, dtype=torch.int32))  # six nodes of one token
 
 
 def test_defaults() -> None:
@@ -94,7 +94,7 @@ def test_refuses(argument: str, make: object) -> None:
 
 
 def test_row_list_may_be_longer() -> None:
-    view = BSRView(QO_INDPTR, TABLE, rows=torch.tensor([5, 0, -9, 10**6], dtype=torch.int32))      # what qo_indptr does not use is not read
+    view = BSRView(QO_INDPTR, TABLE, rows=torch.tensor([5, 0, -9, 10**6], dtype=torch.int32))  # what qo_indptr does not use is not read
     check_values(view, 6)
 
 

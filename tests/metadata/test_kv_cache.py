@@ -50,9 +50,7 @@ def test_from_packed() -> None:
 def test_from_slots_cuts_off_what_is_no_page() -> None:
     k, v = numbered(2, PAGES * PAGE_SIZE + 3, HEADS, HEAD_DIM).unbind(0)
     whole = PAGES * PAGE_SIZE
-    assert_is_view(
-        KVCache.from_slots(k, v, PAGE_SIZE), k[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM), v[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
-    )
+    assert_is_view(KVCache.from_slots(k, v, PAGE_SIZE), k[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM), v[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM))
     assert_is_view(KVCache.from_slots(k, v), k[:, None], v[:, None])
 
 

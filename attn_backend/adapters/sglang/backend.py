@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 class Batch:
     """One step as the engine describes it. Tensors stay where the engine keeps them."""
 
-    num_rows: int             # of Q
-    qo_indptr: Tensor         # int32 [batch + 1]
-    qo_lens: Tensor | int     # [batch], or the one length of all
+    num_rows: int  # of Q
+    qo_indptr: Tensor  # int32 [batch + 1]
+    qo_lens: Tensor | int  # [batch], or the one length of all
     max_qo_len: int
-    kv_lens: Tensor           # [batch], new tokens included
-    rows: Tensor              # [batch], of req_to_token
+    kv_lens: Tensor  # [batch], new tokens included
+    rows: Tensor  # [batch], of req_to_token
 
 
 class Plan:
@@ -51,9 +51,9 @@ class Plan:
 
     def __init__(self, kind: LayerKind, attention: Attention) -> None:
         self.kind = kind
-        self.attention = attention              # captured by graphs: never replaced once there are any
-        self.large: Attention | None = None     # for a batch beyond that one's bounds
-        self.current: Attention | None = None   # the one that holds this step's plan
+        self.attention = attention  # captured by graphs: never replaced once there are any
+        self.large: Attention | None = None  # for a batch beyond that one's bounds
+        self.current: Attention | None = None  # the one that holds this step's plan
 
 
 class Layer:
@@ -79,8 +79,8 @@ class Layer:
 class SGLangAttentionBackend(AttentionBackend):
     """Raises ValueError in the constructor, that is while the engine starts, for what it cannot serve."""
 
-    needs_cpu_seq_lens = False                        # plans read lengths on the device
-    extend_dummy_seqs_capped_by_req_pool = True       # workspaces are sized for the requests that the pool holds
+    needs_cpu_seq_lens = False  # plans read lengths on the device
+    extend_dummy_seqs_capped_by_req_pool = True  # workspaces are sized for the requests that the pool holds
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class SGLangAttentionBackend(AttentionBackend):
         self.page_size: int = runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
-        self.forward_metadata: Batch | None = None    # the name that the engine clears on idle steps
+        self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self._copies_to_slots = compat.copies_to_slots(self.token_to_kv_pool)
-        self._window_slots: Tensor | None = None      # where this step's tokens go in the window pool
+        self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
 
-        self._max_batch = -(-self.req_to_token_pool.size // 32) * 32        # the engine pads batches to what its graphs and its ranks need
+        self._max_batch = -(-self.req_to_token_pool.size // 32) * 32  # the engine pads batches to what its graphs and its ranks need
         if compat.deterministic() and self.device.type == "cuda" and self._max_batch > MAX_CUDA_INVARIANT_BATCH:
             raise refuse(f"--enable-deterministic-inference for {self._max_batch} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
         self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
@@ -205,14 +205,14 @@ class SGLangAttentionBackend(AttentionBackend):
         if extra:
             _refuse_extras(extra)
         known = self._layers.get(layer) or self._remember(layer)
-        attention = known.plan.current or self._plan_late(known.plan)       # before append_kv, which run() relies on
+        attention = known.plan.current or self._plan_late(known.plan)  # before append_kv, which run() relies on
         pool = self.token_to_kv_pool
-        k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)       # at every step: it waits for KV that is still being loaded
+        k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)  # at every step: it waits for KV that is still being loaded
         kv = known.cache(k_buffer, v_buffer, self.page_size)
         appended = False
-        if save_kv_cache and k is not None:       # False with k given: the model's rotary kernel has written them already
+        if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
-            appended = self._copies_to_slots and k.dtype == v.dtype == k_buffer.dtype       # the pool converts others
+            appended = self._copies_to_slots and k.dtype == v.dtype == k_buffer.dtype  # the pool converts others
             if appended:
                 append_kv(k, v, kv, forward_batch.out_cache_loc)
             else:
@@ -277,7 +277,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _prefix_sum(self, lens: Tensor) -> Tensor:
         batch_size = lens.shape[0]
-        if batch_size == 1:       # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
+        if batch_size == 1:  # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
             self._one_qo_len.copy_(lens)
             return self._one_qo_indptr
         fits = batch_size <= self._max_batch
@@ -291,7 +291,7 @@ class SGLangAttentionBackend(AttentionBackend):
         count = slots.shape[0]
         if count > self._window_slot_buffer.shape[0]:
             return mapping[slots]
-        self._window_slot_buffer[count:].zero_()       # a captured prefill writes its padding rows too: to slot 0, which no request has
+        self._window_slot_buffer[count:].zero_()  # a captured prefill writes its padding rows too: to slot 0, which no request has
         return torch.index_select(mapping, 0, slots, out=self._window_slot_buffer[:count])
 
     @staticmethod

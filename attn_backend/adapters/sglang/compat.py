@@ -49,7 +49,7 @@ def register_sampler(name: str, create: Callable[[], Any]) -> None:
         from sglang.srt.layers.sampler import register_sampler_backend
     except ImportError as error:
         raise RuntimeError(f"sampling backend {name!r} cannot be registered with SGLang {release()}: {error}") from error
-    if getattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {}).get(name) is not create:   # SGLang warns of every second registration
+    if getattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {}).get(name) is not create:  # SGLang warns of every second registration
         register_sampler_backend(name, create)
 
 
@@ -80,7 +80,7 @@ def setting(path: str, default: Any) -> Any:
         value = getter()
         for name in rest:
             value = getattr(value, name)
-    except (AttributeError, ValueError, AssertionError, RuntimeError):   # not published, no such option, or no process group yet
+    except (AttributeError, ValueError, AssertionError, RuntimeError):  # not published, no such option, or no process group yet
         return default
     return default if value is None else value
 

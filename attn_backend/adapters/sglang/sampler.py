@@ -30,7 +30,7 @@ class AttnSampler(engine_sampler.Sampler):
     def __init__(self) -> None:
         super().__init__()
         give_seeds_to_requests()
-        self._batch: tuple[SamplingBatchInfo, Tensor] | None = None   # while SGLang's own forward runs
+        self._batch: tuple[SamplingBatchInfo, Tensor] | None = None  # while SGLang's own forward runs
         self._token_ids: Tensor | None = None
         self._workspace: Tensor | None = None
 
@@ -72,7 +72,7 @@ class AttnSampler(engine_sampler.Sampler):
         return logits
 
     def _draw(self, logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) -> Tensor:
-        if self._workspace is None:       # one is enough: a worker's batches are sampled one after another
+        if self._workspace is None:  # one is enough: a worker's batches are sampled one after another
             self._workspace = sampling_workspace(logits.device)
         return draw(logits, sampling_info, positions, self._workspace)
 
@@ -96,9 +96,9 @@ def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, wo
         return sample(logits, temperature=0.0, workspace=workspace).token_ids
     temperatures = info.temperatures.view(-1)
     if info.is_any_greedy:
-        temperatures = temperatures * (info.top_ks > 1)   # SGLang writes greedy as top_k 1 at temperature 1, which leaves ties to chance
+        temperatures = temperatures * (info.top_ks > 1)  # SGLang writes greedy as top_k 1 at temperature 1, which leaves ties to chance
     seeds = info.sampling_seed
-    if seeds is None or seeds.shape[0] != batch:          # warm-up runs, speculative decoding
+    if seeds is None or seeds.shape[0] != batch:  # warm-up runs, speculative decoding
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=logits.device)
     return sample(
         logits,
@@ -123,7 +123,7 @@ def _capture(probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor,
     info = sampling_info
     filters = (info.top_ks[rows], info.top_ps[rows], info.min_ps[rows], info.need_min_p_sampling)
     filtered = engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs[rows], *filters, None, positions, return_filtered_probs=True)
-    return _Capture(weights=filtered[1], token_ids=filtered[2], selected_weight=None, batch_rows=rows)   # type: ignore[misc]
+    return _Capture(weights=filtered[1], token_ids=filtered[2], selected_weight=None, batch_rows=rows)  # type: ignore[misc]
 
 
 class RequestSeeds:
@@ -139,7 +139,7 @@ class RequestSeeds:
     def __call__(self, request: Any) -> int:
         seed: int | None = getattr(request, "_attn_backend_seed", None)
         if seed is None:
-            seed = request._attn_backend_seed = self._new(request)    # kept: a request that is retracted comes back
+            seed = request._attn_backend_seed = self._new(request)  # kept: a request that is retracted comes back
         return seed
 
     def _new(self, request: Any) -> int:
@@ -147,12 +147,12 @@ class RequestSeeds:
         if params.sampling_seed is None:
             return self._source.draw()
         index = 0
-        if params.n > 1 and params.max_new_tokens != 0:               # 0: the request that only fills the prefix cache
+        if params.n > 1 and params.max_new_tokens != 0:  # 0: the request that only fills the prefix cache
             group = (params.sampling_seed, params.n, tuple(request.origin_input_ids))
             index = self._answers_seen.pop(group, 0)
             if index + 1 < params.n:
                 self._answers_seen[group] = index + 1
-            if len(self._answers_seen) > _MOST_OPEN_GROUPS:           # groups that lost an answer before it was scheduled
+            if len(self._answers_seen) > _MOST_OPEN_GROUPS:  # groups that lost an answer before it was scheduled
                 self._answers_seen.pop(next(iter(self._answers_seen)))
         return signed_64_bits(params.sampling_seed + index)
 
@@ -173,5 +173,5 @@ def give_seeds_to_requests() -> None:
             values = torch.tensor([seeds(request) for request in batch.reqs], dtype=torch.int64, pin_memory=is_pin_memory_available(batch.device))
             self.sampling_seed = values.to(batch.device, non_blocking=True)
 
-    adjusted_from_schedule_batch._attn_backend_seeds = seeds   # type: ignore[attr-defined]
+    adjusted_from_schedule_batch._attn_backend_seeds = seeds  # type: ignore[attr-defined]
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch

@@ -14,9 +14,9 @@ from . import NAME, compat
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 _TREE_SPECULATION = ("NGRAM",)
-_SINKS = ("sinks", "attention_sink_bias")     # what models call them
+_SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
-    "--enable-unified-memory": "memory.enable_unified_memory",     # req_to_token would hold virtual slots
+    "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
     "--enable-mis": "exec.features.enable_mis",
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
 }
@@ -31,7 +31,7 @@ class LayerKind:
     num_kv_heads: int
     head_dim: int
     window_left: int
-    in_window_pool: bool      # its K and V lie in the sliding-window half of a hybrid pool, which numbers its slots differently
+    in_window_pool: bool  # its K and V lie in the sliding-window half of a hybrid pool, which numbers its slots differently
     causal: bool
 
 

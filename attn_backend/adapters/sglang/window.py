@@ -30,7 +30,7 @@ def window_page_table(
     first_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
     if page_size > 1:
         first_page = torch.div(first_page, page_size, rounding_mode="floor")
-    visible = min(max_qo_len + window_left + page_size - 1, max_tokens)      # page_size - 1: the first page may start before the window does
+    visible = min(max_qo_len + window_left + page_size - 1, max_tokens)  # page_size - 1: the first page may start before the window does
     pages_per_row = -(-visible // page_size)
     columns = (first_page[:, None] + torch.arange(pages_per_row, device=rows.device)) * page_size
     slots = req_to_token[rows[:, None], columns.clamp_(max=max_tokens - 1)]

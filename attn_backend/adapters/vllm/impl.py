@@ -96,7 +96,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         attention = attn_metadata.plans[self.plan_key]
-        appended = key is not None and self.kv_sharing_target_layer_name is None       # when vLLM calls do_kv_cache_update
+        appended = key is not None and self.kv_sharing_target_layer_name is None  # when vLLM calls do_kv_cache_update
         attention.run(query, kv_cache_view(kv_cache), out=output, sm_scale=self.scale, logits_soft_cap=self.logits_soft_cap, after_append=appended)
         return output
 

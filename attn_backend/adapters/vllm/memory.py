@@ -23,7 +23,7 @@ def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
     stream = torch.cuda.current_stream(device)
 
     def make_on_stream() -> T:
-        with torch.cuda.stream(stream):     # a thread begins with device 0 and its default stream
+        with torch.cuda.stream(stream):  # a thread begins with device 0 and its default stream
             return make()
 
     with ThreadPoolExecutor(1, "attn_backend") as thread:

@@ -36,8 +36,8 @@ V1_SAMPLER, V1_RUNNER = "vllm.v1.sample.sampler", "vllm.v1.worker.gpu_model_runn
 
 # Arguments of the functions that are replaced or called, as the known releases have them.
 _V2_BATCHES = [
-    "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                                      # 0.26, 0.27
-    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",                          # 0.28 to 0.30
+    "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",  # 0.26, 0.27
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",  # 0.28 to 0.30
     "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",  # 0.31 to 0.33
 ]
 _KNOWN_ARGUMENTS = {
@@ -51,9 +51,9 @@ _KNOWN_ARGUMENTS = {
     (V1_RUNNER, "GPUModelRunner._sample"): ["self logits spec_decode_metadata"],
     (V1_RUNNER, "GPUModelRunner._bookkeeping_sync"): ["self scheduler_output sampler_output logits hidden_states num_scheduled_tokens"],
 }
-_PROCESSED = ("processed_logits", "processed_logprobs")     # modes in which vLLM reports what the filters left
+_PROCESSED = ("processed_logits", "processed_logprobs")  # modes in which vLLM reports what the filters left
 
-_installed: bool | None = None      # None: not tried yet
+_installed: bool | None = None  # None: not tried yet
 _originals: list[tuple[type, str, Any]] = []
 
 
@@ -66,7 +66,7 @@ def install(device: torch.device, vllm_config: Any = None) -> bool:
     Returns:
         Whether this package samples. If not, and it was not switched off, a warning has said why.
     """
-    global _installed   # noqa: PLW0603
+    global _installed  # noqa: PLW0603
     if _installed is None:
         _installed = use_sampler() and _install(device, vllm_config)
     return _installed
@@ -77,7 +77,7 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
         check_arguments()
         check_sampler(device)
         replacements = _replacements(vllm_config)
-    except Exception as error:      # whatever it is, the engine can serve without
+    except Exception as error:  # whatever it is, the engine can serve without
         reason = f"{type(error).__name__}: {error}"
         logger.warning("attn_backend does not sample, vLLM's own sampler does: %s. %s=0 chooses that without this warning.", reason, SAMPLER_SWITCH)
         return False
@@ -90,7 +90,7 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
 
 def uninstall() -> None:
     """Puts vLLM's functions back; the next `install` tries again."""
-    global _installed   # noqa: PLW0603
+    global _installed  # noqa: PLW0603
     _installed = None
     while _originals:
         owner, name, original = _originals.pop()
@@ -155,7 +155,7 @@ def v2_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     slots_at, slots_np_at, positions_at = (names.index(name) - 2 for name in ("expanded_idx_mapping", "idx_mapping_np", "pos"))
 
     def sample_rows(self: Any, logits: Tensor, *batch: Any, return_logprobs: bool = False) -> tuple[Tensor, Tensor]:
-        if type(self) is not sampler:       # a watermark's sampler draws in its own way
+        if type(self) is not sampler:  # a watermark's sampler draws in its own way
             return original(self, logits, *batch, return_logprobs=return_logprobs)
         reports_filtered = (return_logprobs and self.logprobs_mode in _PROCESSED) or getattr(self, "return_sampling_mask", False)
         penalized = _v2_penalize(self, logits.clone() if reports_filtered else logits, batch)
@@ -273,7 +273,7 @@ def v1_seeds(runner: Any, source: SeedSource) -> Tensor:
         seed = getattr(request, "_attn_backend_seed", None)
         if seed is None:
             seed = source.draw() if request.generator is None else signed_64_bits(request.generator.initial_seed())
-            request._attn_backend_seed = seed    # kept: a request that is preempted comes back
+            request._attn_backend_seed = seed  # kept: a request that is preempted comes back
         seeds.append(seed)
     return torch.tensor(seeds, dtype=torch.int64, pin_memory=runner.device.type == "cuda").to(runner.device, non_blocking=True)
 
@@ -285,14 +285,14 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def sample_batch(self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor | None]:
         metadata = sampling_metadata
         draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
-        if draws is None:       # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is replaced
+        if draws is None:  # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is replaced
             return original(self, logits, metadata, logprobs_mode_override)
         reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         reports_filtered = reports and (logprobs_mode_override or self.logprobs_mode) in _PROCESSED
         token_ids = v1_draw(self, logits.clone() if reports_filtered else logits, metadata, draws)
         if not reports_filtered:
             return token_ids, None
-        without_generators = replace(metadata, generators={})     # its draw is not used, and must not advance them
+        without_generators = replace(metadata, generators={})  # its draw is not used, and must not advance them
         return token_ids, original(self, logits, without_generators, logprobs_mode_override)[1]
 
     return sample_batch
@@ -306,7 +306,7 @@ def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
     processors = [processor for processor in metadata.logitsprocs.argmax_invariant if getattr(processor, "min_p_count", 1) > 0]
     if len(processors) == 1 and type(processors[0]).__name__ == "MinPLogitsProcessor":
         min_p = processors[0].min_p.view(-1)
-    elif processors:        # the user's own: they expect logits that the temperature has been applied to
+    elif processors:  # the user's own: they expect logits that the temperature has been applied to
         logits = self.apply_temperature(logits, temperature, metadata.all_random)
         for processor in processors:
             logits = processor.apply(logits)

@@ -10,8 +10,8 @@ from torch import Tensor
 from attn_backend.kernels.sampling import sample
 
 _VOCAB = 512
-_DRAWS = 64             # of each combination of parameters, at as many positions
-_FREQUENCIES = 4096     # draws whose frequencies are counted; their standard error is below 0.008
+_DRAWS = 64  # of each combination of parameters, at as many positions
+_FREQUENCIES = 4096  # draws whose frequencies are counted; their standard error is below 0.008
 
 
 class SamplerDisagrees(RuntimeError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-__version__ = "99.0"   # SGLang asks for a minimum
+__version__ = "99.0"  # SGLang asks for a minimum
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

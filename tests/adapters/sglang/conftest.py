@@ -11,7 +11,7 @@ SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 
 if importlib.util.find_spec("sglang") is not None and "sglang" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    sys.path.append(str(SHIMS))     # sgl_kernel, unless a real one is installed
+    sys.path.append(str(SHIMS))  # sgl_kernel, unless a real one is installed
     spec = importlib.util.spec_from_file_location("sglang_cpu_shims", SHIMS / "sitecustomize.py")
     assert spec is not None
     assert spec.loader is not None

@@ -44,7 +44,7 @@ class Request:
     """One sequence: what every layer's K and V are for its tokens, and where they lie."""
 
     row: int
-    k: list[Tensor] = field(default_factory=list)     # a layer: [tokens, num_kv_heads, head_dim]
+    k: list[Tensor] = field(default_factory=list)  # a layer: [tokens, num_kv_heads, head_dim]
     v: list[Tensor] = field(default_factory=list)
     length: int = 0
 
@@ -85,7 +85,7 @@ class FakeEngine:
             pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), device, enable_memory_saver=False)
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
-                buffer.fill_(float("nan"))     # what no request wrote must not be seen
+                buffer.fill_(float("nan"))  # what no request wrote must not be seen
         self.pool = pool
         self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1

@@ -49,8 +49,8 @@ def serve(engine: FakeEngine) -> None:
     """Prompts, later chunks of some, decode steps, and a mixed step."""
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
-    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])       # 0 and 1 have a prefix in the cache
-    step(engine, backend, ForwardMode.EXTEND, [2], [9])                     # alone, and beside another again
+    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])  # 0 and 1 have a prefix in the cache
+    step(engine, backend, ForwardMode.EXTEND, [2], [9])  # alone, and beside another again
     step(engine, backend, ForwardMode.EXTEND, [1, 2], [4, 3])
     for _ in range(3):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
@@ -210,7 +210,7 @@ def test_captured_decode(page_size: int, hybrid: bool, device: str) -> None:
     engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size, dtype, hybrid, device)
     for layer_id in range(2):
         for buffer in engine.pool.get_kv_buffer(layer_id):
-            buffer[:page_size] = 0.0       # padded requests write slot 0, and read what row 0 of the table names
+            buffer[:page_size] = 0.0  # padded requests write slot 0, and read what row 0 of the table names
     engine.req_to_token_pool.req_to_token[0] = 0
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
@@ -284,7 +284,7 @@ def test_a_batch_beyond_the_bounds(requests: list[int], new_lens: list[int]) -> 
     step(engine, backend, ForwardMode.EXTEND, requests, new_lens)
     assert next(iter(backend._plans.values())).current is not kept
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
-    assert next(iter(backend._plans.values())).current is kept       # captured graphs may hold it
+    assert next(iter(backend._plans.values())).current is kept  # captured graphs may hold it
 
 
 def test_batches_up_to_the_bounds_take_what_graphs_hold() -> None:
@@ -332,9 +332,9 @@ def test_run_is_promised_an_append_where_there_was_one(monkeypatch: pytest.Monke
     backend.init_forward_metadata(batch)
     q, k, v = engine.tensors(batch, 0)
     backend.forward(q, k, v, engine.model[0], batch)
-    backend.forward(q, k, v, engine.model[0], batch, save_kv_cache=False)      # the model's rotary kernel has written them
-    backend.forward(q, None, None, engine.model[0], batch)                     # the layer reads another layer's cache
-    backend.forward(q, k.double(), v.double(), engine.model[0], batch)         # the pool converts and writes them
+    backend.forward(q, k, v, engine.model[0], batch, save_kv_cache=False)  # the model's rotary kernel has written them
+    backend.forward(q, None, None, engine.model[0], batch)  # the layer reads another layer's cache
+    backend.forward(q, k.double(), v.double(), engine.model[0], batch)  # the pool converts and writes them
     assert promised == [True, False, False, False]
 
 

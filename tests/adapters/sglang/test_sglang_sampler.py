@@ -153,9 +153,7 @@ def sglangs_survivors(logits: Tensor, info: SamplingBatchInfo, monkeypatch: pyte
     probs = (logits / info.temperatures).softmax(-1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", multinomial)
-        engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-            probs.clone(), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None
-        )
+        engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None)
     order = logits.argsort(-1, descending=True)
     return torch.zeros(logits.shape).scatter(1, order, seen[0]) > 0
 
@@ -167,7 +165,7 @@ def test_draws_are_among_the_tokens_that_sglang_leaves(
     top_k: int, top_p: float, min_p: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, draws = 8, 40
-    values = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(rows)]) / 32    # no two equal
+    values = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(rows)]) / 32  # no two equal
     requests = [request(i, temperature=0.3 + 0.2 * i, top_k=top_k, top_p=top_p, min_p=min_p, sampling_seed=i) for i in range(rows)]
     info = make_info(requests)
     left = sglangs_survivors(values, info, monkeypatch)
@@ -199,7 +197,7 @@ def test_reporting_log_probabilities_changes_no_token(greedy_only: bool, generat
     assert torch.equal(tokens.long(), plain.long())
     expected = (logits / make_info(requests).temperatures).log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(torch.as_tensor(output.next_token_logprobs), expected, atol=1e-4, rtol=1e-4)
-    again, _ = run(sampler, logits, make_info(requests), positions)     # nothing of the reporting run is left behind
+    again, _ = run(sampler, logits, make_info(requests), positions)  # nothing of the reporting run is left behind
     assert torch.equal(again, plain)
 
 
@@ -235,7 +233,7 @@ def test_custom_logit_processors_are_applied_once(logprobs: bool, monkeypatch: p
     info = make_info([request(0, temperature=0.5, sampling_seed=1), request(1, temperature=0.5, sampling_seed=2)])
     info.has_custom_logit_processor = True
     logits = torch.zeros(2, VOCAB)
-    logits[:, 9] = 15.0     # more than once would let 5 win
+    logits[:, 9] = 15.0  # more than once would let 5 win
     for position in range(10):
         assert run(sampler, logits, info, torch.full((2,), position), logprobs)[0].tolist() == [9, 9]
 
@@ -253,7 +251,7 @@ def test_empty_batches_and_batches_without_seeds(generator: torch.Generator) -> 
 def test_every_request_has_a_seed_through_filtering_merging_and_retraction() -> None:
     AttnSampler()
     replaced = SamplingBatchInfo.adjusted_from_schedule_batch
-    AttnSampler()   # a second model runner in the process
+    AttnSampler()  # a second model runner in the process
     assert SamplingBatchInfo.adjusted_from_schedule_batch is replaced
     seeded, first, second = request(0, sampling_seed=5), request(1), request(2)
     info = make_info([seeded, first])
@@ -294,7 +292,7 @@ def test_the_answers_to_one_seeded_request_differ() -> None:
     seeds = RequestSeeds(SeedSource(0))
     cache_filler = request(0, n=3, sampling_seed=10, max_new_tokens=0)
     assert seeds(cache_filler) == 10
-    for _ in range(2):      # asked twice, answered alike
+    for _ in range(2):  # asked twice, answered alike
         answers = [request(0, n=3, sampling_seed=10) for _ in range(3)]
         assert [seeds(answer) for answer in answers] == [10, 11, 12]
         assert [seeds(answer) for answer in answers] == [10, 11, 12]

@@ -46,7 +46,7 @@ def test_pools_that_do_more_than_copy_write_for_themselves(monkeypatch: pytest.M
         with monkeypatch.context() as changed:
             changed.setattr(plain, name, value, raising=False)
             assert not compat.copies_to_slots(plain), name
-    monkeypatch.setattr(plain, "set_kv_buffer", lambda *_: None)      # a wrapper around this pool's
+    monkeypatch.setattr(plain, "set_kv_buffer", lambda *_: None)  # a wrapper around this pool's
     assert not compat.copies_to_slots(plain)
     counting = FakeEngine().pool
     counting.__class__ = CountingPool

@@ -102,7 +102,7 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
     [
         pytest.param([1] * 6, [1, 30, 16, 7, 40, 17], True, id="decode"),
         pytest.param([2, 1, 3, 1], [2, 9, 33, 18], True, id="extend"),
-        pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),     # on a CPU, where cost follows the rows
+        pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),  # on a CPU, where cost follows the rows
     ],
 )
 def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_workspaces_are_outside_torchs_pools() -> None:
         segments = [*pool.snapshot(), *inner.snapshot()]
         return any(segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"] for segment in segments)
 
-    impl = make_impl()      # heads and head size are all that a builder asks of it
+    impl = make_impl()  # heads and head size are all that a builder asks of it
     pool, inner = torch.cuda.MemPool(), torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         direct = sampling_workspace(GPU)

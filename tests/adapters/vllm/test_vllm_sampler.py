@@ -145,7 +145,7 @@ class V1Runner:
     device = CPU
     use_async_scheduling = False
     max_model_len = 2**20
-    routed_experts_initialized = False      # 0.26
+    routed_experts_initialized = False  # 0.26
     _to_list = staticmethod(Tensor.tolist)
     _get_prompt_logprobs_dict = staticmethod(lambda *arguments: {})
 
@@ -179,7 +179,7 @@ class V1Runner:
                 all_random=not any(greedy),
                 top_p=top_p if (top_p < 1).any() else None,
                 top_k=top_k if (top_k < VOCAB).any() else None,
-                generators=generators,      # one dict for both, as in vLLM
+                generators=generators,  # one dict for both, as in vLLM
                 max_num_logprobs=logprobs,
                 no_penalties=True,
                 prompt_token_ids=None,
@@ -282,7 +282,7 @@ def test_v1_requests_without_a_seed_get_one_that_stays(generator: torch.Generato
     seeds = first.input_batch.sampling_metadata._attn_backend_draws.seed.tolist()
     assert len(set(seeds)) == 4
     assert seeds[3] == -(2**63) + 5
-    assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]     # preempted, and back in other rows
+    assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]  # preempted, and back in other rows
 
 
 def test_v1_position_is_that_of_the_last_token(generator: torch.Generator) -> None:
@@ -324,7 +324,7 @@ def test_v1_generators_are_left_to_verification(mode: str, generator: torch.Gene
     runner = V1Runner(requests, mode, logprobs=2)
     generators, batch = dict(runner.input_batch.generators), runner.input_batch
     assert len(generators) == 3
-    discarded = np.array([True, False, True])       # chunks of prompts, whose draws do not count
+    discarded = np.array([True, False, True])  # chunks of prompts, whose draws do not count
     output = runner.step(distinct_logits(3, generator))
     runner.book(output, discarded)
     assert batch.generators is batch.sampling_metadata.generators

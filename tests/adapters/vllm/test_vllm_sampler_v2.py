@@ -57,7 +57,7 @@ class V2Sampler:
             self.sampler.needs_logits_processing = np.ones(slots, dtype=bool)
             self.sampler.logits_processors = [SimpleNamespace(apply=lambda logits, context: logits)]
             self.sampler.thinking_budget_state = SimpleNamespace(apply=lambda logits, context: None)
-            for name in ("logit_bias", "penalties", "bad_words"):       # 0.26
+            for name in ("logit_bias", "penalties", "bad_words"):  # 0.26
                 setattr(self.sampler, f"{name}_state", SimpleNamespace(**{f"apply_{name}": lambda *arguments: None}))
             self.sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda slots: 0)
 
@@ -176,7 +176,7 @@ def test_v2_sees_changed_parameters(v2: V2Sampler) -> None:
     v2.add(0, SamplingParams(temperature=0.0))
     v2.add(1, SamplingParams(temperature=0.0))
     assert v2.sample(logits, [0, 1], [0, 0])[0].tolist() == [7, 7]
-    v2.add(1, SamplingParams(temperature=1.0, seed=1))      # another request in the same slot
+    v2.add(1, SamplingParams(temperature=1.0, seed=1))  # another request in the same slot
     drawn = torch.stack([v2.sample(logits, [0, 1], [position] * 2)[0] for position in range(30)], dim=1)
     assert drawn[0].unique().tolist() == [7]
     assert len(drawn[1].unique()) > 15
