@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from ..kernels.attention import CUDA_HEAD_DIMS, Attention
+from ..kernels.attention import Attention
+from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from .batches import SETTINGS, Batch
 from .schedule_costs import ScheduleCosts
 
 _MOST_NODES = 40  # of the forest, in the text
-_MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/include/attn/forest.h
+_MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
 _MOST_HEADS, _MOST_HEAD_ROWS = 256, 1 << 27  # what is shown of a plan grows with its (row tile, head) pairs
 
 

@@ -1,4 +1,4 @@
-"""Lets the host know where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/device/kernel_code.cuh).
+"""Lets the host know where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/common/kernel_code.cuh).
 
 A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME: it has the loader write an address there. Here that becomes the
 kernel's, and the kernel's size goes beside it. The source can say neither: the size is not known yet, and what nvcc takes for a kernel's address is an
