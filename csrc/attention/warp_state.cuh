@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/shared_tile.cuh"
-#include "attention/sm80/shape.h"
 #include "attention/variants.h"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
@@ -13,26 +12,13 @@
 
 namespace attn {
 
-/// How the warps of a CTA share a row tile and a KV tile.
-template <int kHeadDim, int kKind>
-struct WarpLayout {
-  static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
-  static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
-  static constexpr int kRowBlocks = kRows / 16;
-  static constexpr int kTokens = kv_tile(kHeadDim) / kKvWarps;  // of a warp
-  int32_t first_row;
-  int32_t first_token;
-  int32_t kv_warp;
-
-  __device__ __forceinline__ explicit WarpLayout(int warp)
-      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
-};
-
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
 /// that start at 2t (mma.cuh, C operand).
-template <class Element, int kHeadDim, int kRowBlocks>
+/// Element_: that P and V are multiplied as, and O is written as. kColumns: of V and O.
+template <class Element_, int kColumns, int kRowBlocks>
 struct WarpState {
-  static constexpr int kColumnBlocks = kHeadDim / 8;
+  using Element = Element_;
+  static constexpr int kColumnBlocks = kColumns / 8;
   static constexpr float kSlack = 8.0f;  // to base 2
 
   float o[kRowBlocks][kColumnBlocks][4];
@@ -54,7 +40,7 @@ struct WarpState {
   }
 
   /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
-  template <int kTokens, class QTile, class KvTile>
+  template <int kQkColumns, int kTokens, class QTile, class KTile>
   __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
@@ -69,7 +55,7 @@ struct WarpState {
     uint32_t keys[2][4];
     ptx::ldmatrix_x4(keys[0], k);
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
+    for (int d = 0; d < kQkColumns / 16; ++d) {
       uint32_t a[kRowBlocks][4];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
@@ -77,8 +63,8 @@ struct WarpState {
       for (int n = 0; n < kFragments; ++n) {
         const int i = d * kFragments + n;
         const int next = i + 1;
-        if (next < kHeadDim / 16 * kFragments) {
-          ptx::ldmatrix_x4(keys[next % 2], KvTile::block(k, next % kFragments, next / kFragments));
+        if (next < kQkColumns / 16 * kFragments) {
+          ptx::ldmatrix_x4(keys[next % 2], KTile::block(k, next % kFragments, next / kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -184,9 +170,9 @@ struct WarpState {
   }
 
   /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
-  template <int kTokens, class KvTile>
+  template <int kTokens, class VTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
-    constexpr int kFragments = kHeadDim / 16;
+    constexpr int kFragments = kColumns / 16;
     uint32_t values[2][4];
     ptx::ldmatrix_x4_trans(values[0], v);
 #pragma unroll
@@ -196,7 +182,7 @@ struct WarpState {
         const int i = k * kFragments + d;
         const int next = i + 1;
         if (next < kTokens / 16 * kFragments) {
-          ptx::ldmatrix_x4_trans(values[next % 2], KvTile::block(v, next / kFragments, next % kFragments));
+          ptx::ldmatrix_x4_trans(values[next % 2], VTile::block(v, next / kFragments, next % kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -217,16 +203,43 @@ struct WarpState {
   }
 };
 
-/// Scores become natural logits.
-template <class Variant, int kRowBlocks, int kBlocks>
-__device__ __forceinline__ void transform_logits(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4]) {
+/// Calls change(score, ScoreRow, KV position) for every score of a lane; `row`: the ScoreRow of a row of the row tile.
+template <int kRowBlocks, int kBlocks, class Row, class Change>
+__device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
+                                               int32_t first_token, const Row& row, const Change& change) {
+  const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const ScoreRow of_row = row(first_row + b * 16 + half * 8 + lane / 4);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) s[b][n][c] = Variant::logits(variant, s[b][n][c] * variant.sm_scale);
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) change(s[b][n][2 * half + c], of_row, first_token + n * 8 + lane % 4 * 2 + c);
+      }
     }
+  }
+}
+
+/// Scores become natural logits.
+template <class Variant, int kRowBlocks, int kBlocks, class Row>
+__device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
+                                                 float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
+                                                 int32_t first_token, const Row& row) {
+  for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
+    score = variant.logits(score * sm_scale, of_row, kv_position);
+  });
+}
+
+/// Hides what the variant does not let a row see.
+template <class Variant, int kRowBlocks, int kBlocks, class Row>
+__device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
+                                                   int32_t first_row, int32_t first_token, const Row& row) {
+  if constexpr (Variant::kHasMask) {
+    for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
+      if (!variant.sees(of_row, kv_position)) score = minus_infinity();
+    });
   }
 }
 
@@ -238,8 +251,8 @@ __device__ __forceinline__ uint32_t scores_before(int32_t columns) {
 }
 
 /// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
-template <class Variant, int kRowBlocks, int kBlocks, class Rows>
-__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4],
+template <int kRowBlocks, int kBlocks, class Rows>
+__device__ __forceinline__ void mask_scores(const Visibility& visibility, float (&s)[kRowBlocks][kBlocks][4],
                                             const Rows& rows, const FastDivisor& group_size, int32_t first_row,
                                             int32_t first_token, int32_t kv_end) {
   static_assert(kBlocks <= 16, "a bit for each of a row's scores that a lane holds");
@@ -251,7 +264,7 @@ __device__ __forceinline__ void mask_scores(const VariantParams& variant, float 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t position = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
-      const TokenRange tokens = variant.visibility.seen_by_all(position, position, TokenRange{0, kv_end});
+      const TokenRange tokens = visibility.seen_by_all(position, position, TokenRange{0, kv_end});
       visible[half] = scores_before(tokens.end - first_column) & ~scores_before(tokens.begin - first_column);
     }
 #pragma unroll

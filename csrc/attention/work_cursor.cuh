@@ -46,12 +46,6 @@ struct WorkCursor {
   }
 };
 
-/// The variant's values for a level.
-__device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, int32_t index) {
-  const Level& level = params.schedule.header->levels[index];
-  return VariantParams{params.sm_scale, params.logits_soft_cap, level.visibility};
-}
-
 /// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept
 /// in registers over a work item.
 template <bool kManyLevels>

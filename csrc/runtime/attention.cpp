@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "attention/cpu/executor.h"
+#include "attention/merge/shape.h"
 #include "attention/sm80/shape.h"
 #include "attention/sm90/shape.h"
 #include "planner/forest.h"
@@ -63,10 +64,10 @@ const Costs& costs_of(KernelKind kernel, bool batch_invariant) {
 
 /// Largest kind of row tile, and tokens of a KV tile.
 int32_t max_kind_of(const AttentionConfig& config) {
-  return config.kernel == KernelKind::kGeneric ? max_kind(config.head_dim) : kNumTileKinds - 1;
+  return config.kernel == KernelKind::kGeneric ? sm80::tuning(config.head_dim).max_kind : kNumTileKinds - 1;
 }
 int32_t kv_tile_of(const AttentionConfig& config) {
-  return config.kernel == KernelKind::kHopper ? hopper::kv_tile(config.head_dim) : kv_tile(config.head_dim);
+  return config.kernel == KernelKind::kHopper ? sm90::tuning(config.head_dim).kv_tile : sm80::kKvTile;
 }
 
 /// Row states that are kept for shared prefixes: four for each request, as a row of a decode has with three levels
@@ -184,9 +185,9 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
       plan_forest_kernel_ =
           driver::load_kernel(files.plan, "plan_forest_kernel", device, plan_forest_shared_bytes(schedule.max_nodes));
     const bool hopper = config.kernel == KernelKind::kHopper;
-    threads_ = hopper ? hopper::kThreads : kThreads;
+    threads_ = hopper ? sm90::kThreads : sm80::kThreads;
     const int32_t attention_bytes =
-        hopper ? hopper::SharedLayout(config.head_dim).bytes : shared_bytes(config.head_dim);
+        hopper ? sm90::SharedLayout(config.head_dim).bytes : sm80::SharedLayout(config.head_dim).bytes;
     attention_kernel_ = driver::load_kernel(files.attention, "attention_kernel", device, attention_bytes);
     merge_kernel_ = driver::load_kernel(files.merge, "merge_kernel", device, 0);
     if (hopper) {
@@ -276,7 +277,7 @@ bool Attention::describe_rows(const void* data, int64_t row_stride, int64_t head
   t.strides[0] = head_stride;
   t.strides[1] = row_stride;
   t.strides[2] = row_stride * num_rows;
-  t.box[0] = hopper::kBlockColumns;
+  t.box[0] = sm90::kBlockColumns;
   t.box[1] = group_size;
   t.box[2] = packed_rows / group_size;
   t.box[3] = 1;
@@ -289,10 +290,9 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
   HopperParams described{};
   described.attention = params;
   described.unit_shift = unit_shift(params);
-  described.has_row_maps = describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows,
-                                         hopper::kQRows, described.q) &&
-                           describe_rows(params.o, params.o_row_stride, params.o_head_stride, params.num_rows,
-                                         hopper::kWarpRows, described.o);
+  described.has_row_maps =
+      describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows, sm90::kQRows, described.q) &&
+      describe_rows(params.o, params.o_row_stride, params.o_head_stride, params.num_rows, sm90::kWarpRows, described.o);
   described.has_one_row_map = describe_rows(params.q, params.q_row_stride, params.q_head_stride, params.num_rows,
                                             schedule_config_.group_size, described.q_row);
   const bool ragged = plan_params_.levels[0].table.indices == nullptr;
@@ -316,7 +316,7 @@ HopperParams Attention::describe_tensors(const AttentionParams& params) const {
     t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
     t.strides[1] = tensor.head_stride;
     t.strides[2] = tensor.page_stride;
-    t.box[0] = hopper::kBlockColumns;
+    t.box[0] = sm90::kBlockColumns;
     t.box[1] = box_tokens;
     t.box[2] = t.box[3] = 1;
     return driver::encode(t, map);

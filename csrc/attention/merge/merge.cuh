@@ -9,9 +9,9 @@
 // The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
+#include "attention/merge/shape.h"
 #include "attention/output.cuh"
 #include "attention/params.h"
-#include "attention/sm80/shape.h"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -131,7 +131,7 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
 
     const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
     if (column < target.head_dim) {
-      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * kElementBytes) =
+      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * Element::kBytes) =
           make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
     }
     if (column == 0 && target.lse != nullptr) *target.lse = state_lse(maximum, sum);
@@ -231,8 +231,8 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     if (row.exists) {
-      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params),
-                                     params.head_dim, params.max_tile_rows},
+      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.template o<Element>(params),
+                                     row.lse(params), params.head_dim, params.max_tile_rows},
                          parts);
     }
   }

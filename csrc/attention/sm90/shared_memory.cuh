@@ -8,7 +8,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 /// Named barriers.
 enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
@@ -32,13 +32,14 @@ struct RingPlace {
   __device__ __forceinline__ void next() { *this = behind(1); }
 };
 
-template <int kHeadDim>
+template <class Traits>
 struct SharedMemory {
-  static constexpr SharedLayout kLayout{kHeadDim};
-  static constexpr int kQSlots = q_slots(kHeadDim);
-  static constexpr int kParts = slot_parts(kHeadDim);
-  static constexpr int kKvParts = kv_slots(kHeadDim) * kParts;
-  static constexpr int kPartTokens = kv_tile(kHeadDim) / kParts;
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims);
+  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+  static constexpr int kQSlots = kTuning.q_slots;
+  static constexpr int kParts = kTuning.slot_parts;
+  static constexpr int kKvParts = kTuning.kv_slots * kParts;
+  static constexpr int kPartTokens = kTuning.kv_tile / kParts;
   using QPlace = RingPlace<kQSlots>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 
@@ -110,4 +111,4 @@ struct SharedMemory {
   }
 };
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

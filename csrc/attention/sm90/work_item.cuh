@@ -8,7 +8,7 @@
 #include "attention/work_cursor.cuh"
 #include "planner/page_table.h"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 /// A row tile, read once.
 struct LoadedRowTile {
@@ -91,4 +91,4 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90
