@@ -1,5 +1,5 @@
-// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule or takes pairs in
-// turn. A warpgroup brings Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
+// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
+// a work queue. One warpgroup loads Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

@@ -1,11 +1,12 @@
-// The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is
-// room.
+// The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
+// there is room.
 //
-// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe
-// the cache, by having it bring boxes of pages (BoxCopier); where it cannot (pages of fewer than 8 tokens that do not
-// follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async (RowCopier). These are
-// two kernels: what a launch costs grows with the code, run or not (docs/decisions.md). The warps of V bring Q, too: a
-// row tile by the copy engine, if that can describe its rows, and chunk by chunk otherwise.
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V. There are two ways, and a kernel for
+// each, because a launch costs more the more code a kernel has, whether it runs or not (docs/decisions.md):
+// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
+// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
+//   no multiple of 16 bytes (RowCopier).
+// The warps of V load Q, too: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
 #pragma once
 
 #include "attention/output.cuh"
@@ -46,7 +47,7 @@ struct Share {
   }
 };
 
-/// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
+/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
@@ -80,7 +81,7 @@ struct BoxCopier {
     Box box{0, 0, wanted};
     if (!wanted) return box;
     if (tile.indices == nullptr) {
-      box.row = entry;  // behind the end of the tensor the copy engine brings zeros
+      box.row = entry;  // TMA fills rows behind the end of the tensor with zeros
       const AttentionParams& attention = params.attention;
       if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
         atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
@@ -137,8 +138,8 @@ struct RowCopier {
     }
   }
 
-  // The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token often
-  // follow one another, as those of a prompt do: then it is a run, and the copy engine can bring it.
+  /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
+  /// often consecutive, as those of a prompt are: TMA can load such a run.
   struct Box {
     uint32_t row[kLaneTokens];
     int32_t first;  // of the run
@@ -230,7 +231,7 @@ struct RowCopier {
   }
 };
 
-/// Rows of the Q tile that are multiplied for a kind of row tile: none of them may be what others left there.
+/// Rows of the Q tile that are multiplied for a kind of row tile: all of them must be written.
 __device__ __forceinline__ int multiplied_rows(int32_t kind) {
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
@@ -263,8 +264,8 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
   }
 }
 
-/// Has the copy engine bring Q of one of the largest row tiles whose rows follow one another; those behind the last may
-/// be anything. By one thread, before it arrives at `full`.
+/// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows behind the last may hold anything.
+/// Called by one thread, before it arrives at `full`.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
@@ -277,8 +278,9 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   }
 }
 
-/// Has the copy engine bring Q of a smaller row tile that holds the first rows of its group, with all their heads: lane
-/// i asks for row i. Behind the last it brings zeros, but for the smallest. By one warp, before it arrives at `full`.
+/// Loads Q of a smaller row tile by TMA, if it holds the first rows of its group with all their heads: lane i asks for
+/// row i. Rows behind the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
+/// `full`.
 template <class Traits>
 __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q,
                                             uint32_t full) {
@@ -306,8 +308,8 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
   }
 }
 
-/// Makes a work item known and brings its Q. By the warps that bring V: those of K never wait for room for Q, and K is
-/// what consumers need first.
+/// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
+/// because consumers need K first.
 template <class Traits>
 __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
                                              const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
@@ -336,13 +338,13 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   place.next();
 }
 
-/// Where pairs are taken in turn: brings the producer's warps to the same pair. Which one is next a CTA asks while it
-/// brings the one before, so it must know the second when it has hardly begun: CTAs begin with the pairs of their own
-/// numbers, and go on with as many more in the opposite order, since the first of these take longest.
+/// The CTA's end of the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
+/// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
+/// the opposite order, because the first pairs take longest.
 template <class Traits>
-class Turns {
+class WorkQueue {
  public:
-  __device__ __forceinline__ Turns(const AttentionParams& params, const SharedMemory<Traits>& shared)
+  __device__ __forceinline__ WorkQueue(const AttentionParams& params, const SharedMemory<Traits>& shared)
       : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void begin(WorkCursor& cursor) {
@@ -352,13 +354,13 @@ class Turns {
   }
 
   __device__ __forceinline__ void next(WorkCursor& cursor) {
-    if (ptx::thread_id() == 0) shared_.turn(number_) = next_;
+    if (ptx::thread_id() == 0) shared_.queued_pair(number_) = next_;
     ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
-    const int32_t pair = shared_.turn(number_);
+    const int32_t pair = shared_.queued_pair(number_);
     number_ ^= 1;
     if (pair >= num_pairs()) return;
     take(cursor, pair);
-    // All CTAs together ask once for each pair that they did not begin with. Then the count is 0 again.
+    // All CTAs together ask once for each pair that was not fixed: the counter wraps to 0 for the next launch.
     if (ptx::thread_id() == 0) {
       next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken,
                                                                     num_pairs() - params_.num_ctas - 1));
@@ -379,12 +381,12 @@ class Turns {
   int32_t next_;  // of thread 0
 };
 
-/// Waits until a part of a KV tile may be filled. If `few`, that is when no more than narrow_parts would be in use.
+/// Waits until a part of a KV tile may be filled; if `few`, until no more than mma_parts would be in use.
 template <class Traits>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
                                               const typename SharedMemory<Traits>::KvPlace& place, bool few) {
   using Shared = SharedMemory<Traits>;
-  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - Shared::kTuning.narrow_parts));
+  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - Shared::kTuning.mma_parts));
   shared.wait_kv_free(place);
 }
 
@@ -392,28 +394,28 @@ template <class Traits, class Copier>
 __device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
-  static_assert(Shared::kParts > 1 || Shared::kTuning.narrow_parts + 2 <= Shared::kKvParts,
-                "what behind_narrow relies on");
+  static_assert(Shared::kParts > 1 || Shared::kTuning.mma_parts + 2 <= Shared::kKvParts,
+                "what tiles_after_mma relies on");
   const AttentionParams& params = hopper_params.attention;
   const Share<Traits> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
   const int32_t flags = cursor.now.flags;
-  Turns<Traits> turns(params, shared);
-  if (flags & kInTurn) turns.begin(cursor);
+  WorkQueue<Traits> queue(params, shared);
+  if (flags & kInTurn) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
-  int32_t behind_narrow = 0;      // KV tiles that are still brought as those of narrow items are
+  int32_t tiles_after_mma = 0;    // KV tiles for which `few` still holds after an item for mma.sync
   while (!cursor.done()) {
     if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
-    const bool narrow = tile.kind == 0;
-    // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the
-    // shuffle the compiler knows that it is uniform.
+    const bool for_mma = tile.kind == 0;
+    // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
+    // shuffle tells the compiler that the policy is uniform.
     const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0)
                                         ? ptx::kEvictFirst
                                         : ptx::kKeepNormally;
@@ -421,23 +423,23 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
-      // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way
-      // first, there are few entries to wait for.
+      // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
+      // issued first, because they have few entries to wait for.
       if (Copier::kGathers && !last) look_up();
-      wait_for_part<Traits>(shared, place, narrow || behind_narrow > 0);
-      // A warpgroup that only waits for an item's last tile, while the other frees it for both, must have looked before
-      // its parts are filled again, with the second and third tile behind it. With few parts in use that takes free
-      // parts of the next item, and nobody comes there before all consumers have met at the end of this one.
-      if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
+      wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+      // Where slots have no parts, one warpgroup only waits for an item's last tile while the other frees it for both.
+      // It must see that tile before its slot is filled again. While few parts are in use, that would need parts of the
+      // next item to be free, which no consumer reaches before all have met at the end of this one.
+      if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
       if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
-    if (flags & kInTurn) turns.next(cursor);
+    if (flags & kInTurn) queue.next(cursor);
     if (cursor.done()) break;
-    // A tile's pairs follow one another; who gathers has no register to remember that.
+    // The pairs of a row tile are consecutive. RowCopier has no registers to keep the tile.
     if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }

@@ -1,8 +1,8 @@
 // Shape of the Hopper attention kernel: what its launcher, the planner's configuration and the kernel itself must agree
 // on.
 //
-// A CTA has three warpgroups: one that brings Q, K and V (the producer), and two that compute (the consumers). Its
-// shared memory is SharedLayout.
+// A CTA has three warpgroups: one loads Q, K and V (the producer), two compute (the consumers). SharedLayout describes
+// its shared memory.
 #pragma once
 
 #include "attention/head_shape.h"
@@ -29,17 +29,17 @@ struct Tuning {
   int32_t max_columns;  // of a head: the widest that this is for
   int32_t kv_tile;      // tokens of one KV tile: what the scores of 64 rows leave registers for
   int32_t q_slots;      // Q tiles, of consecutive work items
-  int32_t kv_slots;     // of the ring that K and V tiles go through, in turn
-  int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes when the row tile is narrow
-  int32_t narrow_parts;        // that are filled or being filled while row tiles are narrow
+  int32_t kv_slots;     // of the ring that K and V tiles go through, one after the other
+  int32_t slot_parts;   // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows
+  int32_t mma_parts;    // that are filled or being filled while row tiles have 16 rows
   int32_t producer_registers;  // of a thread; three warpgroups share 504
-  bool keeps_maxima;           // the maxima of a wide row tile stay until probabilities outgrow them
-  bool finds_runs;             // pages of one token that follow one another are looked for
+  bool keeps_maxima;           // lazy maxima (consumer.cuh)
+  bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
 };
 
-/// narrow_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
+/// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
 /// and all wait for the last (docs/decisions.md). Where slots have no parts, more than kv_slots - 2 would be wrong: a
 /// warpgroup that only waits for a tile would hold up nothing. keeps_maxima and finds_runs take registers that the
 /// output of wide heads needs.
@@ -70,7 +70,7 @@ struct SharedLayout {
   int32_t kv_slot_bytes;
   int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
   int32_t items;       // WorkItem [q_slots]
-  int32_t turns;       // int32 [2]: pairs that the producer takes in turn
+  int32_t queued;      // int32 [2]: pairs from the work queue
   int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts]
   int32_t bytes;
 
@@ -86,8 +86,8 @@ struct SharedLayout {
         kv_slot_bytes(kv_bytes),
         row_states(kv + tuning.kv_slots * kv_bytes),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        turns(items + tuning.q_slots * kWorkItemBytes),
-        barriers(turns + 2 * 4),
+        queued(items + tuning.q_slots * kWorkItemBytes),
+        barriers(queued + 2 * 4),
         bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8) {}
 };
 

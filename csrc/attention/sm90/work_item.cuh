@@ -1,5 +1,5 @@
-// What the producer knows of a row tile, and a work item as it describes it to the consumers, who never look at the
-// schedule.
+// What the producer knows of a row tile, and a work item as the producer describes it to the consumers. Consumers never
+// read the schedule.
 #pragma once
 
 #include "attention/sm90/params.h"
