@@ -1,4 +1,4 @@
-// The end of a work item: its state goes to o and lse, or to a partial slot for the merge kernel.
+// The end of a work item: writes its state to o and lse, or to a partial slot for the merge kernel.
 #pragma once
 
 #include "attention/params.h"
@@ -81,7 +81,7 @@ struct OutputTarget {
   bool to_states;       // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;  // first row of the partial slot
 
-  /// `starts_inside`, `ends_inside`: the item leaves out KV tiles before it, behind it.
+  /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, behind it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
                                           int32_t kv_head_, bool starts_inside, bool ends_inside)
       : params(params_), rows(rows_), kv_head(kv_head_) {
@@ -192,10 +192,9 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 }
 
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight,
-/// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that nobody reads any more once
-/// all threads are here; `maxima` has room for two floats a row and warp, at a multiple of 16 bytes. `Block`: the
-/// threads that take part. Where work items are short this is half of their time, and none of it overlaps with
-/// another's: so nothing waits that need not.
+/// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
+/// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
+/// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
 template <class Block, class Layout, int kBytes, class Element, int kColumns, bool kManyLevels>
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state,
                                                    const OutputTarget<Element, kManyLevels>& target, const Layout& warp,
@@ -231,7 +230,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
   }
   Block::sync();
 
-#pragma unroll 1  // half of the code
+#pragma unroll 1  // one copy of the code for both halves
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
     const OfWarps of_maxima = row_maxima[tile_row];
@@ -245,8 +244,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
     const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    if (const int32_t count = target.rows.count;
-        tile_row < count) {  // read once: in the loop it would be again for each store
+    if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
         float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
@@ -274,7 +272,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
         reinterpret_cast<float4*>(to)[chunk] = total;
       }
     }
-    // By a warp that mostly has no outputs to add up.
+    // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
       if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
     }

@@ -47,8 +47,8 @@ struct WarpState {
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
-    // The next fragment of K is on its way while this one is multiplied. Where there are few products, every other one
-    // has a sum of its own: each waits for the last.
+    // Loads the next fragment of K while this one is multiplied. Where there are few products, two sums are kept, so
+    // that a product does not have to wait for the one before.
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
     float other[2][4] = {};
@@ -87,7 +87,7 @@ struct WarpState {
   /// Of a row's scores in this lane's columns.
   template <int kBlocks>
   __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
-    float m[4];  // not one maximum after another, each waiting for the last
+    float m[4];  // four independent maxima, to shorten the chain of dependent instructions
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
 #pragma unroll
@@ -95,9 +95,9 @@ struct WarpState {
     return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
   }
 
-  /// Brings the maximum of row block b, and its sum, up to the scores' if one exceeds it by kSlack: with probabilities
-  /// up to 2^kSlack nothing overflows, and the output is seldom scaled. Returns whether it did (for the whole warp);
-  /// then the output must be multiplied with `correction`.
+  /// Raises the maximum of row block b, and rescales its sum, if a score exceeds it by kSlack: probabilities up to
+  /// 2^kSlack do not overflow, and the output is seldom rescaled. Returns whether it did (for the whole warp); then the
+  /// output must be multiplied by `correction`.
   template <int kBlocks>
   __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
     float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
@@ -108,7 +108,7 @@ struct WarpState {
     for (int half = 0; half < 2; ++half) {
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
-      // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
+      // Only a row's own scores raise its maximum: its bits do not depend on other rows.
       const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
       correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
       maximum[b][half] = m;
@@ -147,8 +147,8 @@ struct WarpState {
     return maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale;
   }
 
-  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new
-  /// maximum.
+  /// One step of the online softmax: turns scores into probabilities, packed for accumulate(), and rescales sum and
+  /// output if the maximum changes.
   template <int kBlocks>
   __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4], uint32_t (&p)[kRowBlocks][kBlocks][2]) {
 #pragma unroll
@@ -222,7 +222,7 @@ __device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4
   }
 }
 
-/// Scores become natural logits.
+/// Turns scores into natural logits.
 template <class Variant, int kRowBlocks, int kBlocks, class Row>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
                                                  float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
@@ -232,7 +232,7 @@ __device__ __forceinline__ void transform_logits(const Variant& variant, float s
   });
 }
 
-/// Hides what the variant does not let a row see.
+/// Applies the variant's mask.
 template <class Variant, int kRowBlocks, int kBlocks, class Row>
 __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
                                                    int32_t first_row, int32_t first_token, const Row& row) {
@@ -250,7 +250,7 @@ __device__ __forceinline__ uint32_t scores_before(int32_t columns) {
   return static_cast<uint32_t>((1ull << count) - 1);
 }
 
-/// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
+/// Masks the tokens outside a row's interval and those behind the last token. `first_row`, `first_token`: of the warp.
 template <int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void mask_scores(const Visibility& visibility, float (&s)[kRowBlocks][kBlocks][4],
                                             const Rows& rows, const FastDivisor& group_size, int32_t first_row,

@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
   }
 }
 
-/// The KV tiles that the loader has brought: the walk of the ring, shared by all work items of a CTA.
+/// The consumer's place in the ring of KV tiles, shared by all work items of a CTA.
 struct RingCursor {
   int32_t tile = 0;  // KV tile of the interval
   int32_t pair = 0;  // its pair of slots
@@ -101,7 +101,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
-  // Read again where it is needed: it would occupy registers over the whole item.
+  // Read again where it is needed, to save registers.
   const auto visibility = [&] {
     return kManyLevels ? params.schedule.header->levels[params.schedule.groups[row_tile.group].level].visibility
                        : first_visibility;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // K is here, and nobody reads the V slot before it any more
+    __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     state.template scores<Shape::kQk, Layout::kTokens, Query, Keys>(s, q,
                                                                     k_slot + first_key + Keys::columns_first(lane));
@@ -155,7 +155,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     state.update(s, p);
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // V is here, and nobody reads the K slot any more
+    __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
     state.template accumulate<Layout::kTokens, Values>(
         p, k_slot + layout.kv_slot_bytes + first_value + Values::rows_first(lane));
@@ -207,7 +207,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
 template <class Traits>
 __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks come as CTAs of this one leave room
+  ptx::allow_next_grid();  // its blocks start as CTAs of this one end
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {

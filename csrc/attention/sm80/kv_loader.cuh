@@ -15,7 +15,7 @@
 
 namespace attn::sm80 {
 
-/// The one KV tile of a row tile that sees nothing.
+/// Stands in for the tokens of a row tile that sees nothing.
 constexpr int kMaxRowBytes = 512;
 __device__ const uint4 zero_row[kMaxRowBytes / 16] = {};
 
@@ -35,7 +35,7 @@ struct LoadedTile {
   int32_t num_kv_tiles;
 };
 
-/// Where that is kept: in registers; or, where the schedule is not plain, with its page table in the warp's part of
+/// Keeps a LoadedTile in registers; or, where the schedule is not plain, with its page table in the warp's part of
 /// shared memory.
 template <bool kManyLevels>
 struct LoadedTileStore {
@@ -133,7 +133,7 @@ struct KvLoader {
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
   __device__ __forceinline__ void load_v(int tile, int pair) {
-    PageTableView table = page_table();  // read here, so that it has arrived when the copies have been issued
+    PageTableView table = page_table();  // read before the copies are issued, to hide its latency
     copy<VTile<Traits>>(1, tile & 1, 2 * pair + 1);
     publish(table, (tile + 1) & 1);
     if (advance() && kManyLevels) table = page_table();
@@ -244,7 +244,8 @@ struct KvLoader {
     published = more;
   }
 
-  /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
+  /// Moves to the next KV tile of the interval. Returns whether it belongs to another row tile, perhaps with another
+  /// page table.
   __device__ __forceinline__ bool advance() {
     if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;

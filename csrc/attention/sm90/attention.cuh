@@ -26,7 +26,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
   }
   if (!params.attention.after_append) ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks come as CTAs of this one leave room
+  ptx::allow_next_grid();  // its blocks start as CTAs of this one end
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
