@@ -60,7 +60,7 @@ check: TEST_VENV = $(CHECK_VENV)
 check: TEST_KIND = check
 check: environment lint fast
 fast: environment
-	$(PYTEST) -n $(JOBS) -m "not slow and not gpu" tests
+	$(PYTEST) -n $(JOBS) -m "not slow" tests
 
 .PHONY: environment
 environment: base-python
@@ -68,7 +68,7 @@ environment: base-python
 
 # Tracked files and new ones.
 CPP_FILES = git ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cuh' '*.cu'
-LINT_BUILD := $(CURDIR)/.build/lint
+LINT_BUILD = $(CURDIR)/.build/lint/$(TEST_KIND)
 
 .PHONY: lint lint-python lint-cpp
 lint: lint-python lint-cpp

@@ -40,7 +40,7 @@ STEPS: dict[str, list[list[str]]] = {
         ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *ORACLES],
     ],
     # `make check`: no engine, so little to download
-    "check": [["torch==2.13.0+cpu"], ["pydantic", *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
+    "check": [["torch==2.13.0+cpu"], ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
     "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *TOOLS]],
     "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *TOOLS]],
 }
