@@ -17,11 +17,10 @@ import torch
 from compositions import Shape, cascade_problem, tree_problem
 from device_kernels import DeviceAttention
 from sampling_oracle import bits
-from tiers import mostly_slow
 
 from attn_backend import BSRView, KVCache, PageTable, sample
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")
@@ -55,7 +54,7 @@ def small_specs(kernel: str, first: int, count: int) -> list[cases.Spec]:
     return specs
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(4), fast=1))
+@pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_random_cases(library: ctypes.CDLL, kernel: str, block: int) -> None:
     for number, spec in enumerate(small_specs(kernel, 10**6 * (block + 1), 10)):
@@ -68,7 +67,6 @@ def test_random_cases(library: ctypes.CDLL, kernel: str, block: int) -> None:
         assert attention.schedule().errors == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(library: ctypes.CDLL, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
