@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import mostly_slow
 
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
@@ -171,6 +172,7 @@ TRACES_TOO_LARGE = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     files, messages = [], []
     for name, (values, message) in TOO_LARGE.items():
@@ -243,7 +245,7 @@ def test_options_that_are_too_large_are_named(arguments: list[str], message: str
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("beside", [16, 96, 160])
+@pytest.mark.parametrize("beside", mostly_slow([16, 96, 160], fast=1))
 def test_no_memory_is_a_message(beside: int, tmp_path: Path) -> None:
     """Wherever it ends."""
     [(status, _, err)], _ = plan(["--decode", "1024xconst:131072", "--svg", str(tmp_path / "plan.svg")], memory=beside << 20)
@@ -285,6 +287,7 @@ def test_large_batches_take_little_memory() -> None:
     assert taken < GIB
 
 
+@pytest.mark.slow
 def test_1024_requests_of_128k_tokens_with_a_block_table(tmp_path: Path) -> None:
     table = [list(range(8192)), *(list(range(4096)) + list(range(n * 4096, (n + 1) * 4096)) for n in range(2, 1025))]
     path = write(tmp_path, json.dumps({"qo_lens": [1] * 1024, "kv_lens": [131072] * 1024, "block_table": table}))

@@ -17,7 +17,7 @@ from test_device_planner import SHAPES, make_attention
 from attn_backend import Attention, BSRView
 from attn_backend.kernels.schedule import Schedule
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 _SEARCH_FAILED = 1 << 7  # ScheduleError
 _GUARD = 4096  # bytes behind the schedule that no plan may touch

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from tiers import mostly_slow
 
 from integration.engines import Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE
@@ -58,7 +59,7 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("ending", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("ending", mostly_slow([None, RuntimeError, KeyboardInterrupt, SystemExit], fast=1))
 def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, tmp_path):
     log = tmp_path / "server.log"
 

@@ -49,6 +49,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     assert cubin.read_bytes() == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
