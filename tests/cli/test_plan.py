@@ -11,10 +11,16 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.path import Path as Outline
+from matplotlib.text import Text
 
 from attn_backend import Attention, BSRView
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
+from attn_backend.cli.picture import DPI
 from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
 from attn_backend.cli.planned import Planned, Settings
 from attn_backend.cli.schedule_costs import ScheduleCosts
@@ -232,59 +238,74 @@ def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(tex
         above.append((indent, int(line.split()[2])))
 
 
-def texts(svg: str) -> list[str]:
-    root = ElementTree.fromstring(svg)
-    return [element.text or "" for element in root.iter() if element.tag.endswith(("text", "title"))]
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
 
 
-def fills(svg: str) -> set[str]:
-    return {element.attrib.get("fill", "") for element in ElementTree.fromstring(svg).iter()}
+def colors(figure: Figure) -> set[str]:
+    return {to_hex(patch.get_facecolor()) for axes in figure.axes for patch in axes.patches}
+
+
+def row_names(figure: Figure) -> list[Text]:
+    return figure.axes[0].get_yticklabels()
 
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
     planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Settings(num_ctas=24))
-    svg = draw(planned).svg()
-    words = texts(svg)
-    assert any(word.startswith("BSR view: 32 rows of Q x ") for word in words)
-    assert any(word.startswith("prefix forest: 5 nodes, ") for word in words)
-    assert any(word.startswith("24 CTAs: busiest ") for word in words)
+    figure = draw(planned)
+    view, forest, ctas = figure.axes
+    assert view.get_title("left").startswith("BSR view: 32 rows of Q x ")
+    assert forest.get_title("left").startswith("prefix forest: 5 nodes, ")
+    assert ctas.get_title("left").startswith("24 CTAs: busiest ")
+    words = texts(figure)
     for node in planned.schedule.forest:
         assert any(f"pages {node.begin_page} - {node.end_page} x" in word and node.reason in word for word in words)
-    for cta, cost in enumerate(planned.costs.ctas.tolist()):
-        assert any(word.startswith(f"CTA {cta}:") for word in words) == (cost > 0)
+    drawn = {tuple(rectangle) for patch in ctas.patches for rectangle in outlines(patch)}
+    busy = {cta for cta, cost in enumerate(planned.costs.ctas.tolist()) if cost}
+    assert {int(top) for _, top in drawn} == busy
     taken = {TAKEN[node.group % len(TAKEN)] for node in planned.schedule.forest if node.group >= 0}
     assert taken
-    assert taken <= fills(svg)
-    assert {*DECODE, NOT_TAKEN} <= fills(svg)
+    assert taken <= colors(figure)
+    assert {*DECODE, NOT_TAKEN} <= colors(figure)
+
+
+def outlines(patch: Patch) -> list[tuple[float, float]]:
+    """The first corner of each rectangle of a shape."""
+    return [(float(x), float(y)) for (x, y), code in zip(patch.get_path().vertices, patch.get_path().codes, strict=True) if code == Outline.MOVETO]
 
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
     for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
-        planned = Planned.make(batches.mixed(text, 16), Settings())
-        picture = draw(planned)
-        assert picture.height < most
-        assert len(picture.shapes) < 12 * len(planned.batch.kv_lens) + 1000
-        names = [shape for shape in picture.shapes if getattr(shape, "text", "").endswith(" row")]
-        assert names
-        assert all(b.y - a.y >= 9 for a, b in pairwise(names))  # names of rows do not overlap
-    assert PREFILL[0] in fills(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())).svg())
+        figure = draw(Planned.make(batches.mixed(text, 16), Settings()))
+        assert figure.get_figheight() * DPI < most
+        assert sum(len(axes.patches) for axes in figure.axes) < 50, "many rectangles are one shape"
+        figure.canvas.draw()
+        boxes = [name.get_window_extent() for name in row_names(figure)]
+        assert boxes
+        assert not any(a.overlaps(b) for a, b in pairwise(boxes))
+    assert PREFILL[0] in colors(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())))
 
 
 def test_draws_nothing_to_attend_to() -> None:
-    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Settings())).svg())
+    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Settings())))
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("matplotlib")
-    svg, png = tmp_path / "plan.svg", tmp_path / "plan.png"
-    assert main(["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]) == 0
-    ElementTree.parse(svg)
+    svg, png = tmp_path / "plan.svg", tmp_path / "plan"  # the option says which, not the name
+    arguments = ["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]
+    assert main(arguments) == 0
+    words = [element.text or "" for element in ElementTree.parse(svg).iter() if element.tag.endswith("text")]
+    assert "BSR view: 67 rows of Q x 104 pages" in words, "text stays text"
     assert png.read_bytes().startswith(b"\x89PNG")
+    first = svg.read_bytes()
+    assert main(arguments) == 0
+    assert svg.read_bytes() == first, "the same plan gives the same file"
 
 
-def test_says_what_png_needs(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_says_what_pictures_need(option: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main(["plan", "--decode", "2xconst:64", "--png", str(tmp_path / "plan.png")]) == 2
+    assert main(["plan", "--decode", "2xconst:64", option, str(tmp_path / "plan.png")]) == 2
     captured = capsys.readouterr()
     assert "pip install 'attn-backend[plot]'" in captured.err
     assert captured.out == ""
