@@ -10,6 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
 from integration.client import run_client
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
@@ -23,35 +26,39 @@ from integration.workload import Workload, make_workload
 CLIENT_TIMEOUT_S = 3600
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Load:
     """What a client sends, how fast (prompts per second), and how many answers each prompt gets."""
 
     dataset: str = "sharegpt"
-    num_prompts: int = 32
+    num_prompts: PositiveInt = 32
     output_len: str | None = None
-    request_rate: float = float("inf")
-    samples: int = 1
+    request_rate: PositiveFloat = float("inf")
+    samples: PositiveInt = 1
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Settings:
-    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means."""
+    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means.
+
+    Raises:
+        pydantic.ValidationError: names what is wrong.
+    """
 
     engine: str
     backends: list[str]
     model: str
     results: Path
     loads: list[Load]
-    max_concurrency: int | None = None
-    repeats: int = 1
+    max_concurrency: PositiveInt | None = None
+    repeats: PositiveInt = 1
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
     cuda_graphs: bool = True
-    max_model_len: int = 2048
-    max_num_seqs: int = 8
-    start_timeout_s: float = 900
+    max_model_len: PositiveInt = 2048
+    max_num_seqs: PositiveInt = 8
+    start_timeout_s: PositiveFloat = 900
     python: str = sys.executable
     server_arguments: list[str] = field(default_factory=list)
     client_arguments: list[str] = field(default_factory=list)

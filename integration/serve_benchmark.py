@@ -28,10 +28,14 @@ paths, so it runs offline. It ends with a table; the same as JSON and as a plot,
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from attn_backend.settings import refusal
 from integration.benchmark import Load, Settings, benchmark
 from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
 from integration.report import format_table
@@ -48,8 +52,11 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
         if len(values) not in (1, len(datasets)):
             raise ValueError(f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets")
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
-    lines = zip(datasets, *columns, strict=True)
-    return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
+    loads = []
+    for dataset, number, length, rate, answers in zip(datasets, *columns, strict=True):
+        output_len = None if length == RECORDED else length
+        loads.append(Load(dataset=dataset, num_prompts=number, output_len=output_len, request_rate=rate, samples=answers))
+    return loads
 
 
 def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
@@ -90,6 +97,13 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
             parser.error(f"--{option.replace('_', '-')} is only known with --side-by-side")
     if given.check_seeds and not given.sampling:
         parser.error("--check-seeds needs --sampling: greedy answers have no seeds")
+    try:
+        return settings_of(given)
+    except ValidationError as error:
+        parser.error(refusal(error))
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
     gpu = given.device == "cuda"
     return Settings(
         engine=given.engine,
@@ -103,8 +117,8 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         device=given.device,
         dtype=given.dtype,
         cuda_graphs=not given.no_cuda_graphs,
-        max_model_len=given.max_model_len or (8192 if gpu else 2048),
-        max_num_seqs=given.max_num_seqs or (256 if gpu else 8),
+        max_model_len=given.max_model_len if given.max_model_len is not None else 8192 if gpu else 2048,
+        max_num_seqs=given.max_num_seqs if given.max_num_seqs is not None else 256 if gpu else 8,
         start_timeout_s=given.start_timeout,
         python=given.python,
         server_arguments=given.server_args,

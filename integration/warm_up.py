@@ -27,7 +27,7 @@ def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
 def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None) -> None:
     """Of each load one request alone, then the others at once: what they share is computed first and read from the cache afterwards.
 
-    Raises RuntimeError or OSError when the server does not answer.
+    Raises RuntimeError when the server does not answer.
     """
 
     def ask(request: tuple[int, tuple[list[int], int]]) -> None:

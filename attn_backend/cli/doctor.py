@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ..kernels import cubins, kernel_cache
 from ..kernels.library import library, library_path
+from ..settings import PREFIX, Settings
+from .console import print_table
 
 _ENGINES = (("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"), ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"))
 
@@ -95,7 +97,7 @@ def _kernels() -> list[Finding]:
         on_compiler, compiler = Finding("!!", "nvcc", str(error)), None
     try:
         on_cache, folder = _cache()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         on_cache, folder = Finding("!!", "cache", str(error)), None
     findings = []
     for arch in cubins.ARCHS:
@@ -178,10 +180,28 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
     return Finding("ok", subject, success)
 
 
+def _settings() -> list[Finding]:
+    """What is wrong with the environment variables of this package."""
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields]
+    findings = [Finding("--", "settings", f"{name} is unknown and has no effect", "see the list of settings below") for name in unknown]
+    try:
+        Settings.read()
+    except ValueError as error:
+        findings.append(Finding("!!", "settings", str(error), "set it to that, or unset it"))
+    return findings
+
+
+def settings() -> list[tuple[str, str, str]]:
+    """Every environment variable of this package: name, value and meaning."""
+    described = [(PREFIX + name.upper(), field) for name, field in Settings.model_fields.items()]
+    defaults = {True: "1 (default)", False: "0 (default)"}
+    return [(name, os.environ.get(name) or defaults.get(field.default, "(not set)"), field.description or "") for name, field in described]
+
+
 def findings() -> list[Finding]:
     """Everything that the doctor looks at, in the order of the report."""
     importlib.invalidate_caches()
-    report = [*_host(), *_gpu(), *_kernels()]
+    report = [*_host(), *_gpu(), *_kernels(), *_settings()]
     for name, group, usage in _ENGINES:
         report += _engine(name, group, usage)
     return report
@@ -190,8 +210,12 @@ def findings() -> list[Finding]:
 def run() -> int:
     """Prints the report; returns 1 if something is broken."""
     report = findings()
+    rows = []
     for finding in report:
-        print(f"[{finding.mark}] {finding.subject:16} {finding.text}")
+        rows.append((f"[{finding.mark}]", finding.subject, finding.text))
         if finding.advice:
-            print(f"     {'':16} -> {finding.advice}")
+            rows.append(("", "", f"-> {finding.advice}"))
+    print_table(rows)
+    print("\nsettings, as environment variables:")
+    print_table(settings())
     return int(any(finding.mark == "!!" for finding in report))

@@ -70,14 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
-        from .planned import Planned, Settings
+        from .console import print_table
+        from .planned import FOREST_COLUMNS, Planned, Target
 
         _check_outputs(arguments)
         batch = read_batch(arguments)
-        planned = Planned.make(batch, Settings.read(arguments, batch))
-        print("\n".join(planned.summary()))
+        planned = Planned.make(batch, Target.read(arguments, batch))
+        print_table(planned.summary())
         if planned.schedule.forest:
-            print("\n" + "\n".join(planned.forest_lines()))
+            print()
+            print_table(planned.forest_rows(), FOREST_COLUMNS, right=(1, 2, 3, 4))
+            if rest := planned.forest_rest():
+                print(rest)
         if arguments.svg or arguments.png:
             from .picture import write
             from .plan_picture import draw

@@ -54,9 +54,9 @@ def draw(planned: Planned) -> Figure:
         figure.text(x / _WIDTH, 1 - y / height, words, fontsize=size, color=INK, parse_math=False, fontweight=weight)
 
     text(16, 24, "attn-backend plan", 11, weight="bold")
-    for i, line in enumerate(lines):
-        text(16, 44 + 15 * i, line[:12].strip(), 8)
-        text(_LEFT, 44 + 15 * i, line[12:], 8)
+    for i, (name, words) in enumerate(lines):
+        text(16, 44 + 15 * i, name, 8)
+        text(_LEFT, 44 + 15 * i, words, 8)
     for i, line in enumerate(listed):
         text(_LEFT, list_top + 14 * i, line, 7)
     handles = [Patch(facecolor=color, label=name) for color, name in _LEGEND]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
+from ..settings import Settings
 from .cubins import arch_of, find_kernel
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -66,7 +66,7 @@ class Attention:
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
-        return object.__new__(_DebugAttention if cls is Attention and os.environ.get("ATTN_BACKEND_DEBUG") == "1" else cls)
+        return object.__new__(_DebugAttention if cls is Attention and Settings.read().debug else cls)
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run([sys.executable, "-m", "attn_backend.cli.main", "doctor"], env=environment, capture_output=True, text=True, check=False)
-    assert "[!!] GPU" in done.stdout
+    assert "[!!]  GPU " in done.stdout
     assert "no torch here" in done.stdout
     assert done.returncode == 1
 

@@ -22,7 +22,7 @@ from attn_backend.cli import batches
 from attn_backend.cli.main import main
 from attn_backend.cli.picture import DPI
 from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
-from attn_backend.cli.planned import Planned, Settings
+from attn_backend.cli.planned import Planned, Target
 from attn_backend.cli.schedule_costs import ScheduleCosts
 
 Capture = pytest.CaptureFixture[str]
@@ -172,7 +172,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
 def test_members_are_as_many_as_the_planner_says() -> None:
     for batch in (batches.shared_prefix("128x8192+256", 16), batches.shared_prefix("4x3x100+1024+20", 16), batches.shared_prefix("5x2x3x64+64+640+9", 16)):
-        planned = Planned.make(batch, Settings())
+        planned = Planned.make(batch, Target())
         assert planned.schedule.forest
         assert [len(members) for members in planned.members] == [node.num_requests for node in planned.schedule.forest]
         order = planned.order()
@@ -188,7 +188,7 @@ def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
     first, second, own = torch.arange(pages), torch.arange(pages, 2 * pages), 1000 * torch.arange(1, 6)
     heads = [[first, second], [first, second], [first], [first], [first + 500, second]]
     table = [torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int() for i, head in enumerate(heads)]
-    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Settings())
+    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Target())
     forest = planned.schedule.forest
     assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {pages: [0, 1, 2, 3], 2 * pages: [0, 1]}
     assert all((node.group >= 0) == (pages > 1) for node in forest)
@@ -223,14 +223,14 @@ def test_nodes_of_the_forest_are_indented_below_the_node_above_them(capsys: Capt
 
 @pytest.mark.parametrize("text", ["20x2x2x64+640+64+9", "3x20x2x16+64+640+9", "2x30x2x16+64+64+9"])
 def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(text: str) -> None:
-    planned = Planned.make(batches.shared_prefix(text, 16), Settings())
-    lines = planned.forest_lines()[1:]
+    planned = Planned.make(batches.shared_prefix(text, 16), Target())
+    lines = ["  ".join(row) for row in planned.forest_rows()]
     listed = planned.ranked_forest()[:40]
-    assert len(lines) == 41
-    assert lines[-1].startswith(f"... and {len(planned.schedule.forest) - 40} more")
-    assert sorted(map(tuple, (line.split()[:3:2] for line in lines[:-1]))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
+    assert len(lines) == 40
+    assert planned.forest_rest().startswith(f"... and {len(planned.schedule.forest) - 40} more")
+    assert sorted(map(tuple, (line.split()[:3:2] for line in lines))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
     above: list[tuple[int, int]] = []  # (indentation, last page) of the lines that the next may lie below
-    for line in lines[:-1]:
+    for line in lines:
         indent = len(line) - len(line.lstrip())
         above = [entry for entry in above if entry[0] < indent]
         assert indent == 2 * len(above)
@@ -251,7 +251,7 @@ def row_names(figure: Figure) -> list[Text]:
 
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
-    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Settings(num_ctas=24))
+    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Target(num_ctas=24))
     figure = draw(planned)
     view, forest, ctas = figure.axes
     assert view.get_title("left").startswith("BSR view: 32 rows of Q x ")
@@ -276,18 +276,18 @@ def outlines(patch: Patch) -> list[tuple[float, float]]:
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
     for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
-        figure = draw(Planned.make(batches.mixed(text, 16), Settings()))
+        figure = draw(Planned.make(batches.mixed(text, 16), Target()))
         assert figure.get_figheight() * DPI < most
         assert sum(len(axes.patches) for axes in figure.axes) < 50, "many rectangles are one shape"
         figure.canvas.draw()
         boxes = [name.get_window_extent() for name in row_names(figure)]
         assert boxes
         assert not any(a.overlaps(b) for a, b in pairwise(boxes))
-    assert PREFILL[0] in colors(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())))
+    assert PREFILL[0] in colors(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Target())))
 
 
 def test_draws_nothing_to_attend_to() -> None:
-    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Settings())))
+    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Target())))
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
@@ -324,15 +324,15 @@ def test_help_names_every_key_of_the_files(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
     out = capsys.readouterr().out
-    for key in ("qo_lens", "kv_lens", "block_table", *batches.SETTINGS, "timestamp", "input_length", "output_length", "hash_ids"):
+    for key in ("qo_lens", "kv_lens", "block_table", *batches.PlanOptions.model_fields, "timestamp", "input_length", "output_length", "hash_ids"):
         assert f"\n  {key} " in out
 
 
 def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
     batch = batches.from_json(write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8))
     options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
-    assert Settings.read(options, batch) == Settings(8, 2, 64, 16, cascade=False, causal=False)
-    assert Settings.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Settings()
+    assert Target.read(options, batch) == Target(8, 2, 64, 16, cascade=False, causal=False)
+    assert Target.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Target()
 
 
 def test_costs_of_a_cpu(capsys: Capture) -> None:

@@ -16,8 +16,8 @@ from integration.compare_sampling import Outcome, all_at_once, compare_answers, 
 from integration.engines import ENGINES, Client, Launch, Sampling
 from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, bench_client
 from integration.model import REPOSITORY, Model
+from integration.processes import process_environment
 from integration.serve_benchmark import parse_arguments
-from integration.server import process_environment
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import make_workload
 
