@@ -1,4 +1,4 @@
-"""Fits the constants of the cascade's cost model (csrc/include/attn/forest.h): when does it pay to read a shared prefix once, as a row group of its own?
+"""Fits the constants of the cascade's cost model (csrc/planner/forest.h): when does it pay to read a shared prefix once, as a row group of its own?
 
 Decode batches of `groups` groups of `requests` requests, which share `prefix` tokens in each group and have `suffix` tokens of their own, run with
 hand-made levels (on) and as one view of all requests (off). In the schedule's cost units, over all row groups and KV heads, the model takes the levels where

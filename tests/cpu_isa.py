@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-ISAS = ("baseline", "avx2", "avx512", "amx")  # as in csrc/cpu/isa.h
+ISAS = ("baseline", "avx2", "avx512", "amx")  # as in csrc/common/cpu/isa.h
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
 PROGRAM = """
-#include "cpu/isa.h"
+#include "common/cpu/isa.h"
 int main() { return static_cast<int>(attn::cpu::current_isa()); }
 """
 
@@ -33,11 +33,11 @@ def environment(isa: str) -> dict[str, str]:
 
 @cache
 def used(wanted: str) -> str:
-    """What the library uses when `wanted` is asked for: csrc/cpu/isa.cpp, compiled alone."""
+    """What the library uses when `wanted` is asked for: csrc/common/cpu/isa.cpp, compiled alone."""
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "isa.cpp", Path(folder) / "isa"
         source.write_text(PROGRAM)
-        command = [str(COMPILER), "-std=c++17", f"-I{ROOT / 'csrc'}", str(source), str(ROOT / "csrc" / "cpu" / "isa.cpp"), "-o", str(program)]
+        command = [str(COMPILER), "-std=c++17", f"-I{ROOT / 'csrc'}", str(source), str(ROOT / "csrc" / "common" / "cpu" / "isa.cpp"), "-o", str(program)]
         subprocess.run(command, check=True)
         done = subprocess.run([str(program)], env=os.environ | {"ATTN_BACKEND_CPU_ISA": wanted}, check=False)
     return ISAS[done.returncode]

@@ -19,7 +19,7 @@ GENERIC = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256))
 
 def build(folder: Path) -> ctypes.CDLL:
     library, tests = folder / "libkernels.so", ROOT / "tests" / "csrc"
-    includes = [tests / "emulated", ROOT / "csrc" / "include", ROOT / "csrc"]
+    includes = [tests / "emulated", ROOT / "csrc"]
     options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared", *(f"-I{include}" for include in includes)]
     sources = [tests / "device_kernels.cpp", tests / "emulated" / "cuda_emulation.cpp"]
     subprocess.run([str(COMPILER), *options, *map(str, sources), "-o", str(library)], check=True)

@@ -33,14 +33,14 @@ class FakeKernels:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.cache, self.temporary = folder, folder / "cache", folder / "tmp"
-        (folder / "device").mkdir()
-        (folder / "device" / "k.cu").write_text("// a kernel\n")
         (folder / "good").write_bytes(cubin())
         self.temporary.mkdir()
         self.nvcc = fake_nvcc(folder / "nvcc", f"cp {folder}/good $out; echo a report")
         monkeypatch.setenv("ATTN_BACKEND_CACHE", str(self.cache))
         monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(self.temporary))
+        self.sources = {"k": "// a kernel\n"}
         monkeypatch.setattr(cubins, "source_root", lambda: folder)
+        monkeypatch.setattr(cubins, "kernel_sources", lambda arch: self.sources)
         monkeypatch.setattr(cubins, "PACKAGE", folder / "package")
         monkeypatch.setattr(cubins, "nvcc", lambda: str(self.nvcc))
         monkeypatch.setattr(cubins, "_warned", [])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HOST_SOURCES = ("csrc/host/", "csrc/cpu/", "csrc/include/")  # what the host library is built of
+HOST_SOURCES = (".cpp", ".h")  # what the host library is built of
 TEST_LIMIT_S = 120  # of one test: a fault may make it wait for ever
 RUN_LIMIT_S = 1800
 
@@ -61,42 +61,42 @@ FAULTS = (
     ),
     Fault(
         "speculation: the last draw at the first position",
-        "csrc/cpu/sampling.cpp",
+        "csrc/sampling/cpu/sampling.cpp",
         "drawn.position.value = position + accepted;",
         "drawn.position.value = position;",
         DRAWS,
     ),
     Fault(
         "token mask: rows as far apart as the vocabulary needs",
-        "csrc/cpu/sampling.cpp",
+        "csrc/sampling/cpu/sampling.cpp",
         "const uint32_t* words = params.token_mask + row * params.mask_stride;",
         "const uint32_t* words = params.token_mask + row * ((params.vocab + 31) / 32);",
         ("tests/kernels/test_sampling.py",),
     ),
     Fault(
         "token mask of a bad row: the same",
-        "csrc/cpu/sampling.cpp",
+        "csrc/sampling/cpu/sampling.cpp",
         "const uint32_t* words = params_.token_mask + row_ * params_.mask_stride;",
         "const uint32_t* words = params_.token_mask + row_ * ((params_.vocab + 31) / 32);",
         ("tests/kernels/test_sampling.py",),
     ),
     Fault(
         "a negative target does not spoil the row",
-        "csrc/include/attn/sampling.h",
+        "csrc/sampling/sampling.h",
         "rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest",
         "rest < 0.0f ? 0.0f : rest",
         DRAWS,
     ),
     Fault(
         "append: V's token stride taken from K",
-        "csrc/host/bindings.cpp",
+        "csrc/runtime/bindings.cpp",
         "params.v_token_stride = v.stride(0);",
         "params.v_token_stride = k.stride(0);",
         ("tests/kernels/test_append.py",),
     ),
     Fault(
         "append: V's head stride taken from K",
-        "csrc/host/bindings.cpp",
+        "csrc/runtime/bindings.cpp",
         "params.v_head_stride = v.stride(1);",
         "params.v_head_stride = k.stride(1);",
         ("tests/kernels/test_append.py",),
@@ -124,71 +124,77 @@ FAULTS = (
     ),
     Fault(
         "OpenMP used in a child after fork()",
-        "csrc/cpu/parallel.cpp",
+        "csrc/common/cpu/parallel.cpp",
         "  if (opened_a_region) openmp_lost_in_fork.store(true, std::memory_order_relaxed);\n",
         "",
         ("tests/csrc/test_parallel.py",),
     ),
     Fault(
         "a pool of threads used in a child after fork()",
-        "csrc/cpu/parallel.cpp",
+        "csrc/common/cpu/parallel.cpp",
         "  own_pool.store(nullptr, std::memory_order_release);\n",
         "",
         ("tests/csrc/test_parallel.py",),
     ),
     Fault(
         "an instruction set replaced by a lesser one",
-        "csrc/cpu/isa.cpp",
+        "csrc/common/cpu/isa.cpp",
         'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
         'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;',
         ("tests/csrc/test_cpu_isa.py", "-k", "avx2"),
     ),
     Fault(
         "planner: more row tiles than there is room for are no error",
-        "csrc/host/planner.cpp",
+        "csrc/planner/host/planner.cpp",
         "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n",
         "",
         ("tests/csrc/test_device_planner.py", "-k", "room"),
     ),
     Fault(
         "device append: V's page stride taken from K",
-        "csrc/device/append.cu",
+        "csrc/cache/append.cu",
         "const int64_t v_token = page * p.v_cache.page_stride",
         "const int64_t v_token = page * p.k_cache.page_stride",
         (DEVICE, "-k", "append"),
     ),
     Fault(
         "generic kernel: V read from K",
-        "csrc/device/kv_loader.cuh",
+        "csrc/attention/sm80/kv_loader.cuh",
         "const KvTensor& tensor = is_v ? params.v : params.k;",
         "const KvTensor& tensor = params.k;",
         (DEVICE, "-k", "random_cases and generic"),
     ),
-    Fault("merge: a later CTA's part", "csrc/device/merge.cuh", "first_cta, link) + number - 1;", "first_cta, link) + number;", (DEVICE, "-k", "random_cases")),
+    Fault(
+        "merge: a later CTA's part",
+        "csrc/attention/merge/merge.cuh",
+        "first_cta, link) + number - 1;",
+        "first_cta, link) + number;",
+        (DEVICE, "-k", "random_cases"),
+    ),
     Fault(
         "merge: parts of other CTAs left out where rows are in several groups",
-        "csrc/device/merge.cuh",
+        "csrc/attention/merge/merge.cuh",
         "parts.of_link = 1 + inside.end - inside.begin;",
         "parts.of_link = 1;",
         (DEVICE, "-k", "forests_and_chunks"),
     ),
     Fault(
         "walk: a head too many",
-        "csrc/device/work.cuh",
+        "csrc/attention/work_cursor.cuh",
         "if (++now.head == num_kv_heads) {",
         "if (++now.head > num_kv_heads) {",
         (DEVICE, "-k", "random_cases and hopper"),
     ),
     Fault(
         "pairs in turn: another row tile",
-        "csrc/include/attn/schedule.h",
+        "csrc/planner/schedule.h",
         "2 * group.tile_begin + of_group - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
         (DEVICE, "-k", "in_turn"),
     ),
     Fault(
         "device sampling: another bit of the mask",
-        "csrc/device/sampling_source.cuh",
+        "csrc/sampling/device/source.cuh",
         "__ldg(mask + (first >> 5)) >> (first & 31)",
         "__ldg(mask + (first >> 5)) >> (first & 15)",
         (DEVICE, "-k", "sampling"),
@@ -308,13 +314,13 @@ def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs:
         if not good[fault.tests]:
             return "NOT CHECKED: its tests fail without it"
         with fault_in(tree, fault):
-            if fault.file.startswith(HOST_SOURCES):
+            if fault.file.endswith(HOST_SOURCES):
                 build(tree)
             return "noticed" if fails(tree, fault.tests, jobs) else "NOT NOTICED"
     except Problem as problem:
         return f"NOT CHECKED: {problem}"
     finally:
-        if fault.file.startswith(HOST_SOURCES):
+        if fault.file.endswith(HOST_SOURCES):
             build(tree)
 
 

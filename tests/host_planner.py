@@ -24,8 +24,8 @@ def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.
     plan_with_kind()."""
     library = folder / "libplanner.so"
     tests = ROOT / "tests" / "csrc"
-    sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
-    includes = [f"-I{ROOT / 'csrc' / 'include'}", f"-I{ROOT / 'csrc'}"]
+    sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
+    includes = [f"-I{ROOT / 'csrc'}"]
     if device:
         sources += [tests / "device_planner.cpp", tests / "emulated" / "cuda_emulation.cpp"]
         includes.insert(0, f"-I{tests / 'emulated'}")

@@ -1,4 +1,4 @@
-"""The schedule worked out from its definition (csrc/include/attn/schedule.h) with plain integers and whole arrays: what both planners are compared with.
+"""The schedule worked out from its definition (csrc/planner/schedule.h) with plain integers and whole arrays: what both planners are compared with.
 
 Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of tests/forests.py.
 """

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from pydantic import ValidationError
 
-from ..kernels.attention import CUDA_HEAD_DIMS, Attention
+from ..kernels.attention import Attention
+from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from ..settings import refusal
@@ -19,7 +20,7 @@ from .schedule_costs import ScheduleCosts
 
 FOREST_COLUMNS = ("pages", "requests", "rows", "saves", "adds", "decision (cost units for each KV head)")
 _MOST_NODES = 40  # of the forest, in the text
-_MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/include/attn/forest.h
+_MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
 _MOST_HEAD_ROWS = 1 << 27  # what is shown of a plan grows with its (row tile, head) pairs
 
 

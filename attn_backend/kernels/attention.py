@@ -17,13 +17,13 @@ from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
+from . import manifest
 from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-CUDA_HEAD_DIMS = (64, 128, 256)
 _MAX_CPU_HEAD_DIM = 256
 _KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
 _CASCADE_MODES: dict[bool | str, int] = {False: 0, True: 1, "always": 2}
@@ -335,8 +335,8 @@ def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
     head_dim = check_int("head_dim", head_dim, 1)
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
-        if head_dim not in CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} on CUDA")
+        if head_dim not in manifest.CUDA_HEAD_DIMS:
+            refuse("head_dim", head_dim, f"one of {manifest.CUDA_HEAD_DIMS} on CUDA")
         if dtype not in _DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
@@ -394,7 +394,7 @@ def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.
         return str(find_kernel(stem, arch))
 
     if kernel == "hopper":
-        attention, rows = file(f"hopper_attention_{name}_d{head_dim}"), file(f"hopper_attention_rows_{name}_d{head_dim}")
+        attention, gather = (file(manifest.attention_name(design, name, head_dim)) for design in ("sm90", "sm90_gather"))
     else:
-        attention, rows = file(f"attention_{name}_d{head_dim}"), ""
-    return file("plan"), attention, rows, file(f"merge_{name}")
+        attention, gather = file(manifest.attention_name("sm80", name, head_dim)), ""
+    return file("plan"), attention, gather, file(manifest.merge_name(name))

@@ -12,8 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cuda_compiler, kernel_cache
-from .cubins import ARCHS, compile_kernel, kernel_sources, nvcc, nvcc_version
+from . import cubins, cuda_compiler, kernel_cache
+from .cubins import ARCHS, compile_kernel, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way
@@ -34,7 +34,7 @@ def fault(report: str) -> str:
 
 def build(archs: list[str], jobs: int, out: Path | None) -> int:
     """Compiles every kernel for every arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
-    tasks = [(name, arch) for arch in archs for name in kernel_sources(arch)]
+    tasks = [(name, arch) for arch in archs for name in cubins.kernel_sources(arch)]
     failures = 0
 
     def one(task: tuple[str, str]) -> tuple[str, str, float, str, Path | None]:

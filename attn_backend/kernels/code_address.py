@@ -1,4 +1,4 @@
-"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/device/kernel_code.cuh).
+"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/common/kernel_code.cuh).
 
 A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader write an address there. Here that address becomes
 the kernel's, and the kernel's size goes beside it. The source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an

@@ -1,8 +1,8 @@
 """Device kernels as cubins: which exist, where they are found, how one is compiled.
 
-A kernel is one file in csrc/device: `plan.cu`, `append.cu` and every file of `instances/`. It is looked for in the package
-(`cubins/<arch>/<name>.cubin`, put there when the wheel was built), then in the cache (kernel_cache.py) under a key that hashes everything the
-compiler would read, and is compiled into the cache with nvcc (cuda_compiler.py) when it is in neither, or damaged.
+The manifest (manifest.py) lists the kernels and has their sources. A kernel is looked for in the package (`cubins/<arch>/<name>.cubin`, put there
+when the wheel was built), then in the cache (kernel_cache.py) under a key that hashes everything the compiler would read. It is compiled into the
+cache with nvcc (cuda_compiler.py) when it is in neither, or damaged.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from . import code_address, cuda_compiler, kernel_cache
+from . import code_address, cuda_compiler, kernel_cache, manifest
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
 from .library import PACKAGE
 
 logger = logging.getLogger("attn_backend")
 
-ARCHS = ("sm_90a", "sm_80")
+ARCHS = manifest.ARCHS
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -31,11 +30,9 @@ def source_root() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "csrc"
 
 
-def kernel_sources(arch: str) -> dict[str, Path]:
-    """Every standard kernel's name and source file; those that begin with `hopper_` are for sm_90a only."""
-    device = source_root() / "device"
-    paths = sorted([*device.glob("*.cu"), *device.glob("instances/*.cu")])
-    return {path.stem: path for path in paths if arch == "sm_90a" or not path.stem.startswith("hopper_")}
+def kernel_sources(arch: str) -> dict[str, str]:
+    """Every kernel's name and source."""
+    return {name: kernel.source for name, kernel in manifest.kernels(arch).items()}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -54,32 +51,27 @@ def arch_of(capability: tuple[int, int]) -> str:
 def flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
     root = source_root()
-    common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{root}", f"-I{root / 'include'}", "-Xptxas=-v"]
+    common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{root}", "-Xptxas=-v"]
     if arch == "sm_90a":
         return [*common, "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
     return [*common, "-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"]
 
 
-def _included(source: Path, seen: set[Path]) -> Iterator[Path]:
-    """`source` and every file of ours that it includes, each once."""
-    if source in seen:
-        return
-    seen.add(source)
-    yield source
-    root = source_root()
-    for name in _INCLUDE.findall(source.read_text()):
-        for folder in (source.parent, root, root / "include"):
-            if (folder / name).is_file():
-                yield from _included((folder / name).resolve(), seen)
-                break
+def _included(source: str, seen: set[Path]) -> set[Path]:
+    """Adds to `seen` every file of csrc/ that a source includes, directly or not."""
+    for name in _INCLUDE.findall(source):
+        path = source_root() / name
+        if path not in seen and path.is_file():
+            seen.add(path)
+            _included(path.read_text(), seen)
+    return seen
 
 
-def cache_key(source: Path, arch: str, compiler: str) -> str:
-    """Hash of the sources that are read, the flags, the compiler and the arch."""
-    digest = hashlib.sha256()
-    root = source_root()
-    for path in sorted(_included(source.resolve(), set())):
-        digest.update(str(path.relative_to(root.resolve())).encode() + b"\0" + path.read_bytes() + b"\0")
+def cache_key(source: str, arch: str, compiler: str) -> str:
+    """Hash of the source, of what it includes, the flags, the compiler and the arch."""
+    digest = hashlib.sha256(source.encode())
+    for path in sorted(_included(source, set())):
+        digest.update(str(path.relative_to(source_root())).encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(code_address.recipe())
     digest.update("\0".join([arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))]).encode())
     return digest.hexdigest()[:24]
@@ -124,15 +116,17 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
         _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
     if kernel_cache.fault(target):
         kernel_cache.prepare(target)
-        kernel_cache.store(target, *_compiled(sources[name], arch, path))
+        kernel_cache.store(target, *_compiled(name, sources[name], arch, path))
     return target, kernel_cache.report(target)
 
 
-def _compiled(source: Path, arch: str, path: str) -> tuple[bytes, str]:
+def _compiled(name: str, source: str, arch: str, path: str) -> tuple[bytes, str]:
     """The cubin, and what the compiler said."""
-    what = f"kernel {source.stem} for {arch}"
-    with cuda_compiler.scratch_file(f"{source.stem}.cubin") as cubin:
-        report = cuda_compiler.run([path, *flags(arch), str(source), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
+    what = f"kernel {name} for {arch}"
+    with cuda_compiler.scratch_file(f"{name}.cubin") as cubin:
+        file = cubin.with_suffix(".cu")
+        file.write_text(source)
+        report = cuda_compiler.run([path, *flags(arch), str(file), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
         damage = kernel_cache.damage(cubin.read_bytes()) if cubin.is_file() else "is missing"
         if damage:
             raise RuntimeError(f"{path} reported no error on {what}, but its output {damage}: {cuda_compiler.ADVICE}\n{report}".rstrip())

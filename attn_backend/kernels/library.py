@@ -29,5 +29,5 @@ def library_path() -> Path:
 
 @cache
 def library() -> Any:
-    """The loaded host library; its functions are those exported in csrc/host/bindings.cpp."""
+    """The loaded host library; its functions are those exported in csrc/runtime/bindings.cpp."""
     return tvm_ffi.load_module(str(library_path()))

@@ -10,13 +10,14 @@ from typing import Literal
 import torch
 
 from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
+from . import manifest
 from .cubins import arch_of, find_kernel
 from .library import library
 
 MAX_TOP_LOGPROBS = 128
 _MAX_CLUSTER_CTAS = 16  # CTAs that share a row, on GPUs with thread block clusters
-_WORKSPACE_WORDS = 4096  # kWorkspaceWords in csrc/include/attn/sampling.h
-_RENORM, _MASK_LOGITS = 1, 2  # RowTask in csrc/include/attn/sampling.h
+_WORKSPACE_WORDS = 4096  # kWorkspaceWords in csrc/sampling/sampling.h
+_RENORM, _MASK_LOGITS = 1, 2  # RowTask in csrc/sampling/sampling.h
 _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 Float = float | torch.Tensor  # one value, or float32 [batch]
@@ -49,7 +50,7 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
     if device.type != "cuda":
         return "", 1
     arch = arch_of(torch.cuda.get_device_capability(device))
-    return str(find_kernel(f"sampling_{name}", arch)), _MAX_CLUSTER_CTAS if arch == "sm_90a" else 1
+    return str(find_kernel(manifest.sampling_name(name), arch)), _MAX_CLUSTER_CTAS if arch == manifest.SM90 else 1
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
@@ -58,10 +59,10 @@ def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
 
 @cache
 def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
-    """The cubin that looks for few survivors first (csrc/device/sampling_few.cuh); "" where there is none."""
-    if device.type != "cuda" or arch_of(torch.cuda.get_device_capability(device)) != "sm_90a" or dtype not in _DTYPE_NAMES:
+    """The cubin that looks for few survivors first (csrc/sampling/device/few.cuh); "" where there is none."""
+    if device.type != "cuda" or arch_of(torch.cuda.get_device_capability(device)) != manifest.SM90 or dtype not in _DTYPE_NAMES:
         return ""
-    return str(find_kernel(f"hopper_few_sampling_{_DTYPE_NAMES[dtype]}", "sm_90a"))
+    return str(find_kernel(manifest.few_sampling_name(_DTYPE_NAMES[dtype]), manifest.SM90))
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reading a schedule: what `plan` left in the workspace (csrc/include/attn/schedule.h), as tensors."""
+"""Reading a schedule: what `plan` left in the workspace (csrc/planner/schedule.h), as tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REASONS = ("taken", "saves too little", "no room for its states", "too many lev
 
 @dataclass(frozen=True)
 class PrefixNode:
-    """Leading pages that several requests of a batch share (csrc/include/attn/forest.h), and whether a row group reads them for all.
+    """Leading pages that several requests of a batch share (csrc/planner/forest.h), and whether a row group reads them for all.
 
     Attributes:
         request: smallest request that shares them: its row of the page table names the pages.
@@ -56,7 +56,7 @@ class PrefixNode:
 
 
 def _read_forest(records: torch.Tensor) -> tuple[PrefixNode, ...]:
-    """records: int32 [requests, 12]: PrefixNode of csrc/include/attn/schedule.h."""
+    """records: int32 [requests, 12]: PrefixNode of csrc/planner/schedule.h."""
     numbers = records[:, :8].tolist()
     costs = records[:, 8:].contiguous().view(torch.int64).view(-1, 2).tolist()
     index: dict[int, int] = {}  # of node n in the result

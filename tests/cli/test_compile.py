@@ -45,7 +45,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     kernels = FakeKernels(tmp_path, monkeypatch)
     monkeypatch.setattr(build, "nvcc", lambda: str(kernels.nvcc))
     for name in ("a", "b"):
-        (tmp_path / "device" / f"{name}.cu").write_text(f"// kernel {name}\n")
+        kernels.sources[name] = f"// kernel {name}\n"
     return kernels
 
 
@@ -113,11 +113,10 @@ raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 def test_copies_what_it_compiled_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "device").mkdir()
-    monkeypatch.setattr(cubins, "source_root", lambda: tmp_path)
-    (tmp_path / "device" / "right.cu").write_text('extern "C" __global__ void right_kernel(int* p) { *p = 1; }\n')
+    sources = {"right": 'extern "C" __global__ void right_kernel(int* p) { *p = 1; }\n'}
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: sources)
     assert main(["compile", "--arch", "sm_80", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "sm_80" / "right.cubin").stat().st_size > 0
-    (tmp_path / "device" / "wrong.cu").write_text("no C++\n")
+    sources["wrong"] = "no C++\n"
     assert main(["compile", "--arch", "sm_80"]) == 1
     assert "wrong                        FAILED\nnvcc failed on kernel wrong for sm_80:" in capsys.readouterr().out

@@ -61,8 +61,7 @@ def test_cached_kernels_are_counted_if_they_are_whole(fake: FakeKernels) -> None
 
 
 def test_kernels_of_the_package_are_counted_if_they_are_whole(fake: FakeKernels) -> None:
-    for name in ("a", "b"):
-        (fake.folder / "device" / f"{name}.cu").write_text("// another kernel")
+    fake.sources = {name: f"// kernel {name}" for name in ("a", "b", "k")}
     shipped = [cubins.shipped_kernel(name, "sm_90a") for name in ("a", "b", "k")]
     shipped[0].parent.mkdir(parents=True)
     for path in shipped:
@@ -110,7 +109,7 @@ def test_a_compiler_that_does_not_work_is_named(fake: FakeKernels) -> None:
 def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.cubins, "nvcc", lambda: None)
     monkeypatch.setattr(doctor.cubins, "PACKAGE", doctor.cubins.PACKAGE / "nowhere")
-    monkeypatch.setattr(doctor.cubins, "kernel_sources", lambda arch: {"plan": None})
+    monkeypatch.setattr(doctor.cubins, "kernel_sources", lambda arch: {"plan": ""})
     found = _by_subject()
     assert found["nvcc"].mark == "--"
     assert found["cubins sm_90a"].mark == "--"

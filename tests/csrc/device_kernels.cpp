@@ -1,5 +1,6 @@
-// Device kernels on a CPU, for ctypes: csrc/device/append.cu, the generic attention kernel, merge.cuh and sampling_unfiltered.cuh with emulated/ in the place of CUDA; and
-// a walk over the schedule as the Hopper kernel's producer sees it, with plain arithmetic in the place of its copies and products. CTAs run one after another.
+// Device kernels on a CPU, for ctypes: csrc/cache/append.cu, the generic attention kernel, merge.cuh and
+// sampling_unfiltered.cuh with emulated/ in the place of CUDA; and a walk over the schedule as the Hopper kernel's
+// producer sees it, with plain arithmetic in the place of its copies and products. CTAs run one after another.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -7,7 +8,7 @@
 #include "cuda_emulation.h"
 
 namespace attn {
-alignas(1024) char shared[128 << 10];   // shared memory of the attention kernel
+alignas(1024) char shared[128 << 10];  // shared memory of the attention kernel
 }
 
 namespace emulation {
@@ -24,18 +25,19 @@ bool loses_mail() { return false; }
 
 }  // namespace emulation
 
-#include "device/append.cu"
-#include "device/attention.cuh"
-#include "device/hopper/work_item.cuh"
-#include "device/merge.cuh"
-#include "device/sampling_unfiltered.cuh"
+#include "attention/merge/merge.cuh"
+#include "attention/sm80/attention.cuh"
+#include "attention/sm90/work_item.cuh"
+#include "cache/append.cu"
 #include "plan_params.h"
+#include "sampling/device/unfiltered.cuh"
 
 namespace {
 
 using namespace attn;
 
-/// What ctypes passes. strides, in elements: row and head of q, of o; page, token and head of k, of v. sizes: rows of q, pages, head_dim, page_size.
+/// What ctypes passes. strides, in elements: row and head of q, of o; page, token and head of k, of v. sizes: rows of
+/// q, pages, head_dim, page_size.
 struct PassedAttention {
   const void* q;
   const void* k;
@@ -86,7 +88,7 @@ AttentionParams passed_attention(const int32_t* config_values, void* workspace, 
 AttentionParams launched;
 AppendParams launched_append;
 SamplingParams launched_sampling;
-Racer of_warps[kSamplingWarps];   // shared memory
+Racer of_warps[kSamplingWarps];  // shared memory
 bool is_bf16;
 
 uint16_t element_of(float x) { return static_cast<uint16_t>(is_bf16 ? ptx::bf16_of(x) : ptx::f16_of(x)); }
@@ -97,38 +99,47 @@ float value_of(const void* element) {
 }
 
 /// One row of a work item, computed from what the producer tells the consumers.
-void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& tile, const hopper::WorkItem& item, const OutputTarget<true>& target, int32_t tile_row) {
+void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& tile, const hopper::WorkItem& item,
+                 const OutputTarget<true>& target, int32_t tile_row) {
   const OutputRow row(params, item.rows, item.kv_head, tile_row);
   const OutputPlace place = target.place(tile_row);
   if (row.exists != (place.o != nullptr)) emulation::fail("a row exists in one place only");
   if (!row.exists) return;
-  const VariantParams variant{params.sm_scale, params.logits_soft_cap, item.causal, item.window_left};
+  const VariantParams variant{params.sm_scale, params.logits_soft_cap, item.visibility};
   const int32_t position = item.rows.position(tile_row, params.group_size);
   const int32_t end = min_of(item.first_token + item.num_kv_tiles * params.kv_tile, item.readable.end);
-  const char* const q = static_cast<const char*>(params.q) + (row.row * params.q_row_stride + row.qo_head * params.q_head_stride) * kElementBytes;
+  const char* const q = static_cast<const char*>(params.q) +
+                        (row.row * params.q_row_stride + row.qo_head * params.q_head_stride) * kElementBytes;
   std::vector<double> o(static_cast<size_t>(params.head_dim), 0.0);
   double maximum = -INFINITY, sum = 0.0;
   for (int32_t token = max_of(item.first_token, item.readable.begin); token < end; ++token) {
-    if (!StandardVariant::visible(variant, position, token)) continue;
+    if (!item.visibility.sees(position, token)) continue;
     const int32_t page = tile.page(params, tile.entry(params, token));
     const auto find = [&](const KvTensor& t) {
-      const int64_t element = page * t.page_stride + params.page_size.modulo(token) * t.token_stride + item.kv_head * t.head_stride;
+      const int64_t element =
+          page * t.page_stride + params.page_size.modulo(token) * t.token_stride + item.kv_head * t.head_stride;
       return static_cast<const char*>(t.data) + element * kElementBytes;
     };
     const char *const k = find(params.k), *const v = find(params.v);
     double logit = 0.0;
-    for (int32_t i = 0; i < params.head_dim; ++i) logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
+    for (int32_t i = 0; i < params.head_dim; ++i)
+      logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
     logit *= params.sm_scale;
-    if (StandardVariant::transforms_logits(variant)) logit = StandardVariant::logits(variant, static_cast<float>(logit));
-    const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher), weight = std::exp(logit - higher);
+    if (StandardVariant::transforms_logits(variant))
+      logit = StandardVariant::logits(variant, static_cast<float>(logit));
+    const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher),
+                 weight = std::exp(logit - higher);
     sum = sum * kept + weight;
     maximum = higher;
-    for (int32_t i = 0; i < params.head_dim; ++i) o[static_cast<size_t>(i)] = o[static_cast<size_t>(i)] * kept + weight * value_of(v + i * kElementBytes);
+    for (int32_t i = 0; i < params.head_dim; ++i)
+      o[static_cast<size_t>(i)] = o[static_cast<size_t>(i)] * kept + weight * value_of(v + i * kElementBytes);
   }
   for (int32_t i = 0; i < params.head_dim; ++i) {
     const float value = static_cast<float>(sum > 0.0 ? o[static_cast<size_t>(i)] / sum : 0.0);
-    if (target.complete) reinterpret_cast<uint16_t*>(place.o)[i] = element_of(value);
-    else reinterpret_cast<float*>(place.o)[i] = value;
+    if (target.complete)
+      reinterpret_cast<uint16_t*>(place.o)[i] = element_of(value);
+    else
+      reinterpret_cast<float*>(place.o)[i] = value;
   }
   if (place.lse != nullptr) *place.lse = static_cast<float>(sum > 0.0 ? maximum + std::log(sum) : -INFINITY);
 }
@@ -145,7 +156,8 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
   }
 }
 
-/// As the Hopper kernel's CTAs: each its interval, in any order; or, where pairs are taken in turn, each pair by anyone.
+/// As the Hopper kernel's CTAs: each its interval, in any order; or, where pairs are taken in turn, each pair by
+/// anyone.
 void walk_schedule(const AttentionParams& params) {
   const bool in_turn = WorkCursor(params.schedule, 0).is_in_turn();
   const int32_t num_tiles = params.schedule.header->num_tiles;
@@ -163,7 +175,8 @@ void walk_schedule(const AttentionParams& params) {
 template <class Element, int kHeadDim>
 void run_attention(const AttentionParams& params, uint32_t seed) {
   for (int32_t cta = 0; cta < params.num_ctas; ++cta) {
-    emulation::run_cta(cta, params.num_ctas, kThreads, seed, [] { attention<Element, kHeadDim, StandardVariant>(launched); });
+    emulation::run_cta(cta, params.num_ctas, kThreads, seed,
+                       [] { attention<Element, kHeadDim, StandardVariant>(launched); });
   }
 }
 
@@ -176,27 +189,36 @@ void sample_row() {
 
 }  // namespace
 
-/// Attention and merge of what `workspace` holds. generic: by the generic kernel, otherwise by the walk. rows_of_blocks: blocks of the merge kernel for each CTA.
-extern "C" void device_attention(const int32_t* config, void* workspace, const PassedAttention* passed, int32_t generic, int32_t rows_of_blocks, uint32_t seed) {
+/// Attention and merge of what `workspace` holds. generic: by the generic kernel, otherwise by the walk.
+/// rows_of_blocks: blocks of the merge kernel for each CTA.
+extern "C" void device_attention(const int32_t* config, void* workspace, const PassedAttention* passed, int32_t generic,
+                                 int32_t rows_of_blocks, uint32_t seed) {
   launched = passed_attention(config, workspace, *passed);
   is_bf16 = passed->is_bf16 != 0;
-  if (!generic) walk_schedule(launched);
-  else if (is_bf16 && launched.head_dim == 64) run_attention<BFloat16, 64>(launched, seed);
-  else if (!is_bf16 && launched.head_dim == 128) run_attention<Float16, 128>(launched, seed);
-  else if (is_bf16 && launched.head_dim == 256) run_attention<BFloat16, 256>(launched, seed);
-  else emulation::fail("this kernel is not compiled");
+  if (!generic)
+    walk_schedule(launched);
+  else if (is_bf16 && launched.head_dim == 64)
+    run_attention<BFloat16, 64>(launched, seed);
+  else if (!is_bf16 && launched.head_dim == 128)
+    run_attention<Float16, 128>(launched, seed);
+  else if (is_bf16 && launched.head_dim == 256)
+    run_attention<BFloat16, 256>(launched, seed);
+  else
+    emulation::fail("this kernel is not compiled");
   gridDim.y = rows_of_blocks;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
     for (int32_t cta = 0; cta < launched.num_ctas; ++cta) {
-      emulation::run_cta(cta, launched.num_ctas, kMergeThreads, seed, [] { is_bf16 ? merge<BFloat16>(launched) : merge<Float16>(launched); });
+      emulation::run_cta(cta, launched.num_ctas, kMergeThreads, seed,
+                         [] { is_bf16 ? merge<BFloat16>(launched) : merge<Float16>(launched); });
     }
   }
   blockIdx.y = 0;
   gridDim.y = 1;
 }
 
-/// A token of each row. pointers: values, token mask (nullptr: none), temperatures (float), seeds and positions (int64), workspace, token ids (int64), valid. sizes: rows, vocabulary,
-/// elements and words of the mask from row to row, CTAs of a row, whether logits are bfloat16 (else float32).
+/// A token of each row. pointers: values, token mask (nullptr: none), temperatures (float), seeds and positions
+/// (int64), workspace, token ids (int64), valid. sizes: rows, vocabulary, elements and words of the mask from row to
+/// row, CTAs of a row, whether logits are bfloat16 (else float32).
 extern "C" void device_sample(void* const* pointers, const int64_t* sizes, uint32_t seed) {
   SamplingParams& params = launched_sampling;
   params = SamplingParams{};
@@ -217,8 +239,10 @@ extern "C" void device_sample(void* const* pointers, const int64_t* sizes, uint3
   gridDim.y = params.batch;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
     for (int32_t cta = 0; cta < sizes[4]; ++cta) {
-      void (*const thread)() = sizes[5] != 0 ? (masked ? sample_row<LogitSource<BFloat16Element, true>> : sample_row<LogitSource<BFloat16Element, false>>)
-                                             : (masked ? sample_row<LogitSource<Float32Element, true>> : sample_row<LogitSource<Float32Element, false>>);
+      void (*const thread)() = sizes[5] != 0 ? (masked ? sample_row<LogitSource<BFloat16Element, true>>
+                                                       : sample_row<LogitSource<BFloat16Element, false>>)
+                                             : (masked ? sample_row<LogitSource<Float32Element, true>>
+                                                       : sample_row<LogitSource<Float32Element, false>>);
       emulation::run_cta(cta, static_cast<int32_t>(sizes[4]), kSamplingThreads, seed, thread);
     }
   }
@@ -227,9 +251,11 @@ extern "C" void device_sample(void* const* pointers, const int64_t* sizes, uint3
   gridDim.y = 1;
 }
 
-/// pointers: k, v, K and V of the cache, slots. strides, in elements: token and head of k, of v; page, token and head of the cache's K, of its V.
-/// sizes: tokens, pages, page_size, KV heads, head_dim, bytes of an element, whether slots are int64.
-extern "C" void device_append(const void* const* pointers, const int64_t* strides, const int64_t* sizes, int32_t blocks) {
+/// pointers: k, v, K and V of the cache, slots. strides, in elements: token and head of k, of v; page, token and head
+/// of the cache's K, of its V. sizes: tokens, pages, page_size, KV heads, head_dim, bytes of an element, whether slots
+/// are int64.
+extern "C" void device_append(const void* const* pointers, const int64_t* strides, const int64_t* sizes,
+                              int32_t blocks) {
   AppendParams& params = launched_append;
   params = AppendParams{};
   params.k = pointers[0];

@@ -1,11 +1,11 @@
-// The device planner on a CPU, for ctypes: csrc/device/plan.cu with emulated/ in the place of CUDA. Its CTAs run one after another, the first one, which waits for the
-// others, last.
+// The device planner on a CPU, for ctypes: csrc/planner/device/plan.cu with emulated/ in the place of CUDA. Its CTAs
+// run one after another, the first one, which waits for the others, last.
 #include <cstring>
 
-#include "attn/planning.h"
 #include "cuda_emulation.h"
+#include "planner/launch.h"
 
-alignas(128) char memory[256 << 10];   // shared memory
+alignas(128) char memory[256 << 10];  // shared memory
 
 namespace emulation {
 
@@ -25,23 +25,26 @@ bool loses_mail() { return blockIdx.x == lost_block; }
 
 }  // namespace emulation
 
-#include "device/plan.cu"
 #include "plan_params.h"
+#include "planner/device/plan.cu"
 
 namespace {
 
 attn::PlanParams planned_params;
 
 void run_cta(int32_t block, uint32_t seed) {
-  emulation::run_cta(block, attn::plan_ctas(planned_params), attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block),
-                     [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+  emulation::run_cta(
+      block, attn::plan_ctas(planned_params), attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block),
+      [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
 }
 
 }  // namespace
 
-/// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads. `searched`: what the CTAs that search for prefixes read, views of as many requests; `lost`: the CTA whose
-/// words get lost, -1 for none. Returns whether the last level lists its rows.
-extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views, int32_t num_levels, uint32_t seed, const attn::PassedView* searched,
+/// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads. `searched`: what the CTAs that search for
+/// prefixes read, views of as many requests; `lost`: the CTA whose words get lost, -1 for none. Returns whether the
+/// last level lists its rows.
+extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views,
+                                       int32_t num_levels, uint32_t seed, const attn::PassedView* searched,
                                        int32_t lost) {
   emulation::lost_block = lost;
   planned_params = attn::passed_params(config, workspace, searched, num_levels);
@@ -53,7 +56,8 @@ extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, c
   for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {
     const attn::Level got = planned_params.schedule.header->levels[i];
     attn::write_level(planned_params, i, !lists_rows);
-    if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0) emulation::fail("a level is not described");
+    if (std::memcmp(&got, &planned_params.schedule.header->levels[i], sizeof(got)) != 0)
+      emulation::fail("a level is not described");
   }
   return lists_rows;
 }

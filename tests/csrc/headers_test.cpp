@@ -6,11 +6,14 @@
 #include <random>
 #include <vector>
 
-#include "attn/math.h"
-#include "attn/planning.h"
-#include "attn/sampling.h"
-#include "attn/schedule.h"
-#include "attn/variants.h"
+#include "common/math.h"
+#include "planner/cuts.h"
+#include "planner/groups.h"
+#include "planner/launch.h"
+#include "planner/schedule.h"
+#include "planner/schedule_writer.h"
+#include "planner/visibility.h"
+#include "sampling/sampling.h"
 
 namespace {
 
@@ -28,11 +31,13 @@ void check_divisor(int32_t d, int32_t n) {
   expect(divisor.modulo(n) == n % d, "FastDivisor::modulo", n, d);
 }
 
-/// Every divisor up to 3000 and random ones, at the numerators where a rounding error would show: around multiples, and the largest.
+/// Every divisor up to 3000 and random ones, at the numerators where a rounding error would show: around multiples, and
+/// the largest.
 void test_fast_divisor() {
   std::mt19937 random(0);
   const auto around_multiples = [&](int32_t d) {
-    const int32_t quotients[] = {0, 1, 2, 3, INT32_MAX / d - 1, INT32_MAX / d, static_cast<int32_t>(random() % (INT32_MAX / d + 1u))};
+    const int32_t quotients[] = {
+        0, 1, 2, 3, INT32_MAX / d - 1, INT32_MAX / d, static_cast<int32_t>(random() % (INT32_MAX / d + 1u))};
     for (const int64_t quotient : quotients) {
       for (int64_t n = quotient * d - 1; n <= quotient * d + 1; ++n) {
         if (n >= 0 && n <= INT32_MAX) check_divisor(d, static_cast<int32_t>(n));
@@ -52,31 +57,35 @@ void test_fast_divisor() {
 
 void test_tanh() {
   for (int32_t i = -2000000; i <= 2000000; ++i) {
-    const float x = static_cast<float>(i) * 1e-5f;      // -20 .. 20
+    const float x = static_cast<float>(i) * 1e-5f;  // -20 .. 20
     const double right = std::tanh(static_cast<double>(x));
     const double wrong = std::fabs(attn::tanh_rational(x) - right);
-    expect(wrong <= 4e-7 * std::fabs(right), "tanh_rational() at i * 1e-5, error in 1e-9", i, static_cast<int64_t>(wrong * 1e9));
+    expect(wrong <= 4e-7 * std::fabs(right), "tanh_rational() at i * 1e-5, error in 1e-9", i,
+           static_cast<int64_t>(wrong * 1e9));
     expect(std::fabs(attn::tanh_rational(x)) <= 1.0f + 2e-7f, "tanh_rational() beyond 1 at i * 1e-5", i, 0);
   }
-  for (const float x : {1e-30f, 1e-10f, 1e-4f}) expect(std::fabs(attn::tanh_rational(x) / x - 1.0f) <= 4e-7f, "tanh_rational() near 0", 0, 0);
-  for (const float x : {1e3f, 1e30f, INFINITY}) expect(std::fabs(attn::tanh_rational(x) - 1.0f) <= 4e-7f, "tanh_rational() far out", 0, 0);
+  for (const float x : {1e-30f, 1e-10f, 1e-4f})
+    expect(std::fabs(attn::tanh_rational(x) / x - 1.0f) <= 4e-7f, "tanh_rational() near 0", 0, 0);
+  for (const float x : {1e3f, 1e30f, INFINITY})
+    expect(std::fabs(attn::tanh_rational(x) - 1.0f) <= 4e-7f, "tanh_rational() far out", 0, 0);
 }
 
-/// any() and all() of a mask against visible(), pair by pair.
-void test_mask_ranges() {
-  using Variant = attn::StandardVariant;
+/// seen_by_any() and seen_by_all() against sees(), pair by pair.
+void test_visibility() {
   for (int32_t causal : {0, 1}) {
     for (int32_t window_left : {-1, 0, 1, 3, 8, 1000, INT32_MAX}) {
-      const attn::VariantParams params{1.0f, 0.0f, causal, window_left};
+      const attn::Visibility visibility{causal, window_left};
       for (int32_t first = -6; first < 12; ++first) {
         for (int32_t last = first; last < first + 5; ++last) {
-          const attn::TokenRange any = Variant::any(params, first, last, attn::TokenRange{0, 10});
-          const attn::TokenRange all = Variant::all(params, first, last, attn::TokenRange{0, 10});
+          const attn::TokenRange any = visibility.seen_by_any(first, last, attn::TokenRange{0, 10});
+          const attn::TokenRange all = visibility.seen_by_all(first, last, attn::TokenRange{0, 10});
           for (int32_t token = 0; token < 10; ++token) {
             int visible = 0;
-            for (int32_t position = first; position <= last; ++position) visible += Variant::visible(params, position, token);
-            expect(visible == 0 || (token >= any.begin && token < any.end), "any() leaves out a visible token", token, first);
-            expect(visible == last - first + 1 || token < all.begin || token >= all.end, "all() holds a hidden token", token, first);
+            for (int32_t position = first; position <= last; ++position) visible += visibility.sees(position, token);
+            expect(visible == 0 || (token >= any.begin && token < any.end), "seen_by_any() leaves out a visible token",
+                   token, first);
+            expect(visible == last - first + 1 || token < all.begin || token >= all.end,
+                   "seen_by_all() holds a hidden token", token, first);
           }
         }
       }
@@ -100,11 +109,13 @@ void test_max_row_tiles() {
       rows += group.qo_len;
       tiles += attn::count_row_tiles(config, group);
     }
-    expect(tiles <= attn::max_row_tiles(groups, rows, config.group_size, config.max_kind), "more row tiles than max_row_tiles()", tiles, rows);
+    expect(tiles <= attn::max_row_tiles(groups, rows, config.group_size, config.max_kind),
+           "more row tiles than max_row_tiles()", tiles, rows);
   }
 }
 
-/// Weights against 2^t in double, everywhere monotone as far as a token's rank goes, 2^40 for the most likely token, 0 below 2^-40.
+/// Weights against 2^t in double, everywhere monotone as far as a token's rank goes, 2^40 for the most likely token, 0
+/// below 2^-40.
 void test_weights() {
   for (const float temperature : {0.01f, 0.6f, 1.0f, 3.0f, 1e30f, 1e-30f}) {
     const float scale = attn::clamp(attn::kLog2E / temperature, 1e-36f, 1e36f);
@@ -115,12 +126,14 @@ void test_weights() {
       const float logit = 5.0f - static_cast<float>(i) * 1e-4f / scale;
       const double right = std::exp2(static_cast<double>(logit - 5.0f) * scale + 40.0);
       const double wrong = std::fabs(static_cast<double>(weights(logit)) - right);
-      expect(wrong <= 4e-7 * right + 1.0, "weight at i * 1e-4 powers of two below, error", i, static_cast<int64_t>(wrong));
+      expect(wrong <= 4e-7 * right + 1.0, "weight at i * 1e-4 powers of two below, error", i,
+             static_cast<int64_t>(wrong));
     }
   }
   for (const float prob : {1.0f, 0.75f, 0.3f, 1e-3f, 1e-9f}) {
     const double right = static_cast<double>(prob) * std::exp2(40.0);
-    expect(std::fabs(static_cast<double>(attn::ProbWeights(1.0f)(prob)) - right) <= 1e-7 * right + 1.0, "weight of a probability", 0, 0);
+    expect(std::fabs(static_cast<double>(attn::ProbWeights(1.0f)(prob)) - right) <= 1e-7 * right + 1.0,
+           "weight of a probability", 0, 0);
   }
   expect(attn::ProbWeights(1.0f)(0.0f) == 0 && attn::ProbWeights(1.0f)(-INFINITY) == 0, "weight of nothing", 0, 0);
 }
@@ -134,7 +147,8 @@ void test_log2() {
   }
 }
 
-/// The exponential numbers of the race against their logarithm in double; bits at the ends and at the seam of the two ways to compute them among them.
+/// The exponential numbers of the race against their logarithm in double; bits at the ends and at the seam of the two
+/// ways to compute them among them.
 void test_race_gain() {
   std::mt19937_64 random(5);
   for (int i = 0; i < 1000000; ++i) {
@@ -144,15 +158,17 @@ void test_race_gain() {
     const double x = (static_cast<double>(bits) + 0.5) * std::exp2(-48.0);
     const double right = -std::log2(-std::log1p(-x));
     const double gain = attn::race_gain(bits);
-    expect(std::fabs(gain - right) <= 4e-7 * std::fmax(1.0, std::fabs(right)), "race_gain()", i, static_cast<int64_t>(bits));
+    expect(std::fabs(gain - right) <= 4e-7 * std::fmax(1.0, std::fabs(right)), "race_gain()", i,
+           static_cast<int64_t>(bits));
     expect(gain <= -std::log2(x) + 2e-5, "race_gain() is more than -log2(x)", i, static_cast<int64_t>(bits));
   }
 }
 
 void test_philox() {
-  uint32_t zero[4] = {0, 0, 0, 0};        // a known answer of Random123
+  uint32_t zero[4] = {0, 0, 0, 0};  // a known answer of Random123
   attn::philox(0, zero);
-  expect(zero[0] == 0x6627e8d5u && zero[1] == 0xe169c58du && zero[2] == 0xbc57ac4cu && zero[3] == 0x9b00dbd8u, "philox()", zero[0], zero[1]);
+  expect(zero[0] == 0x6627e8d5u && zero[1] == 0xe169c58du && zero[2] == 0xbc57ac4cu && zero[3] == 0x9b00dbd8u,
+         "philox()", zero[0], zero[1]);
   // Every token has bits of its own.
   std::vector<int32_t> owners(4 * 512 * 2, -1);
   for (int32_t token = 0; token < 4 * 512; ++token) {
@@ -166,12 +182,16 @@ void test_philox() {
 void test_keys() {
   std::mt19937 random(3);
   for (int i = 0; i < 1000000; ++i) {
-    const float a = attn::bits_float(static_cast<uint32_t>(random())), b = i % 3 == 0 ? -a : attn::bits_float(static_cast<uint32_t>(random()));
+    const float a = attn::bits_float(static_cast<uint32_t>(random())),
+                b = i % 3 == 0 ? -a : attn::bits_float(static_cast<uint32_t>(random()));
     if (std::isnan(a) || std::isnan(b)) continue;
-    expect((a < b) == (attn::order_key(a) < attn::order_key(b)) && (a == b) == (attn::order_key(a) == attn::order_key(b)), "order_key()", i, 0);
+    expect(
+        (a < b) == (attn::order_key(a) < attn::order_key(b)) && (a == b) == (attn::order_key(a) == attn::order_key(b)),
+        "order_key()", i, 0);
     expect(attn::key_value(attn::order_key(a)) == a, "key_value()", i, 0);
   }
-  expect(attn::order_key(-INFINITY) == attn::kExcludedKey && attn::order_key(INFINITY) == attn::kInfiniteKey, "keys of infinities", 0, 0);
+  expect(attn::order_key(-INFINITY) == attn::kExcludedKey && attn::order_key(INFINITY) == attn::kInfiniteKey,
+         "keys of infinities", 0, 0);
 }
 
 /// A mass scaled by a factor never falls when the mass grows, and is mass * factor / 2^40 rounded down.
@@ -180,7 +200,8 @@ void test_scale_mass() {
   for (int i = 0; i < 1000000; ++i) {
     const uint64_t mass = random() >> (14 + random() % 50), factor = (uint64_t{1} << 40) >> (random() % 41);
     const unsigned __int128 right = static_cast<unsigned __int128>(mass) * factor >> 40;
-    expect(attn::scale_mass(mass, factor) == static_cast<uint64_t>(right), "scale_mass()", static_cast<int64_t>(mass), static_cast<int64_t>(factor));
+    expect(attn::scale_mass(mass, factor) == static_cast<uint64_t>(right), "scale_mass()", static_cast<int64_t>(mass),
+           static_cast<int64_t>(factor));
   }
 }
 
@@ -195,7 +216,7 @@ int main() {
   test_scale_mass();
   test_fast_divisor();
   test_tanh();
-  test_mask_ranges();
+  test_visibility();
   test_max_row_tiles();
   return failures > 100 ? 100 : failures;
 }

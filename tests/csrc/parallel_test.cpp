@@ -1,4 +1,5 @@
-// The threads of the executor in a process and in its children. Prints what is wrong; exits with the number of failures.
+// The threads of the executor in a process and in its children. Prints what is wrong; exits with the number of
+// failures.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -7,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/parallel.h"
+#include "common/cpu/parallel.h"
 
 namespace {
 
@@ -57,9 +58,14 @@ int main() {
     });
     check_loop("parent that has children");
   }
-  std::thread([] { in_child("of a thread that has opened no region", [] { check_loop("child of another thread"); }); }).join();
+  std::thread([] {
+    in_child("of a thread that has opened no region", [] { check_loop("child of another thread"); });
+  }).join();
   std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) threads.emplace_back([] { for (int round = 0; round < 20; ++round) check_loop("one of several threads"); });
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([] {
+      for (int round = 0; round < 20; ++round) check_loop("one of several threads");
+    });
   for (std::thread& thread : threads) thread.join();
   return failures;
 }

@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include "attn/planning.h"
+#include "planner/launch.h"
+#include "planner/schedule_writer.h"
 
 namespace attn {
 
 /// A BSR view. arrays: qo_indptr, indptr, last_page_len, kv_lens, rows (nullptr: absent), and which of them are int64.
-/// numbers: num_groups, causal, window_left, max_rows, num_entries, row_stride, num_rows, row_entries, page_size, entry_step.
+/// numbers: num_groups, causal, window_left, max_rows, num_entries, row_stride, num_rows, row_entries, page_size,
+/// entry_step.
 struct PassedView {
   const int32_t* indices;
   const int32_t* row_list;
@@ -42,8 +44,8 @@ inline PlanParams passed_params(const int32_t* config, void* workspace, const Pa
     level.table.kv_lens = IndexArray{view.arrays[3], view.is_int64[3]};
     level.table.rows = IndexArray{view.arrays[4], view.is_int64[4]};
     level.num_groups = static_cast<int32_t>(view.numbers[0]);
-    level.causal = static_cast<int32_t>(view.numbers[1]);
-    level.window_left = static_cast<int32_t>(view.numbers[2]);
+    level.visibility.causal = static_cast<int32_t>(view.numbers[1]);
+    level.visibility.window_left = static_cast<int32_t>(view.numbers[2]);
     level.max_rows = static_cast<int32_t>(view.numbers[3]);
     level.table.num_entries = view.numbers[4];
     level.table.row_stride = view.numbers[5];
@@ -57,6 +59,8 @@ inline PlanParams passed_params(const int32_t* config, void* workspace, const Pa
 }
 
 /// Whether the last level of what was planned has a row list.
-inline bool last_level_lists_rows(const PlanParams& p) { return p.schedule.header->levels[count_levels(p) - 1].rows != nullptr; }
+inline bool last_level_lists_rows(const PlanParams& p) {
+  return p.schedule.header->levels[count_levels(p) - 1].rows != nullptr;
+}
 
 }  // namespace attn

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")
-PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/include/attn/schedule.h
+PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/planner/schedule.h
 
 
 @pytest.fixture(scope="module")

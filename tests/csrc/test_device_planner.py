@@ -1,4 +1,4 @@
-"""The device planner without a GPU: csrc/device/plan.cu on fibers (tests/csrc/device_planner.cpp) gives the bits of the host planner."""
+"""The device planner without a GPU: csrc/planner/device/plan.cu on fibers (tests/csrc/device_planner.cpp) gives the bits of the host planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
-QO_INDPTR_INVALID = 1  # kQoIndptrInvalid in csrc/include/attn/schedule.h
+QO_INDPTR_INVALID = 1  # kQoIndptrInvalid in csrc/planner/schedule.h
 OPTIONS = {"plain": {"cascade": False}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
 
 

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INCLUDE = ROOT / "csrc" / "include"
+CSRC = ROOT / "csrc"
 COMPILER = shutil.which("g++") or ""
-FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
+FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+
+HOST_FOLDERS = {"cpu", "host", "runtime"}
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs g++")
 
 
-@pytest.mark.parametrize("header", sorted(INCLUDE.rglob("*.h")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "header", [path for path in sorted(CSRC.rglob("*.h")) if not HOST_FOLDERS & set(path.relative_to(CSRC).parts)], ids=lambda path: path.name
+)
 def test_compiles_on_its_own(header: Path) -> None:
     command = [COMPILER, *FLAGS, "-fsyntax-only", "-x", "c++", "-include", str(header), "/dev/null"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -57,7 +57,7 @@ def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
     program = tmp_path / "parallel_test"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}"]
     libraries = ["-ldl", *(["-Wl,--no-as-needed", "-lgomp"] if openmp else [])]
-    sources = [str(Path(__file__).with_name("parallel_test.cpp")), str(ROOT / "csrc" / "cpu" / "parallel.cpp")]
+    sources = [str(Path(__file__).with_name("parallel_test.cpp")), str(ROOT / "csrc" / "common" / "cpu" / "parallel.cpp")]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(program), *libraries], check=True)
     check_run([str(program)], {**os.environ, "OMP_NUM_THREADS": "4"})
 

@@ -30,7 +30,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KERNELS = """
-#include "device/kernel_code.cuh"
+#include "common/kernel_code.cuh"
 __device__ int a_variable = 7;
 extern "C" __global__ void first(int* out) { *out = a_variable; }
 extern "C" __global__ void second(int* out) { *out = 2; }
@@ -67,7 +67,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("hopper_attention", "merge"))])
+@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     shutil.copyfile(cubins.compile_kernel(name, "sm_90a")[0], cubin)
@@ -195,7 +195,7 @@ class Driver:
 
 @needs_nvcc
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hopper_attention_bf16_d128", "hopper_attention_f16_d64", "merge_bf16"])
+@pytest.mark.parametrize("name", ["attention_sm90_bf16_d128_standard", "attention_sm90_f16_d64_standard", "merge_bf16"])
 def test_the_address_is_where_the_code_is(name: str, tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cubins for other GPUs are fatbins, which are left alone")

@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
-from attn_backend.kernels import code_address, cubins
+from attn_backend.kernels import code_address, cubins, manifest
 from attn_backend.kernels.build import fault, spilled_bytes
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 
 def test_kernel_set_is_complete() -> None:
-    attention = {f"attention_{dtype}_d{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)}
+    shapes = [f"{dtype}_d{head_dim}_standard" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256)]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
-    expected = {"plan", "append", "merge_bf16", "merge_f16"} | attention | samplers
-    assert expected <= set(cubins.kernel_sources("sm_80"))
-    assert expected | {f"hopper_{name}" for name in attention} <= set(cubins.kernel_sources("sm_90a"))
+    everywhere = {"plan", "append", "merge_bf16", "merge_f16"} | {f"attention_sm80_{shape}" for shape in shapes} | samplers
+    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in shapes} | {
+        f"sampling_few_{dtype}" for dtype in ("f32", "f16", "bf16")
+    }
+    assert set(manifest.kernels("sm_80")) == everywhere
+    assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
 
 def test_arch_of_capability() -> None:
@@ -36,16 +39,15 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
 
 
 def test_key_follows_all_that_the_compiler_reads(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "device" / "k.cu"
-    header, deeper = tmp_path / "include" / "a.h", tmp_path / "include" / "b.h"
+    source, compiler = '#include "common/a.h"\n', str(fake.nvcc)
+    header, deeper = tmp_path / "common" / "a.h", tmp_path / "common" / "b.h"
     header.parent.mkdir()
     deeper.write_text("// one\n")
-    header.write_text('#include "b.h"\n')
-    source.write_text('#include "include/a.h"\n')
-    compiler = str(fake.nvcc)
+    header.write_text('#include "common/b.h"\n')
     first = cubins.cache_key(source, "sm_90a", compiler)
     assert cubins.cache_key(source, "sm_90a", compiler) == first
-    for path in (source, header, deeper):
+    assert cubins.cache_key(source + "// two\n", "sm_90a", compiler) != first
+    for path in (header, deeper):
         before = path.read_text()
         path.write_text(before + "// two\n")
         assert cubins.cache_key(source, "sm_90a", compiler) != first, path
@@ -57,7 +59,7 @@ def test_key_follows_all_that_the_compiler_reads(fake: FakeKernels, tmp_path: Pa
 
 
 def test_key_follows_flags_and_arch(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, compiler = tmp_path / "device" / "k.cu", str(fake.nvcc)
+    source, compiler = fake.sources["k"], str(fake.nvcc)
 
     def key(*flags: str, arch: str = "sm_90a") -> str:
         monkeypatch.setattr(cubins, "flags", lambda arch: list(flags))
@@ -71,7 +73,7 @@ def test_key_follows_flags_and_arch(fake: FakeKernels, tmp_path: Path, monkeypat
 
 
 def test_key_follows_what_is_done_to_the_compilers_output(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, compiler = tmp_path / "device" / "k.cu", str(fake.nvcc)
+    source, compiler = fake.sources["k"], str(fake.nvcc)
     first = cubins.cache_key(source, "sm_90a", compiler)
     other = tmp_path / "code_address.py"
     other.write_text(Path(code_address.__file__).read_text() + "# and more\n")
@@ -105,9 +107,7 @@ def test_compiles_once_and_survives_a_race(tmp_path: Path, monkeypatch: pytest.M
 
 @needs_nvcc
 def test_source_that_does_not_compile_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "device").mkdir()
-    (tmp_path / "device" / "broken.cu").write_text("this is not CUDA\n")
-    monkeypatch.setattr(cubins, "source_root", lambda: tmp_path)
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"broken": "this is not CUDA\n"})
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match="nvcc failed on kernel broken"):
         cubins.compile_kernel("broken", "sm_90a")
@@ -116,7 +116,7 @@ def test_source_that_does_not_compile_fails_the_build(tmp_path: Path, monkeypatc
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     monkeypatch.setattr(cubins, "PACKAGE", tmp_path)
-    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"plan": tmp_path / "plan.cu"})
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"plan": "// a kernel\n"})
     with pytest.raises(RuntimeError, match="neither in the package nor compilable"):
         cubins.compile_kernel("plan", "sm_90a")
 

@@ -17,7 +17,7 @@ from attn_backend.kernels.schedule import PrefixNode, Schedule
 from attn_backend.metadata.composition import MAX_LEVELS
 
 MODES = [True, "always"]
-MAX_COMPARISONS = 16  # kMaxComparisons in csrc/include/attn/forest.h
+MAX_COMPARISONS = 16  # kMaxComparisons in csrc/planner/forest.h
 MOST_REQUESTS = 128  # compares_with_all() there: of so many requests those of at most ...
 MOST_PAGES = 1024  # ... are compared with all others
 

@@ -208,7 +208,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
 @pytest.mark.parametrize("how", ["writable for everybody", pytest.param("belongs to another user (4242)", marks=as_root)])
 def test_where_others_may_write_a_private_folder_is_taken(what: str, how: str, fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
-    (fake.folder / "device" / "other.cu").write_text("// another kernel\n")
+    fake.sources["other"] = "// another kernel\n"
     path, _ = cubins.compile_kernel("k", "sm_90a")
     cubins.compile_kernel("other", "sm_90a")
     wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[what]

@@ -1,4 +1,4 @@
-"""The ways that a GPU takes in small batches (csrc/device/sampling_unfiltered.cuh, sampling_few.cuh) give what a CPU gives."""
+"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, sampling_few.cuh) give what a CPU gives."""
 
 from __future__ import annotations
 

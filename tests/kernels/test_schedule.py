@@ -36,8 +36,8 @@ def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
 
 
 def test_every_error_has_a_sentence() -> None:
-    """Of csrc/include/attn/schedule.h."""
-    header = (Path(__file__).resolve().parents[2] / "csrc" / "include" / "attn" / "schedule.h").read_text()
+    """Of csrc/planner/schedule.h."""
+    header = (Path(__file__).resolve().parents[2] / "csrc" / "planner" / "schedule.h").read_text()
     bits = [int(bit) for bit in re.findall(r"k\w+(?:Invalid|Failed) = 1u << (\d+)", header)]
     assert bits == list(range(8))
     assert all("must" in describe_errors(1 << bit) or "outside" in describe_errors(1 << bit) for bit in bits)

@@ -130,7 +130,7 @@ void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void
   }
   for (int32_t left = threads; left > 0;) {
     const int64_t before = progress;
-    const int32_t first = static_cast<int32_t>(random()) % (threads / 32) * 32;   // the warp that is the first to go on
+    const int32_t first = static_cast<int32_t>(random()) % (threads / 32) * 32;  // the warp that is the first to go on
     for (int32_t i = 0; i < threads; ++i) {
       threadIdx.x = (first + i) % threads;
       Fiber& fiber = fibers[threadIdx.x];

@@ -1,5 +1,6 @@
-// As much of CUDA as the device planner and some kernels use, on a CPU: the threads of a CTA are fibers that give way to others wherever threads wait for each other, at barriers and
-// at what a warp does together. A CTA that waits for ever is reported.
+// As much of CUDA as the device planner and some kernels use, on a CPU: the threads of a CTA are fibers that give way
+// to others wherever threads wait for each other, at barriers and at what a warp does together. A CTA that waits for
+// ever is reported.
 #pragma once
 
 #include <cmath>
@@ -18,7 +19,8 @@
 struct Dimension {
   int32_t x, y;
 };
-extern Dimension threadIdx, blockIdx, gridDim, blockDim;   // run_cta() sets x; y is 0 of 1 unless a program says otherwise
+extern Dimension threadIdx, blockIdx, gridDim,
+    blockDim;  // run_cta() sets x; y is 0 of 1 unless a program says otherwise
 
 struct int2 {
   int32_t x, y;
@@ -66,7 +68,8 @@ bool loses_mail();
 /// Waits for `threads` threads at barrier `id`; returns whether any of them says so.
 bool barrier(int32_t id, int32_t threads, bool value);
 
-/// Exchanges a value of each lane of the calling thread's warp: returns those of all 32. `operation`: what the lanes must agree on.
+/// Exchanges a value of each lane of the calling thread's warp: returns those of all 32. `operation`: what the lanes
+/// must agree on.
 const uint64_t* exchange(uint64_t value, const char* operation);
 
 /// Runs `thread` as each of a CTA's threads, in an order that depends on `seed`.
@@ -108,7 +111,8 @@ inline bool __all_sync(uint32_t mask, bool predicate) { return __ballot_sync(mas
 inline uint32_t __match_any_sync(uint32_t, int32_t value) {
   const uint64_t* lanes = emulation::exchange(static_cast<uint32_t>(value), "match");
   uint32_t result = 0;
-  for (int32_t lane = 0; lane < 32; ++lane) result |= static_cast<uint32_t>(lanes[lane] == static_cast<uint32_t>(value)) << lane;
+  for (int32_t lane = 0; lane < 32; ++lane)
+    result |= static_cast<uint32_t>(lanes[lane] == static_cast<uint32_t>(value)) << lane;
   return result;
 }
 inline uint32_t __match_all_sync(uint32_t mask, int32_t value, int* all) {
@@ -141,14 +145,16 @@ template <class T>
 T __reduce_min_sync(uint32_t, T value) {
   const uint64_t* lanes = emulation::exchange(emulation::to_bits(value), "min");
   T smallest = value;
-  for (int32_t lane = 0; lane < 32; ++lane) smallest = emulation::from_bits<T>(lanes[lane]) < smallest ? emulation::from_bits<T>(lanes[lane]) : smallest;
+  for (int32_t lane = 0; lane < 32; ++lane)
+    smallest = emulation::from_bits<T>(lanes[lane]) < smallest ? emulation::from_bits<T>(lanes[lane]) : smallest;
   return smallest;
 }
 template <class T>
 T __reduce_max_sync(uint32_t, T value) {
   const uint64_t* lanes = emulation::exchange(emulation::to_bits(value), "max");
   T largest = value;
-  for (int32_t lane = 0; lane < 32; ++lane) largest = largest < emulation::from_bits<T>(lanes[lane]) ? emulation::from_bits<T>(lanes[lane]) : largest;
+  for (int32_t lane = 0; lane < 32; ++lane)
+    largest = largest < emulation::from_bits<T>(lanes[lane]) ? emulation::from_bits<T>(lanes[lane]) : largest;
   return largest;
 }
 

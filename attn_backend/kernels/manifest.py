@@ -1,0 +1,131 @@
+"""Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel, `attn-backend doctor` and the tests work.
+
+A kernel's source is generated here: a wrapper that instantiates a template of csrc/ for one element type, head shape and variant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from string import Template
+
+SM90, SM80 = "sm_90a", "sm_80"
+ARCHS = (SM90, SM80)
+CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
+CUDA_HEAD_DIMS = (64, 128, 256)
+VARIANTS = {"standard": "StandardVariant"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A cubin: `source` compiled for each of `archs`. Includes in `source` are relative to csrc/."""
+
+    name: str
+    archs: tuple[str, ...]
+    source: str
+
+
+def attention_name(design: str, element: str, head_dim: int, variant: str = "standard") -> str:
+    """design: "sm80"; "sm90", or "sm90_gather" for caches that TMA cannot describe. element: of Q, O and the cache."""
+    return f"attention_{design}_{element}_d{head_dim}_{variant}"
+
+
+def merge_name(element: str) -> str:
+    return f"merge_{element}"
+
+
+def sampling_name(source: str) -> str:
+    """source: what is drawn from: "f32", "f16" or "bf16" logits, "probs", or "speculative" drafts."""
+    return f"sampling_{source}"
+
+
+def few_sampling_name(element: str) -> str:
+    return f"sampling_few_{element}"
+
+
+@cache
+def kernels(arch: str) -> dict[str, Kernel]:
+    """The kernels of an arch, by name."""
+    return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
+
+
+_SM80_ATTENTION = Template("""\
+#include "attention/sm80/attention.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kThreads, attn::ctas_per_sm($head_dim)) void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
+  attn::attention<attn::$element, $head_dim, attn::$variant>(params);
+}
+""")
+
+_SM90_ATTENTION = Template("""\
+#include "attention/sm90/attention.cuh"
+#include "common/kernel_code.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::hopper::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
+  attn::hopper::attention<attn::$element, $head_dim, attn::$variant, attn::hopper::$copier>(params);
+}
+
+extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
+""")
+
+_MERGE = Template("""\
+#include "attention/merge/merge.cuh"
+#include "common/kernel_code.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
+  attn::merge<attn::$element>(params);
+}
+
+extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
+""")
+
+# One kernel of a sampling cubin; ctas: that share a multiprocessor.
+_SAMPLING = Template("""
+extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${prefix}sampling_kernel(const __grid_constant__ attn::SamplingParams params) {
+  attn::$call(params);
+}
+""")
+
+
+def _attention_kernels() -> list[Kernel]:
+    made = []
+    for element, element_type in CUDA_ELEMENTS.items():
+        for head_dim in CUDA_HEAD_DIMS:
+            for variant, variant_type in VARIANTS.items():
+                types = {"element": element_type, "head_dim": head_dim, "variant": variant_type}
+                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(types)))
+                for design, copier in (("sm90", "BoxCopier"), ("sm90_gather", "RowCopier")):
+                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(types, copier=copier)))
+        made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
+    return made
+
+
+def _sampling_kernels() -> list[Kernel]:
+    include = '#include "sampling/device/sampling.cuh"\n'
+    made = []
+    for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
+        source, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
+        text = include + '#include "sampling/device/unfiltered.cuh"\n'
+        ctas = 4 if element == "f32" else 3  # 16-bit logits need more registers
+        text += _SAMPLING.substitute(prefix="", ctas=ctas, call=f"sample<attn::{source}, false>")
+        text += _SAMPLING.substitute(prefix="masked_", ctas=ctas - 1, call=f"sample<attn::{masked}, false>")
+        text += _SAMPLING.substitute(prefix="unfiltered_", ctas=3, call=f"sample_unfiltered<attn::{source}>")
+        text += _SAMPLING.substitute(prefix="masked_unfiltered_", ctas=3, call=f"sample_unfiltered<attn::{masked}>")
+        made.append(Kernel(sampling_name(element), ARCHS, text))
+        few = _SAMPLING.substitute(prefix="few_", ctas=2, call=f"sample<attn::{source}, true>")
+        few += _SAMPLING.substitute(prefix="masked_few_", ctas=2, call=f"sample<attn::{masked}, true>")
+        made.append(Kernel(few_sampling_name(element), (SM90,), include + few))
+    made.append(Kernel(sampling_name("probs"), ARCHS, include + _SAMPLING.substitute(prefix="", ctas=2, call="sample<attn::ProbSource<false>, false>")))
+    # Two of these on a multiprocessor would spill registers on Ampere.
+    for arch, ctas in ((SM90, 2), (SM80, 1)):
+        text = '#include "sampling/device/speculative.cuh"\n' + _SAMPLING.substitute(prefix="", ctas=ctas, call="speculate")
+        made.append(Kernel(sampling_name("speculative"), (arch,), text))
+    return made
+
+
+_ALL = (
+    Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
+    Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+    *_attention_kernels(),
+    *_sampling_kernels(),
+)

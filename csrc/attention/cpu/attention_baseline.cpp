@@ -1,0 +1,8 @@
+#include "attention/cpu/float32_kernels.h"
+#include "common/cpu/vector_baseline.h"
+
+namespace attn::cpu {
+
+Kernels baseline_kernels(DataType dtype) { return float32_kernels<Baseline>(dtype); }
+
+}  // namespace attn::cpu

@@ -1,0 +1,444 @@
+// One work item of the schedule: a row tile's rows x a run of KV tiles of one KV head; and the merge of split pairs.
+//
+// Tokens go through in blocks. A block's keys and values are packed for the engine once; then panels of a few rows each
+// take scores, online softmax and output. Scores are kept in powers of 2. An engine (float32_engine.h, amx_engine.h)
+// owns the layouts and the two matrix products.
+#pragma once
+
+#include <cmath>
+
+#include "attention/cpu/kernels.h"
+#include "attention/params.h"
+#include "attention/variants.h"
+#include "common/cpu/elements.h"
+#include "common/math.h"
+#include "planner/page_table.h"
+#include "planner/schedule.h"
+
+namespace attn::cpu {
+
+template <class Engine, class Variant>
+class AttentionKernel {
+  using Isa = typename Engine::Isa;
+  using Float = typename Isa::Float;
+  using Element = typename Engine::Element;
+
+  // A row's reference maximum follows a greater score only when exponentials would grow beyond 2^this: outputs are
+  // rarely rescaled.
+  static constexpr float kMaxGrowth = 8.0f;
+
+ public:
+  static void run(const AttentionParams& params, int32_t head_dim, const WorkItem& item, const WorkItem* next,
+                  Scratch& scratch) {
+    if (count_rows(params, item) == 0) return;
+    AttentionKernel kernel(params, head_dim, item, scratch);
+    kernel.compute(next);
+  }
+
+  static void merge_pair(const AttentionParams& params, int32_t head_dim, const SplitPair& pair, Scratch& scratch) {
+    const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
+    const int rows = count_rows(params, item);
+    const int parts = pair.last_cta - pair.first_cta + 1;
+    for (int r = 0; r < rows; ++r) {
+      const RowPlace place = find_row(params, item, r);
+      if (!place.exists) continue;
+      for (int part = 0; part < parts; ++part) {
+        const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
+        scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
+      }
+      merge_states(params, head_dim, parts, row_out(params, place), scratch);
+    }
+  }
+
+  /// All heads of row number `merge_row` among those that are in several row groups.
+  static void merge_row(const AttentionParams& params, int32_t head_dim, int32_t merge_row, Scratch& scratch) {
+    const ScheduleHeader& header = *params.schedule.header;
+    const int32_t group_size = params.group_size.divisor;
+    for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
+      int parts = 0;
+      int64_t row = -1;
+      for (int32_t i = 0; i < header.num_links; ++i) {
+        const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
+        if (link.group < 0) continue;
+        const RowGroup& group = params.schedule.groups[link.group];
+        const int32_t packed = link.index * group_size + head % group_size;
+        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+        if (tile >= header.num_tiles) continue;
+        if (row < 0) row = query_row(params, group, link.index);
+        scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
+                                            head / group_size, params.num_ctas);
+        for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
+          scratch.states[parts++] =
+              int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
+        }
+      }
+      if (row < 0 || row >= params.num_rows) return;
+      merge_states(params, head_dim, parts, row_out(params, RowPlace{true, row, head}), scratch);
+    }
+  }
+
+ private:
+  struct RowOut {
+    Element* o;
+    float* lse;
+  };
+
+  /// A row of a tile as a row and a head of Q and O.
+  struct RowPlace {
+    bool exists;
+    int64_t row;
+    int64_t head;
+  };
+
+  AttentionKernel(const AttentionParams& params, int32_t head_dim, const WorkItem& item, Scratch& scratch)
+      : params_(params),
+        item_(item),
+        s_(scratch),
+        tile_(params.schedule.tiles[item.tile]),
+        group_(params.schedule.groups[tile_.group]),
+        variant_(variant_params(params, item)),
+        head_dim_(head_dim),
+        rows_(count_rows(params, item)),
+        engine_(scratch, head_dim, rows_) {}
+
+  static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
+    return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
+  }
+
+  static VariantParams variant_params(const AttentionParams& params, const WorkItem& item) {
+    const Level& level = level_of(params, item);
+    return VariantParams{params.sm_scale, params.logits_soft_cap, level.visibility};
+  }
+
+  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
+  /// num_rows are ignored.
+  static int count_rows(const AttentionParams& params, const WorkItem& item) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const bool listed = level_of(params, item).rows != nullptr;
+    const int64_t query_rows =
+        listed ? group.qo_len : min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
+    const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
+    return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
+  }
+
+  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int tile_row) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const int32_t packed = tile.packed_begin + tile_row;
+    const int32_t i = params.group_size.divide(packed);
+    const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
+    const int64_t query_head =
+        int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
+    return RowPlace{row >= 0 && row < params.num_rows, row, query_head};
+  }
+
+  /// Row of Q and O that is row number `index` of a group.
+  static int64_t query_row(const AttentionParams& params, const RowGroup& group, int32_t index) {
+    const int32_t* list = params.schedule.header->levels[group.level].rows;
+    return list != nullptr ? list[group.qo_begin + index] : group.qo_begin + index;
+  }
+
+  static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
+    Element* o = static_cast<Element*>(params.o) + place.row * params.o_row_stride + place.head * params.o_head_stride;
+    const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
+    return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
+  }
+
+  /// Merges the first `count` of scratch.states.
+  static void merge_states(const AttentionParams& params, int32_t head_dim, int count, const RowOut& out,
+                           Scratch& scratch) {
+    float largest = -INFINITY;
+    for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
+    float sum = 0.0f;
+    for (int part = 0; part < count; ++part) {
+      const int64_t state = scratch.states[part];
+      const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
+      sum += weight;
+      for (int i = 0; i < head_dim; i += Isa::kWidth) {
+        const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
+        Isa::store(scratch.o + i,
+                   Isa::fma(Isa::splat(weight),
+                            Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
+      }
+    }
+    const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+    for (int i = 0; i < head_dim; i += Isa::kWidth)
+      Isa::store_elements(out.o + i, Isa::mul(Isa::load(scratch.o + i), scale), head_dim - i);
+    if (out.lse != nullptr) *out.lse = sum == 0.0f ? -INFINITY : largest + logf(sum);
+  }
+
+  /// Tokens of an item that any of its rows sees; empty if it has no rows.
+  static TokenRange find_range(const AttentionParams& params, const WorkItem& item) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const int rows = count_rows(params, item);
+    if (rows == 0) return TokenRange{0, 0};
+    const int64_t begin = tile.kv_begin + int64_t{item.kv_tile_begin} * params.kv_tile;
+    const int64_t end = min_of<int64_t>(tile.kv_begin + int64_t{item.kv_tile_end} * params.kv_tile, tile.kv_end);
+    const int32_t first = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin);
+    const int32_t last = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin + rows - 1);
+    return variant_params(params, item)
+        .visibility.seen_by_any(first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+  }
+
+  /// Position of a row's query.
+  int32_t position(int row) const {
+    return group_.kv_len - group_.qo_len + params_.group_size.divide(tile_.packed_begin + row);
+  }
+
+  void compute(const WorkItem* next_item) {
+    load_queries();
+    __builtin_memset(s_.o, 0,
+                     sizeof(float) * static_cast<unsigned>(ceil_div(rows_, Engine::kPanelRows) * Engine::kPanelRows *
+                                                           engine_.o_stride()));
+    for (int r = 0; r < rows_; ++r) {
+      s_.row_max[r] = -INFINITY;
+      s_.row_sum[r] = 0.0f;
+    }
+
+    const TokenRange tokens = find_range(params_, item_);
+    TokenRange block = first_block(tokens);
+    TokenRows* rows = &s_.tokens[0];
+    TokenRows* next_rows = &s_.tokens[1];
+    find_tokens(item_, block, *rows);
+    prefetch(*rows, 0, rows->count);
+    while (block.begin < block.end) {
+      TokenRange next_block = first_block(TokenRange{block.end, tokens.end});
+      const bool last = next_block.begin >= next_block.end;
+      if (!last)
+        find_tokens(item_, next_block, *next_rows);
+      else if (next_item != nullptr)
+        find_tokens(*next_item, first_block(find_range(params_, *next_item)), *next_rows);
+      else
+        next_rows->count = 0;
+      process_block(block, *rows, *next_rows);
+      block = next_block;
+      TokenRows* const done = rows;
+      rows = next_rows;
+      next_rows = done;
+    }
+
+    for (int r = 0; r < rows_; ++r) write_row(r);
+  }
+
+  static TokenRange first_block(TokenRange tokens) {
+    return TokenRange{tokens.begin, min_of(tokens.end, tokens.begin + Engine::kBlockTokens)};
+  }
+
+  void load_queries() {
+    for (int r = 0; r < rows_; ++r) {
+      RowPlace place = find_row(params_, item_, r);
+      if (!place.exists) place.row = 0;  // of a row list with a wrong row: computed for nothing
+      engine_.load_query(r, static_cast<const Element*>(params_.q) + place.row * params_.q_row_stride +
+                                place.head * params_.q_head_stride);
+    }
+  }
+
+  void process_block(TokenRange block, TokenRows& tokens, const TokenRows& next) {
+    const int padded = ceil_div(tokens.count, Engine::kColumnStep) * Engine::kColumnStep;
+    for (int i = tokens.count; i < padded; ++i)
+      tokens.keys[i] = tokens.values[i] = reinterpret_cast<const char*>(s_.no_token);
+    constexpr int kPackTokens = 16;
+    for (int begin = 0; begin < padded; begin += kPackTokens) {
+      const int end = min_of(begin + kPackTokens, padded);
+      prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
+      engine_.pack_keys(tokens, begin, end);
+      engine_.pack_values(tokens, begin, end);
+    }
+
+    // Panels go through three steps, and each step works on another panel: none waits for what was written just before
+    // it.
+    Panel scored{}, weighted{};
+    int buffer = 0;
+    for (int row = 0; row < rows_ || scored.rows > 0 || weighted.rows > 0;) {
+      Panel panel{};
+      for (; row < rows_ && panel.rows == 0; row += Engine::kPanelRows) panel = make_panel(row, block);
+      if (panel.rows > 0) engine_.multiply_keys(buffer, panel.row, panel.rows, panel.begin, panel.end);
+      if (weighted.rows > 0) engine_.multiply_values(buffer, weighted.row, weighted.rows, weighted.begin, weighted.end);
+      if (scored.rows > 0) softmax(1 - buffer, scored, block);
+      weighted = scored;
+      scored = panel;
+      buffer = 1 - buffer;
+    }
+  }
+
+  /// Rows [row, row + rows) and tokens [begin, end) of the block.
+  struct Panel {
+    int row, rows, begin, end;
+  };
+
+  /// The panel from `row` on; without rows if they see nothing of the block.
+  Panel make_panel(int row, TokenRange block) const {
+    const int rows = min_of(Engine::kPanelRows, rows_ - row);
+    const TokenRange seen = variant_.visibility.seen_by_any(position(row), position(row + rows - 1), block);
+    if (seen.begin >= seen.end) return Panel{};
+    const int begin = round_down(seen.begin - block.begin, Engine::kColumnStep);
+    const int end = ceil_div(seen.end - block.begin, Engine::kColumnStep) * Engine::kColumnStep;
+    return Panel{row, rows, begin, end};
+  }
+
+  void prefetch(const TokenRows& tokens, int begin, int end) const {
+    const int row_bytes = head_dim_ * static_cast<int>(sizeof(Element));
+    for (int i = begin; i < end; ++i) {
+      for (int byte = 0; byte < row_bytes; byte += 64) {
+        __builtin_prefetch(tokens.keys[i] + byte, 0, 2);
+        __builtin_prefetch(tokens.values[i] + byte, 0, 2);
+      }
+    }
+  }
+
+  /// Addresses of the keys and values of an item's tokens in `block`.
+  void find_tokens(const WorkItem& item, TokenRange block, TokenRows& rows) const {
+    const int64_t table_begin = params_.schedule.groups[params_.schedule.tiles[item.tile].group].table_begin;
+    const Level& level = level_of(params_, item);
+    const int64_t key_step = params_.k.token_stride * static_cast<int64_t>(sizeof(Element));
+    const int64_t value_step = params_.v.token_stride * static_cast<int64_t>(sizeof(Element));
+    const int32_t page_size = params_.page_size.divisor;
+    int i = 0;
+    for (int32_t token = block.begin; token < block.end;) {
+      const int32_t page = params_.page_size.divide(token);
+      const int32_t in_page = token - page * page_size;
+      const int32_t run = min_of(block.end - token, page_size - in_page);
+      const int64_t id = find_page(level, table_begin, page);
+      if (id >= 0) {
+        const char* key = locate_token(params_.k, id, in_page, item.head);
+        const char* value = locate_token(params_.v, id, in_page, item.head);
+        for (int32_t j = 0; j < run; ++j) {
+          rows.keys[i + j] = key + j * key_step;
+          rows.values[i + j] = value + j * value_step;
+        }
+      } else {
+        for (int32_t j = 0; j < run; ++j)
+          rows.keys[i + j] = rows.values[i + j] = reinterpret_cast<const char*>(s_.no_token);
+      }
+      i += run;
+      token += run;
+    }
+    rows.count = i;
+  }
+
+  static const char* locate_token(const KvTensor& tensor, int64_t page, int32_t in_page, int32_t head) {
+    const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + head * tensor.head_stride;
+    return static_cast<const char*>(tensor.data) + element * static_cast<int64_t>(sizeof(Element));
+  }
+
+  /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
+  int64_t find_page(const Level& level, int64_t table_begin, int32_t page) const {
+    int64_t id = table_begin + page;
+    if (level.indices != nullptr) {
+      const int64_t entry = table_begin + int64_t{page} * level.entry_step;
+      id = level.num_entries > 0
+               ? page_of_slot(level.indices[clamp<int64_t>(entry, 0, level.num_entries - 1)], level.entry_step)
+               : -1;
+    }
+    if (id >= 0 && id < params_.num_pages) return id;
+    __atomic_fetch_or(&params_.schedule.header->errors, static_cast<uint32_t>(kPageIndexInvalid), __ATOMIC_RELAXED);
+    return params_.num_pages > 0 ? clamp<int64_t>(id, 0, params_.num_pages - 1) : -1;
+  }
+
+  /// Turns a panel's scores into exponentials; updates the rows' maxima, sums and outputs.
+  void softmax(int buffer, const Panel& panel, TokenRange block) {
+    const int row = panel.row, begin = panel.begin, end = panel.end;
+    const TokenRange columns{block.begin + begin, block.begin + end};
+    const TokenRange existing{columns.begin, min_of(columns.end, block.end)};
+    const TokenRange certain = variant_.visibility.seen_by_all(position(row), position(row + panel.rows - 1), existing);
+    const bool all_seen = certain.begin <= columns.begin && certain.end >= columns.end;
+    // The factor to powers of 2 is applied while reading a score, unless the variant wants the logit or the factor
+    // would spoil -inf.
+    const bool finish = Variant::transforms_logits(variant_) || !(params_.sm_scale > 0.0f);
+    const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
+    for (int r = 0; r < panel.rows; ++r) {
+      float* scores = s_.scores[buffer] + r * Engine::kBlockTokens;
+      if (finish) finish_scores(scores, begin, end);
+      if (!all_seen) mask_scores(scores, position(row + r), begin, end, existing, block.begin);
+
+      Float largest = Isa::mul(Isa::load(scores + begin), scale);
+      for (int t = begin + Isa::kWidth; t < end; t += Isa::kWidth)
+        largest = Isa::max(largest, Isa::mul(Isa::load(scores + t), scale));
+      const float block_max = Isa::reduce_max(largest);
+      float& row_max = s_.row_max[row + r];
+      if (block_max > row_max + kMaxGrowth || row_max == -INFINITY) {
+        if (row_max != -INFINITY) rescale(row + r, exp2f(row_max - block_max));
+        row_max = block_max;
+      }
+
+      const Float shift =
+          Isa::splat(row_max == -INFINITY ? 0.0f : -row_max);  // a row that has seen nothing: every exponential is 0
+      Float sum = Isa::zero();
+      for (int t = begin; t < end; t += Isa::kWidth) {
+        const Float p = Engine::exp2(Isa::fma(Isa::load(scores + t), scale, shift));
+        sum = Isa::add(sum, p);
+        engine_.store_probabilities(buffer, r, t, p);
+      }
+      s_.row_sum[row + r] += Isa::reduce_add(sum);
+    }
+  }
+
+  /// Turns scores into final logits, in powers of 2.
+  void finish_scores(float* scores, int begin, int end) const {
+    const VariantParams variant = variant_;  // a copy that the scores cannot overlap: the compiler vectorises the loops
+    if (Variant::transforms_logits(variant)) {
+      for (int t = begin; t < end; ++t) scores[t] = Variant::logits(variant, scores[t] * variant.sm_scale) * kLog2E;
+    } else {
+      for (int t = begin; t < end; ++t) scores[t] *= variant.sm_scale * kLog2E;
+    }
+  }
+
+  /// Sets scores to -inf where the query at `position` does not see the token, or there is none.
+  void mask_scores(float* scores, int32_t position, int begin, int end, TokenRange tokens, int32_t block_begin) const {
+    const TokenRange seen = variant_.visibility.seen_by_any(position, position, tokens);
+    const TokenRange certain = variant_.visibility.seen_by_all(position, position, seen);
+    const int seen_begin = clamp(seen.begin - block_begin, begin, end);
+    const int seen_end = clamp(seen.end - block_begin, seen_begin, end);
+    for (int t = begin; t < seen_begin; ++t) scores[t] = -INFINITY;
+    for (int t = seen_end; t < end; ++t) scores[t] = -INFINITY;
+    if (certain.begin <= seen.begin && certain.end >= seen.end) return;
+    for (int t = seen_begin; t < seen_end; ++t) {
+      if (!variant_.visibility.sees(position, block_begin + t)) scores[t] = -INFINITY;
+    }
+  }
+
+  void rescale(int row, float factor) {
+    s_.row_sum[row] *= factor;
+    float* o = s_.o + row * engine_.o_stride();
+    for (int i = 0; i < engine_.o_stride(); i += Isa::kWidth)
+      Isa::store(o + i, Isa::mul(Isa::load(o + i), Isa::splat(factor)));
+  }
+
+  void write_row(int row) {
+    const float sum = s_.row_sum[row];
+    const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+    const float lse = sum == 0.0f ? -INFINITY : (s_.row_max[row] + log2f(sum)) * kLn2;
+    const RowPlace place = find_row(params_, item_, row);
+    if (!place.exists) return;
+    if (item_.partial == kWhole) {
+      const RowOut out = row_out(params_, place);
+      for (int i = 0; i < head_dim_; i += Isa::kWidth)
+        Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
+      if (out.lse != nullptr) *out.lse = lse;
+    } else {
+      const int64_t state =
+          item_.partial == kRowStates
+              ? row_state_index(params_, group_.state_begin + params_.group_size.divide(tile_.packed_begin + row),
+                                static_cast<int32_t>(place.head))
+              : int64_t{item_.partial} * params_.max_tile_rows + row;
+      float* o = params_.partial_o + state * head_dim_;
+      for (int i = 0; i < head_dim_; i += Isa::kWidth)
+        Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
+      params_.partial_lse[state] = lse;
+    }
+  }
+
+  const AttentionParams& params_;
+  const WorkItem& item_;
+  Scratch& s_;
+  const RowTile& tile_;
+  const RowGroup& group_;
+  const VariantParams variant_;
+  const int32_t head_dim_;
+  const int rows_;
+  Engine engine_;
+};
+
+}  // namespace attn::cpu

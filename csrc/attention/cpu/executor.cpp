@@ -1,0 +1,164 @@
+#include "attention/cpu/executor.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attention/cpu/kernels.h"
+#include "common/cpu/isa.h"
+#include "common/cpu/parallel.h"
+#include "planner/schedule.h"
+
+namespace attn::cpu {
+namespace {
+
+// Below these a job is done before other threads have woken up.
+constexpr int64_t kMinThreadedWork = 20000;  // about a nanosecond each
+constexpr int64_t kMinThreadedBytes = 256 * 1024;
+
+Kernels choose_kernels(DataType dtype, int32_t head_dim) {
+#if defined(__x86_64__)
+  const Isa isa = current_isa();
+  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && head_dim % 32 == 0) return amx_kernels();
+  if (isa >= Isa::kAvx512) return avx512_kernels(dtype);
+  if (isa >= Isa::kAvx2) return avx2_kernels(dtype);
+#endif
+  (void)head_dim;
+  return baseline_kernels(dtype);
+}
+
+/// This thread's scratch memory; made when a thread first works, kept for the thread's life.
+Scratch& thread_scratch() {
+  thread_local const std::unique_ptr<Scratch> scratch(new Scratch());
+  return *scratch;
+}
+
+/// A CTA's work items, one for each (row tile, KV head) that its interval touches.
+class CtaInterval {
+ public:
+  CtaInterval(const AttentionParams& params, int32_t cta)
+      : params_(params),
+        cta_(cta),
+        position_(params.schedule.positions[cta]),
+        end_(params.schedule.positions[cta + 1]) {}
+
+  bool next(WorkItem& item) {
+    if (!(position_ < end_)) return false;
+    const int32_t num_kv_tiles = params_.schedule.tiles[position_.tile].num_kv_tiles;
+    const bool ends_inside = position_.tile == end_.tile && position_.head == end_.head;
+    item.tile = position_.tile;
+    item.head = position_.head;
+    item.kv_tile_begin = position_.kv_tile;
+    item.kv_tile_end = ends_inside ? end_.kv_tile : num_kv_tiles;
+    const bool keeps_row_states =
+        params_.schedule.groups[params_.schedule.tiles[position_.tile].group].state_begin >= 0;
+    const bool is_whole = item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles;
+    if (keeps_row_states && item.kv_tile_begin == 0)
+      item.partial = kRowStates;
+    else
+      item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
+    position_.kv_tile = 0;
+    if (++position_.head == params_.num_kv_heads) {
+      position_.head = 0;
+      ++position_.tile;
+    }
+    return true;
+  }
+
+ private:
+  const AttentionParams& params_;
+  const int32_t cta_;
+  Position position_;
+  const Position end_;
+};
+
+void run_cta(const AttentionParams& params, const Kernels& kernels, int32_t head_dim, int32_t cta) {
+  CtaInterval interval(params, cta);
+  WorkItem item, next;
+  for (bool more = interval.next(item); more; item = next) {
+    more = interval.next(next);
+    kernels.run_work_item(params, head_dim, item, more ? &next : nullptr, thread_scratch());
+  }
+}
+
+/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's, but for those whose rows
+/// keep states.
+std::vector<SplitPair> find_split_pairs(const AttentionParams& params) {
+  const Position* positions = params.schedule.positions;
+  std::vector<SplitPair> pairs;
+  for (int32_t cta = 0; cta + 1 < params.num_ctas; ++cta) {
+    const Position end = positions[cta + 1];
+    if (end.kv_tile == 0 || Position{end.tile, end.head, 0, 0} < positions[cta]) continue;
+    if (params.schedule.groups[params.schedule.tiles[end.tile].group].state_begin >= 0) continue;
+    int32_t last = cta + 1;
+    while (last + 1 < params.num_ctas && positions[last + 1].tile == end.tile && positions[last + 1].head == end.head)
+      ++last;
+    pairs.push_back(SplitPair{end.tile, end.head, cta, last});
+  }
+  return pairs;
+}
+
+/// Rough cost of a schedule, in nanoseconds of a fast core.
+int64_t estimate_work(const AttentionParams& params, int32_t head_dim) {
+  constexpr int64_t kTokenCost =
+      8;  // reading and packing a token's key and value, in units of one row's products with them
+  int64_t work = 0;
+  for (int32_t i = 0; i < params.schedule.header->num_tiles && work < kMinThreadedWork; ++i) {
+    const RowTile& tile = params.schedule.tiles[i];
+    const int64_t packed_rows =
+        int64_t{params.schedule.groups[tile.group].qo_len} * params.group_size.divisor - tile.packed_begin;
+    const int64_t rows = min_of<int64_t>(packed_rows, tile_rows(tile.kind));
+    work += (tile.kv_end - tile.kv_begin) * (kTokenCost + rows) * params.num_kv_heads * head_dim / 64;
+  }
+  return work;
+}
+
+void append_token(const AppendParams& params, int32_t token) {
+  const int64_t slot = params.slots[token];
+  if (slot < 0 || slot >= int64_t{params.num_pages} * params.page_size.divisor) return;
+  const int64_t page = slot / params.page_size.divisor;
+  const int64_t in_page = slot % params.page_size.divisor;
+  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, const KvTensor& to) {
+    const char* source = static_cast<const char*>(from) + token * token_stride * params.element_bytes;
+    char* target = static_cast<char*>(const_cast<void*>(to.data)) +
+                   (page * to.page_stride + in_page * to.token_stride) * params.element_bytes;
+    for (int64_t head = 0; head < params.num_kv_heads; ++head) {
+      std::memcpy(target + head * to.head_stride * params.element_bytes,
+                  source + head * head_stride * params.element_bytes, static_cast<size_t>(params.head_bytes));
+    }
+  };
+  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_cache);
+  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_cache);
+}
+
+}  // namespace
+
+void run_attention(const AttentionParams& params, DataType dtype, int32_t head_dim) {
+  const Kernels kernels = choose_kernels(dtype, head_dim);
+  const bool use_threads = estimate_work(params, head_dim) >= kMinThreadedWork;
+  auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
+  parallel_for(params.num_ctas, use_threads, run);
+
+  auto merge_row = [&](int32_t row) { kernels.merge_row(params, head_dim, row, thread_scratch()); };
+  parallel_for(params.schedule.header->num_merge_rows, use_threads, merge_row);
+  const std::vector<SplitPair> pairs = find_split_pairs(params);
+  int64_t parts = 0;
+  for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;
+  auto merge_pair = [&](int32_t i) {
+    kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)], thread_scratch());
+  };
+  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4,
+               merge_pair);
+}
+
+void append(const AppendParams& params) {
+  constexpr int32_t kChunk = 64;  // tokens that a thread takes at a time
+  auto copy = [&](int32_t chunk) {
+    const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
+    for (int32_t token = chunk * kChunk; token < end; ++token) append_token(params, token);
+  };
+  const int64_t bytes = int64_t{2} * params.num_tokens * params.num_kv_heads * params.head_bytes;
+  parallel_for(ceil_div(params.num_tokens, kChunk), bytes >= kMinThreadedBytes, copy);
+}
+
+}  // namespace attn::cpu

@@ -1,0 +1,83 @@
+// The attention kernels of each instruction set, as the executor sees them, and the memory they work in.
+//
+// Each instruction set has one source file, attention_<isa>.cpp, compiled with its own flags. The templates of
+// attention_kernel.h and of the engines have the instruction set as a parameter, and every other inline function that
+// they call is always inlined: no two of these files may define the same symbol, or the linker could keep the copy that
+// this machine cannot run.
+#pragma once
+
+#include "attention/params.h"
+#include "common/data_type.h"
+
+namespace attn::cpu {
+
+constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxTileRows = 128;
+constexpr int32_t kMaxBlockTokens = 128;
+constexpr int32_t kMaxPanelRows = 16;
+constexpr int32_t kPanelBuffers = 2;
+constexpr int32_t kMaxCtas = 4096;
+constexpr int32_t kMaxBlockWords =
+    64 * kMaxHeadDim;  // 4-byte words of a block's keys, or values: 64 tokens of floats or 128 of bf16
+
+/// KV tiles [kv_tile_begin, kv_tile_end) of a (row tile, KV head).
+struct WorkItem {
+  int32_t tile;
+  int32_t head;
+  int32_t kv_tile_begin;
+  int32_t kv_tile_end;
+  int32_t partial;  // where its state goes: partial_slot(), kWhole for o and lse themselves, kRowStates for the states
+                    // that its rows keep
+};
+
+constexpr int32_t kWhole = -1;
+constexpr int32_t kRowStates = -2;
+
+/// A (row tile, KV head) whose parts the consecutive CTAs [first_cta, last_cta] computed.
+struct SplitPair {
+  int32_t tile;
+  int32_t head;
+  int32_t first_cta;
+  int32_t last_cta;
+};
+
+/// Addresses of the tokens of a block.
+struct TokenRows {
+  const char* keys[kMaxBlockTokens];
+  const char* values[kMaxBlockTokens];
+  int count;
+};
+
+/// What one thread works in.
+struct alignas(64) Scratch {
+  float q[kMaxTileRows * kMaxHeadDim];
+  float keys[kMaxBlockWords];
+  float values[kMaxBlockWords];
+  float scores[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
+  float probabilities[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
+  float o[kMaxTileRows * kMaxHeadDim];  // not yet normalised
+  float row_max[kMaxTileRows];          // what the row's exponentials are relative to, in powers of 2
+  float row_sum[kMaxTileRows];
+  float no_token[kMaxHeadDim];           // zeros: stands in for a token after the last of a block
+  TokenRows tokens[2];                   // the block in work and the next one
+  int64_t states[kMaxCtas + kMaxLinks];  // rows of partial_o that are being merged
+};
+
+/// Runs an item; `next`, if there is one, is what this thread will run after it.
+using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, const WorkItem* next, Scratch&);
+using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&, Scratch&);
+using MergeRow = void (*)(const AttentionParams&, int32_t head_dim, int32_t row, Scratch&);
+
+struct Kernels {
+  RunWorkItem run_work_item;
+  MergePair merge_pair;  // a pair that several CTAs share
+  MergeRow merge_row;    // all heads of a row that is in several row groups
+};
+
+// The kernels of each instruction set for a dtype.
+Kernels baseline_kernels(DataType dtype);
+Kernels avx2_kernels(DataType dtype);
+Kernels avx512_kernels(DataType dtype);
+Kernels amx_kernels();  // bf16; head_dim a multiple of 32
+
+}  // namespace attn::cpu

@@ -1,0 +1,244 @@
+// Merges the states of a row, one warp a row and head.
+//
+// Rows of one row group: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y)
+// serves the pair in whose middle CTA x's interval ends, if that is where the pair's first part ends; rows of the tile
+// go round robin over the blocks of a column. Any grid with num_ctas columns works.
+//
+// Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several
+// CTAs. They go round robin over all blocks, so that few rows, which may have many parts, meet many multiprocessors.
+// The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
+#pragma once
+
+#include "attention/output.cuh"
+#include "attention/params.h"
+#include "attention/sm80/shape.h"
+#include "attention/work_cursor.cuh"
+#include "common/elements.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/math.cuh"
+
+namespace attn {
+
+__device__ __forceinline__ bool is_inside(const Position& position, const Position& pair) {
+  return position.tile == pair.tile && position.head == pair.head && position.kv_tile > 0;
+}
+
+/// CTAs behind `cta` whose intervals start inside `pair`. All lanes of the warp take part.
+__device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& params, int32_t cta,
+                                                      const Position& pair) {
+  const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int32_t first = cta + 1;; first += 32) {
+    const bool inside = first + lane < params.num_ctas && is_inside(params.schedule.positions[first + lane], pair);
+    const uint32_t outside = ~__ballot_sync(0xffffffffu, inside);
+    if (outside != 0) return first - cta - 1 + __ffs(outside) - 1;
+  }
+}
+
+/// Columns that a warp merges at a time.
+constexpr int kMergeColumns = 128;
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+/// The parts of a row's result for one head. Lane l of the warp looks after link l: the parts of one row group, the
+/// first in `first_state`, the others where the CTAs from `first_cta` on started. Rows of one row group have one link.
+struct Parts {
+  int32_t count;    // of all links
+  int32_t end;      // of this lane's link and of those before it
+  int32_t of_link;  // of this lane's link; 0: there is none
+  int32_t first_cta;
+  int32_t tile_row;
+  int32_t first_state;  // row of partial_o and partial_lse
+
+  /// Row of partial_o and partial_lse that holds part number `part`, which may differ from lane to lane; all lanes take
+  /// part.
+  __device__ __forceinline__ int32_t state(int32_t part, int32_t max_tile_rows) const {
+    int32_t link = 0;  // the first whose parts end behind `part`
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      if (__shfl_sync(0xffffffffu, end, link + step - 1) <= part) link += step;
+    }
+    const int32_t number = part - __shfl_sync(0xffffffffu, end - of_link, link);
+    const int32_t first = __shfl_sync(0xffffffffu, first_state, link);
+    const int32_t cta = __shfl_sync(0xffffffffu, first_cta, link) + number - 1;
+    const int32_t slot_row =
+        partial_slot(cta, kStartsInside) * max_tile_rows + __shfl_sync(0xffffffffu, tile_row, link);
+    return number == 0 ? first : slot_row;
+  }
+};
+
+/// Where partial states are, and where a row's result goes.
+struct MergeTarget {
+  const float* partial_o;
+  const float* partial_lse;
+  void* o;
+  float* lse;  // nullptr: not wanted
+  int32_t head_dim;
+  int32_t max_tile_rows;
+};
+
+/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
+template <class Element>
+__device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
+  constexpr int kBatch = 3;  // parts whose loads are under way together
+  const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int32_t column = lane * 4; column - lane * 4 < target.head_dim; column += kMergeColumns) {
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float maximum = minus_infinity();  // of the parts' lse, to base 2
+    float sum = 0.0f;                  // of exp2(lse - maximum)
+#pragma unroll 1
+    for (int32_t first = 0; first < parts.count; first += 32) {
+      // Lane i finds and weighs part first + i.
+      const int32_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
+      const float lse = first + lane < parts.count ? target.partial_lse[state] * kLog2E : minus_infinity();
+      const float new_maximum = fmaxf(maximum, warp_max(lse));
+      const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
+      const float weight = ptx::ex2(lse - base);
+      const float correction = ptx::ex2(maximum - base);
+      sum = sum * correction + warp_sum(weight);
+      maximum = new_maximum;
+      o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
+
+      const int32_t count = min_of(parts.count - first, 32);
+#pragma unroll 1
+      for (int32_t i = 0; i < count; i += kBatch) {
+        float4 x[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float* part =
+              target.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * target.head_dim;
+          x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (i + j < count && column < target.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 behind the last part
+          o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
+        }
+      }
+    }
+
+    const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    if (column < target.head_dim) {
+      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * kElementBytes) =
+          make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
+    }
+    if (column == 0 && target.lse != nullptr) *target.lse = state_lse(maximum, sum);
+  }
+}
+
+/// The parts of a row of several row groups. Takes part as a whole warp; fills `row` too.
+__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
+  const ScheduleHeader& header = *params.schedule.header;
+  const int32_t lane = threadIdx.x % 32;
+  Parts parts{};
+  row.row = -1;
+  if (lane < header.num_links) {
+    const RowLink link = params.schedule.links[static_cast<int64_t>(lane) * params.max_merge_rows + merge_row];
+    if (link.group >= 0) {
+      const RowGroup& group = params.schedule.groups[link.group];
+      const int32_t packed = link.index * params.group_size.divisor + params.group_size.modulo(row.qo_head);
+      const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+      parts.tile_row = packed % tile_rows(group.kind);
+      if (tile < header.num_tiles) {
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
+                                            params.group_size.divide(row.qo_head), params.num_ctas);
+        parts.of_link = 1 + inside.end - inside.begin;
+        parts.first_cta = inside.begin;
+        parts.first_state = static_cast<int32_t>(row_state_index(params, group.state_begin + link.index, row.qo_head));
+        const int32_t* list = header.levels[group.level].rows;
+        row.row = group.qo_begin + link.index;
+        if (list != nullptr) row.row = __ldg(list + row.row);
+      }
+    }
+  }
+  const uint32_t linked = __ballot_sync(0xffffffffu, parts.of_link > 0);
+  row.row = __shfl_sync(0xffffffffu, row.row, linked == 0 ? 0 : __ffs(linked) - 1);
+  row.exists = row.row >= 0 && row.row < params.num_rows;
+  parts.end = parts.of_link;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int32_t before = __shfl_up_sync(0xffffffffu, parts.end, offset);
+    if (lane >= offset) parts.end += before;
+  }
+  parts.count = __shfl_sync(0xffffffffu, parts.end, 31);
+  return parts;
+}
+
+/// The pair that block column x serves.
+struct SharedPair {
+  int32_t tile;
+  int32_t head;
+  int32_t parts;  // CTAs that share it
+  int32_t rows;   // to be merged; 0: there is no pair, or its rows are in several row groups
+
+  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params) : tile(0), head(0), parts(0), rows(0) {
+    const int32_t cta = blockIdx.x;
+    const Position pair = params.schedule.positions[cta + 1];
+    if (pair.kv_tile == 0 || is_inside(params.schedule.positions[cta], pair)) return;
+    tile = pair.tile;
+    head = pair.head;
+    parts = 1 + count_parts_behind(params, cta, pair);
+    const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
+    rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
+  }
+};
+
+/// Merges what this warp is to merge: first rows of several row groups, then rows of the pair. One loop for both, so
+/// that the code is there once: what a launch of this kernel costs grows with it (docs/decisions.md).
+template <class Element>
+__device__ __forceinline__ void merge(const AttentionParams& params) {
+  // The schedule was complete before the attention kernel started: it is read while that one still runs.
+  constexpr int kWarpsPerBlock = kMergeThreads / 32;
+  const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
+  const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
+  const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
+  const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
+                            ? 0
+                            : params.schedule.header->num_merge_rows * num_qo_heads;
+  const SharedPair pair(params);
+  int32_t i = warp_of_column * gridDim.x + blockIdx.x;
+  int32_t tile_row = warp_of_column;
+  bool waits = true;
+#pragma unroll 1
+  while (i < count || tile_row < pair.rows) {
+    OutputRow row;
+    Parts parts;
+    if (i < count) {
+      row.qo_head = i % num_qo_heads;
+      parts = find_parts(params, i / num_qo_heads, row);
+      i += warps;
+    } else {
+      row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
+                      tile_row);  // read again: fewer registers
+      const int32_t first_state = partial_slot(blockIdx.x, kEndsInside) * params.max_tile_rows + tile_row;
+      parts =
+          Parts{pair.parts, pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0, static_cast<int32_t>(blockIdx.x) + 1,
+                tile_row,   first_state};
+      tile_row += gridDim.y * kWarpsPerBlock;
+    }
+    if (waits) ptx::wait_for_previous_grid();
+    waits = false;
+    if (row.exists) {
+      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params),
+                                     params.head_dim, params.max_tile_rows},
+                         parts);
+    }
+  }
+  if (waits)
+    ptx::wait_for_previous_grid();  // every block waits: what follows this grid may rely on the attention kernel's
+                                    // output
+}
+
+}  // namespace attn

@@ -1,0 +1,283 @@
+// The end of a work item: its state goes to o and lse, or to a partial slot for the merge kernel.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/shared_tile.cuh"
+#include "attention/sm80/shape.h"
+#include "attention/warp_state.cuh"
+#include "attention/work_cursor.cuh"
+#include "common/elements.cuh"
+#include "common/ptx/cluster_mail.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/math.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace attn {
+
+/// A packed row of a row tile as a row and a head of Q and O.
+struct OutputRow {
+  bool exists;
+  int32_t index;  // of the row in its group
+  int32_t row;
+  int32_t qo_head;
+
+  OutputRow() = default;
+
+  template <bool kManyLevels>
+  __device__ __forceinline__ OutputRow(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
+                                       int32_t kv_head, int32_t tile_row) {
+    const int32_t packed = rows.packed_begin + tile_row;
+    index = params.group_size.divide(packed);
+    exists = tile_row < rows.count;
+    row = rows.qo_begin + index;
+    if constexpr (kManyLevels) {
+      if (exists && rows.list != nullptr) row = __ldg(rows.list + row);
+    }
+    qo_head = kv_head * params.group_size.divisor + packed - index * params.group_size.divisor;
+    exists = exists && row >= 0 && row < params.num_rows;
+  }
+
+  __device__ __forceinline__ char* o(const AttentionParams& params) const {
+    return static_cast<char*>(params.o) + (row * params.o_row_stride + qo_head * params.o_head_stride) * kElementBytes;
+  }
+
+  /// nullptr: not wanted.
+  __device__ __forceinline__ float* lse(const AttentionParams& params) const {
+    return params.lse == nullptr
+               ? nullptr
+               : params.lse + static_cast<int64_t>(row) * params.num_kv_heads * params.group_size.divisor + qo_head;
+  }
+};
+
+/// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row
+/// that has seen nothing.
+__device__ __forceinline__ float state_lse(float base, float sum) {
+  return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity();
+}
+
+/// Where a row goes.
+struct OutputPlace {
+  char* o;     // of elements if the row is complete, of floats otherwise; nullptr: the row does not exist
+  float* lse;  // nullptr: not wanted
+};
+
+/// Where a work item's rows go.
+template <bool kManyLevels>
+struct OutputTarget {
+  const AttentionParams& params;
+  const RowTileRows<kManyLevels>& rows;
+  int32_t kv_head;
+  bool complete;        // o and lse; otherwise a partial state
+  bool to_states;       // of a partial state: the rows' own states, not a partial slot
+  int64_t partial_row;  // first row of the partial slot
+
+  /// `starts_inside`, `ends_inside`: the item leaves out KV tiles before it, behind it.
+  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
+                                          int32_t kv_head_, bool starts_inside, bool ends_inside)
+      : params(params_), rows(rows_), kv_head(kv_head_) {
+    bool keeps_states = false;
+    if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
+    complete = !keeps_states && !starts_inside && !ends_inside;
+    to_states = keeps_states && !starts_inside;
+    partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, starts_inside ? kStartsInside : kEndsInside)) *
+                  params.max_tile_rows;
+  }
+
+  /// Row of partial_o and partial_lse for an existing row of the tile.
+  __device__ __forceinline__ int64_t partial_index(const OutputRow& row, int32_t tile_row) const {
+    if constexpr (kManyLevels) {
+      if (to_states) return row_state_index(params, rows.state_begin + row.index, row.qo_head);
+    }
+    return partial_row + tile_row;
+  }
+
+  __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
+    const OutputRow row(params, rows, kv_head, tile_row);
+    if (!row.exists) return OutputPlace{nullptr, nullptr};
+    if (complete) return OutputPlace{row.o(params), row.lse(params)};
+    const int64_t partial = partial_index(row, tile_row);
+    return OutputPlace{reinterpret_cast<char*>(params.partial_o + partial * params.head_dim),
+                       params.partial_lse + partial};
+  }
+};
+
+/// The pointer that lane `source` has.
+template <class T>
+__device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
+  return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
+}
+
+/// Puts 16 rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks>
+__device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kRowBlocks>& state, int b,
+                                           const float (&inverse)[2], int32_t block_row, char* staged) {
+  const uint32_t fragments =
+      ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; n += 2) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = Element::pack(state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2],
+                               state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]);
+    ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
+  }
+}
+
+/// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows
+/// of `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
+template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state,
+                                                const OutputTarget<kManyLevels>& target, int32_t first_row,
+                                                char* staged) {
+  const int lane = ptx::lane_id();
+#pragma unroll
+  for (int b = 0; b < kRowBlocks; ++b) {
+    const int32_t block_row = first_row + b * 16;
+    // Lane i knows where row i of the block goes; row g of a half is in the registers of lanes 4g to 4g + 3.
+    const OutputPlace place = target.place(block_row + lane % 16);
+    float inverse[2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = state.row_sum(b, half);
+      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      lse[half] = __shfl_sync(0xffffffffu, state_lse(state.maximum[b][half] * state.scale, sum), lane % 8 * 4);
+    }
+    if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
+
+    if (target.complete) {
+      stage_rows<Tile>(state, b, inverse, block_row, staged);
+      __syncwarp();
+      constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+      const int chunk = lane % Tile::kRowChunks;
+      const uint32_t first = Tile::offset(block_row + lane / Tile::kRowChunks, chunk);
+      constexpr int kBatch = 8;  // passes that wait for shared memory together
+#pragma unroll
+      for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
+        char* to[kBatch];
+        uint4 rows[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+          to[i] = shuffle_pointer(place.o, batch + i * kRowsPerPass + lane / Tile::kRowChunks);
+          rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+          if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
+        if (to == nullptr) continue;
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; ++n) {
+          *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
+              make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
+        }
+      }
+    }
+  }
+}
+
+/// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight,
+/// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that nobody reads any more once
+/// all threads are here; `maxima` has room for two floats a row and warp, at a multiple of 16 bytes. `Block`: the
+/// threads that take part. Where work items are short this is half of their time, and none of it overlaps with
+/// another's: so nothing waits that need not.
+template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bool kManyLevels>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state,
+                                                   const OutputTarget<kManyLevels>& target, const Layout& warp,
+                                                   int halves, char* outputs, float* maxima) {
+  constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
+  constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
+  constexpr int kChunks = kHeadDim / 4;                // of 16 bytes
+  constexpr int kStride = Block::kWarps * 32;
+  static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes, "they fit");
+  struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
+    float of_warp[kKvWarps];
+  };
+  const int lane = ptx::lane_id();
+  const int row_of_half = warp.first_row / 2 + lane / 4;           // of those kRows
+  OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(maxima);  // [row of the tile], scaled
+  OfWarps* const row_sums = row_maxima + Block::kWarps * 16 / kKvWarps;
+
+  // Outputs: [KV warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall
+  // into different banks.
+  const auto output_chunk = [&](int kv_warp, int row, int chunk) {
+    return reinterpret_cast<float*>(outputs + (kv_warp * kRows + row) * kChunks * 16 +
+                                    ((chunk ^ ((row & 3) << 1)) << 4));
+  };
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int tile_row = warp.first_row + half * 8 + lane / 4;
+    const float sum = state.row_sum(0, half);
+    if (lane % 4 == 0) {
+      row_maxima[tile_row].of_warp[warp.kv_warp] = state.maximum[0][half] * state.scale;
+      row_sums[tile_row].of_warp[warp.kv_warp] = sum;
+    }
+  }
+  Block::sync();
+
+#pragma unroll 1  // half of the code
+  for (int half = 0;;) {
+    const int tile_row = warp.first_row + half * 8 + lane / 4;
+    const OfWarps of_maxima = row_maxima[tile_row];
+    const OfWarps of_sums = row_sums[tile_row];
+    float maximum = minus_infinity();
+#pragma unroll
+    for (int w = 0; w < kKvWarps; ++w) maximum = fmaxf(maximum, of_maxima.of_warp[w]);
+    const float base = maximum == minus_infinity() ? 0.0f : maximum;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
+    // From this warp's sum of exponentials to the normalised output.
+    const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
+    if (const int32_t count = target.rows.count;
+        tile_row < count) {  // read once: in the loop it would be again for each store
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
+        *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+      }
+    }
+    Block::sync();
+#pragma unroll 1  // unrolled, the rows' places take registers beside the state's
+    for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {  // 4 columns a thread
+      const int row = i / kChunks;
+      const int of_tile = row / 8 * 16 + half * 8 + row % 8;
+      char* const to = target.place(of_tile).o;
+      if (to == nullptr) continue;
+      const int chunk = i % kChunks;
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int w = 0; w < kKvWarps; ++w) {
+        const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
+        total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
+      }
+      if (target.complete) {
+        *reinterpret_cast<uint2*>(to + chunk * 4 * kElementBytes) =
+            make_uint2(Element::pack(total.x, total.y), Element::pack(total.z, total.w));
+      } else {
+        reinterpret_cast<float4*>(to)[chunk] = total;
+      }
+    }
+    // By a warp that mostly has no outputs to add up.
+    if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
+      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
+    }
+    if (++half >= halves) break;
+    Block::sync();  // before the other half's outputs take the place of these
+    state.maximum[0][0] = state.maximum[0][1];
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      state.o[0][n][0] = state.o[0][n][2];
+      state.o[0][n][1] = state.o[0][n][3];
+    }
+  }
+}
+
+}  // namespace attn

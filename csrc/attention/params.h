@@ -1,0 +1,48 @@
+// The arguments of the attention kernels: plain data, the same bytes for the device kernels and for the executor on a
+// CPU.
+#pragma once
+
+#include "cache/kv_tensor.h"
+#include "common/math.h"
+#include "planner/schedule.h"
+
+namespace attn {
+
+struct AttentionParams {
+  Schedule schedule;
+  const void* q;  // [num_rows, num_kv_heads * group_size, head_dim]
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  KvTensor k;
+  KvTensor v;
+  void* o;  // like q
+  int64_t o_row_stride;
+  int64_t o_head_stride;
+  float* lse;              // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
+  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised; then row states
+                           // [max_states, num_qo_heads, head_dim]
+  float* partial_lse;      // like partial_o, without head_dim
+  int32_t num_rows;        // rows of q; rows of the schedule beyond it are ignored
+  int32_t max_merge_rows;  // as planned
+  int32_t num_pages;       // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t num_ctas;
+  int32_t max_tile_rows;  // tile_rows(max_kind)
+  int32_t kv_tile;        // tokens of one KV tile, as planned
+  FastDivisor group_size;
+  FastDivisor page_size;
+  float sm_scale;
+  float logits_soft_cap;
+  int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
+                         // this: the schedule may be read while it runs (the Hopper kernel does)
+};
+
+/// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that
+/// begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
+ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
+  const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
+  return slots + static_cast<int64_t>(state) * (params.num_kv_heads * params.group_size.divisor) + qo_head;
+}
+
+}  // namespace attn

@@ -1,0 +1,47 @@
+// A tile of rows of head_dim elements in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so
+// that the eight rows of an ldmatrix, and the chunks of a row that cp.async writes, fall into different banks.
+#pragma once
+
+#include "common/elements.cuh"
+#include "common/platform.h"
+
+namespace attn {
+
+/// What tiles have in common: rows of Tile::kRowBytes, in which Tile::offset(row, chunk) permutes chunks by row % 8.
+template <class Tile>
+struct PermutedRows {
+  /// Offset of the same chunk `rows` rows below; the row's number has no bits in common with `rows`.
+  __device__ __forceinline__ static uint32_t below(uint32_t offset, int rows) {
+    return (offset ^ ((rows & 7) << 4)) + rows * Tile::kRowBytes;
+  }
+
+  // Offsets that a lane gives to ldmatrix_x4 for a block of 16 rows x 16 columns whose first row is a multiple of 16.
+
+  /// Matrices: upper left, lower left, upper right, lower right. The A operand; the B operand when rows are its k
+  /// dimension (with .trans).
+  __device__ __forceinline__ static uint32_t rows_first(int lane) { return Tile::offset(lane & 15, lane >> 4); }
+
+  /// Matrices: upper left, upper right, lower left, lower right. The B operand when columns are its k dimension.
+  __device__ __forceinline__ static uint32_t columns_first(int lane) {
+    return Tile::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  }
+};
+
+template <int kHeadDim>
+struct SharedTile : PermutedRows<SharedTile<kHeadDim>> {
+  static constexpr int kRowBytes = kHeadDim * kElementBytes;
+  static constexpr int kRowChunks = kRowBytes / 16;
+
+  /// Byte offset of a 16-byte chunk.
+  __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+  }
+
+  /// The block of 16 rows x 16 columns that is `rows` blocks below and `columns` blocks to the right of the first: both
+  /// cost one instruction or none.
+  __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
+    return (first ^ columns * 32) + rows * 16 * kRowBytes;
+  }
+};
+
+}  // namespace attn

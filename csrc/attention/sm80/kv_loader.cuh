@@ -1,0 +1,246 @@
+// Streams the K and V tiles of a CTA's interval through the ring of shared-memory slots, without a break between work
+// items.
+//
+// Three steps run ahead of each other: the page of a token is looked up (a global load, two KV tiles ahead), its row's
+// addresses are published in shared memory (one KV tile ahead), and its K and V rows are copied. Thread t looks up
+// token t % kv_tile, for K if t < kv_tile and for V otherwise.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/shared_tile.cuh"
+#include "attention/sm80/shape.h"
+#include "attention/variants.h"
+#include "attention/work_cursor.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "planner/page_table.h"
+
+namespace attn {
+
+/// The one KV tile of a row tile that sees nothing.
+__device__ const uint4 zero_row[256 * kElementBytes / 16] = {};
+
+/// What the lookups need of a level.
+struct PageTableView {
+  const int32_t* indices;
+  int64_t num_entries;
+  int32_t entry_step;
+};
+
+/// What the lookups need of a row tile.
+struct LoadedTile {
+  int64_t table_begin;
+  int32_t first_token;
+  int32_t visible_begin;  // tokens that some row of the row tile sees
+  int32_t visible_end;
+  int32_t num_kv_tiles;
+};
+
+/// Where that is kept: in registers; or, where the schedule is not plain, with its page table in the warp's part of
+/// shared memory.
+template <bool kManyLevels>
+struct LoadedTileStore {
+  LoadedTile tile;
+
+  __device__ __forceinline__ explicit LoadedTileStore(char*) {}
+  __device__ __forceinline__ const LoadedTile& get() const { return tile; }
+  __device__ __forceinline__ void set(const LoadedTile& loaded, const AttentionParams&, int32_t) { tile = loaded; }
+
+  /// Level 0's; read again at every KV tile, well before it is needed.
+  __device__ __forceinline__ PageTableView page_table(const AttentionParams& params) const {
+    const Level& level = params.schedule.header->levels[0];
+    return PageTableView{level.indices, level.num_entries, level.entry_step};
+  }
+};
+
+template <>
+struct LoadedTileStore<true> {
+  struct Entry {
+    LoadedTile tile;
+    PageTableView table;
+  };
+  static_assert(sizeof(Entry) <= kLoadedTileBytes);
+  Entry& entry;
+
+  __device__ __forceinline__ explicit LoadedTileStore(char* memory)
+      : entry(reinterpret_cast<Entry*>(memory)[threadIdx.x / 32]) {}
+  __device__ __forceinline__ const LoadedTile& get() const { return entry.tile; }
+  __device__ __forceinline__ void set(const LoadedTile& loaded, const AttentionParams& params, int32_t level_number) {
+    __syncwarp();
+    const Level& level = params.schedule.header->levels[level_number];
+    if (threadIdx.x % 32 == 0) entry = Entry{loaded, PageTableView{level.indices, level.num_entries, level.entry_step}};
+    __syncwarp();
+  }
+  __device__ __forceinline__ PageTableView page_table(const AttentionParams&) const { return entry.table; }
+};
+
+template <int kHeadDim, class Variant, bool kManyLevels>
+struct KvLoader {
+  static constexpr int kTokens = kv_tile(kHeadDim);
+  static constexpr int kPairs = kv_slots(kHeadDim) / 2;  // KV tiles in the ring
+  static constexpr int kRowsPerPass = kThreads / SharedTile<kHeadDim>::kRowChunks;
+  static constexpr int kPasses = kTokens / kRowsPerPass;
+  static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
+
+  const AttentionParams& params;
+  const VariantParams& first_variant;  // of level 0
+  char* shared;
+  WorkCursor cursor;  // KV tile that is looked up
+  LoadedTileStore<kManyLevels> store;
+  int32_t entry;   // of the page table, for this thread's token
+  bool more;       // the cursor is inside the interval
+  bool published;  // so was it when addresses were published last: there is a KV tile to be copied
+
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& first_variant_,
+                                      const WorkCursor& first, char* shared_)
+      : params(params_),
+        first_variant(first_variant_),
+        shared(shared_),
+        cursor(first),
+        store(shared_ + SharedLayout(kHeadDim).loading) {
+    load_row_tile();
+    look_up(page_table());
+  }
+
+  /// Fills the ring but for its last slot. Every thread of the CTA takes part in this and in the other public steps.
+  __device__ __forceinline__ void start() {
+    PageTableView table = page_table();
+    publish(table, 0);
+    if (advance() && kManyLevels) table = page_table();
+    look_up(table);
+    __syncthreads();
+#pragma unroll
+    for (int tile = 0; tile < kPairs; ++tile) {
+      load_k(tile, tile);
+      if (tile + 1 < kPairs) {
+        load_v(tile, tile);
+        __syncthreads();
+      }
+    }
+  }
+
+  /// Copies K of KV tile number `tile` of the interval, if there is one, into slot pair `pair`; commits one group.
+  __device__ __forceinline__ void load_k(int tile, int pair) { copy(0, tile & 1, 2 * pair); }
+
+  /// Copies V; commits one group. Then makes the next KV tile's addresses known.
+  __device__ __forceinline__ void load_v(int tile, int pair) {
+    PageTableView table = page_table();  // read here, so that it has arrived when the copies have been issued
+    copy(1, tile & 1, 2 * pair + 1);
+    publish(table, (tile + 1) & 1);
+    if (advance() && kManyLevels) table = page_table();
+    look_up(table);
+  }
+
+ private:
+  // The addresses that one thread copies from lie side by side: row r = pass * kRowsPerPass + first is number first *
+  // kPasses + pass.
+  __device__ __forceinline__ int64_t* row_addresses(int parity, int which) {
+    return reinterpret_cast<int64_t*>(shared + SharedLayout(kHeadDim).row_addresses) + (parity * 2 + which) * kTokens;
+  }
+
+  __device__ __forceinline__ void copy(int which, int parity, int slot) {
+    constexpr SharedLayout layout(kHeadDim);
+    const uint32_t target = ptx::shared_address(shared + layout.kv) + slot * layout.kv_slot_bytes;
+    if (published) {
+      constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+      constexpr int kBatch = 4;
+      const int chunk = threadIdx.x % kChunks;
+      const int first_row = threadIdx.x / kChunks;
+      const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; pass += kBatch) {
+        longlong2 rows[kBatch / 2];
+#pragma unroll
+        for (int i = 0; i < kBatch / 2; ++i) rows[i] = *reinterpret_cast<const longlong2*>(addresses + pass + 2 * i);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
+          ptx::cp_async_16(target + SharedTile<kHeadDim>::offset(first_row + (pass + i) * kRowsPerPass, chunk),
+                           row + chunk * 16);
+        }
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  /// This thread's token. One that no row of the row tile sees is replaced by the nearest that some row does: what the
+  /// cache holds there (NaN, or the page of another request) must not reach the output, and what is copied instead is
+  /// masked.
+  __device__ __forceinline__ int32_t token() const {
+    const LoadedTile& tile = store.get();
+    const int32_t t = tile.first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
+    return clamp(t, tile.visible_begin, tile.visible_end - 1);
+  }
+
+  __device__ __forceinline__ bool sees_nothing() const { return store.get().visible_begin >= store.get().visible_end; }
+
+  /// Reads what the lookups need of the row tile under the cursor. Behind the end of the interval: a row tile that sees
+  /// nothing.
+  __device__ __forceinline__ void load_row_tile() {
+    more = !cursor.done();
+    LoadedTile loaded{};
+    if (!more) {
+      store.set(loaded, params, 0);
+      return;
+    }
+    const RowTile& tile = params.schedule.tiles[cursor.now.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
+    const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
+    const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
+    loaded.visible_begin =
+        variant.visibility
+            .seen_by_any(rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all)
+            .begin;
+    loaded.visible_end = all.end;
+    loaded.first_token = tile.kv_begin;
+    loaded.num_kv_tiles = tile.num_kv_tiles;
+    loaded.table_begin = group.table_begin;
+    store.set(loaded, params, group.level);
+  }
+
+  __device__ __forceinline__ PageTableView page_table() const { return store.page_table(params); }
+
+  /// Starts to read the page table for the KV tile under the cursor.
+  __device__ __forceinline__ void look_up(const PageTableView& table) {
+    if (sees_nothing()) return;
+    const int32_t page = params.page_size.divide(token());
+    if (table.indices != nullptr) {
+      const int64_t index = clamp<int64_t>(store.get().table_begin + static_cast<int64_t>(page) * table.entry_step, 0,
+                                           table.num_entries - 1);
+      entry = __ldg(table.indices + index);
+    } else {
+      entry = static_cast<int32_t>(min_of<int64_t>(store.get().table_begin + page, 0x7fffffff));
+    }
+  }
+
+  /// Makes the addresses of the KV tile under the cursor known.
+  __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
+    const bool is_v = threadIdx.x >= kTokens;
+    int64_t address = reinterpret_cast<int64_t>(zero_row);
+    if (!sees_nothing()) {
+      const int32_t wanted =
+          table.indices == nullptr || table.entry_step == 1 ? entry : page_of_slot(entry, table.entry_step);
+      const int32_t page = clamp(wanted, 0, params.num_pages - 1);
+      if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
+      const KvTensor& tensor = is_v ? params.v : params.k;
+      const int64_t element = page * tensor.page_stride + params.page_size.modulo(token()) * tensor.token_stride +
+                              cursor.now.head * tensor.head_stride;
+      address = reinterpret_cast<int64_t>(tensor.data) + element * kElementBytes;
+    }
+    const int row = threadIdx.x % kTokens;
+    row_addresses(parity, is_v)[row % kRowsPerPass * kPasses + row / kRowsPerPass] = address;
+    published = more;
+  }
+
+  /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
+  __device__ __forceinline__ bool advance() {
+    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
+    const int32_t tile = cursor.now.tile;
+    cursor.next_pair(params.num_kv_heads);
+    if (!cursor.done() && cursor.now.tile == tile) return false;
+    load_row_tile();
+    return true;
+  }
+};
+
+}  // namespace attn

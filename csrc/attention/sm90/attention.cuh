@@ -1,0 +1,58 @@
+// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule or takes pairs in
+// turn. A warpgroup brings Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
+#pragma once
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/params.h"
+#include "attention/sm90/producer.cuh"
+#include "attention/sm90/shape.h"
+#include "attention/sm90/shared_memory.cuh"
+#include "attention/work_cursor.cuh"
+#include "common/kernel_code.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/registers.cuh"
+
+namespace attn::hopper {
+
+/// `Copier`: BoxCopier, or RowCopier for caches that the copy engine cannot bring box by box.
+template <class Element, int kHeadDim, class Variant, template <int> class Copier>
+__device__ __forceinline__ void attention(const HopperParams& params) {
+  extern __shared__ __align__(1024) char memory[];
+  const SharedMemory<kHeadDim> shared(memory);
+  if (threadIdx.x >= kProducerThreads) {  // who has nothing to do yet
+    prefetch_code(params.code, threadIdx.x - kProducerThreads);
+    prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
+  }
+  if (!params.attention.after_append) ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();  // its blocks come as CTAs of this one leave room
+  const WorkCursor cursor(params.attention.schedule, blockIdx.x);
+  if (threadIdx.x == kProducerThreads) {
+    ptx::prefetch_tensor_map(params.k);
+    ptx::prefetch_tensor_map(params.v);
+    ptx::prefetch_tensor_map(params.q);
+    ptx::prefetch_tensor_map(params.q_row);
+    ptx::prefetch_tensor_map(params.o);
+  }
+  if (threadIdx.x == 0) {
+    shared.init_barriers(Copier<kHeadDim>::kGathers ? 32 : 1);
+  }
+  __syncthreads();
+  const bool has_work = cursor.is_in_turn()
+                            ? static_cast<int32_t>(blockIdx.x) <
+                                  params.attention.schedule.header->num_tiles * params.attention.num_kv_heads
+                            : !cursor.done();
+  if (!has_work) {
+    ptx::wait_for_previous_grid();  // as all CTAs do: what follows this grid may rely on what came before it
+    return;
+  }
+
+  if (threadIdx.x < kProducerThreads) {
+    ptx::give_registers<producer_registers(kHeadDim)>();
+    produce<kHeadDim, Copier<kHeadDim>>(params, shared, cursor);
+  } else {
+    ptx::take_registers<consumer_registers(kHeadDim)>();
+    Consumer<Element, Variant, kHeadDim>(params, shared).run();
+  }
+}
+
+}  // namespace attn::hopper

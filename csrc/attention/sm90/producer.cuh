@@ -1,0 +1,429 @@
+// The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is
+// room.
+//
+// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe
+// the cache, by having it bring boxes of pages (BoxCopier); where it cannot (pages of fewer than 8 tokens that do not
+// follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async (RowCopier). These are
+// two kernels: what a launch costs grows with the code, run or not (docs/decisions.md). The warps of V bring Q, too: a
+// row tile by the copy engine, if that can describe its rows, and chunk by chunk otherwise.
+#pragma once
+
+#include "attention/output.cuh"
+#include "attention/sm90/params.h"
+#include "attention/sm90/shape.h"
+#include "attention/sm90/shared_memory.cuh"
+#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/work_item.cuh"
+#include "attention/work_cursor.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/math.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/tensor_copy.cuh"
+
+namespace attn::hopper {
+
+/// What a warp of the producer brings of each KV tile.
+template <int kHeadDim>
+struct Share {
+  using Shared = SharedMemory<kHeadDim>;
+  static constexpr int kTokens = kv_tile(kHeadDim) / 2;
+
+  bool is_v;
+  int first_token;  // of the tile
+  int part;         // counted from the tile's K
+
+  __device__ __forceinline__ explicit Share(int warp)
+      : is_v(warp % 2 == 1),
+        first_token(warp / 2 * kTokens),
+        part(warp % 2 * Shared::kParts + first_token / Shared::kPartTokens) {}
+};
+
+/// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
+template <int kHeadDim>
+struct BoxCopier {
+  static constexpr bool kGathers = false;
+  using Shared = SharedMemory<kHeadDim>;
+  using Tile = KvTile<kHeadDim>;
+  const HopperParams& params;
+  const Share<kHeadDim>& share;
+  int32_t token = 0;  // of the box, first
+  int32_t entry = 0;
+  bool wanted = false;
+
+  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<kHeadDim>& share_)
+      : params(params_), share(share_) {}
+
+  /// Starts to look up the boxes of the tile from `tile_token` on.
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    const int32_t box_token = ptx::lane_id() * params.box_tokens;
+    token = tile_token + share.first_token + box_token;
+    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end &&
+             token > tile.readable.begin - params.box_tokens;
+    if (wanted) entry = tile.entry(params.attention, token);
+  }
+
+  // Where the box that was looked up is.
+  struct Box {
+    int32_t row, page;
+    bool wanted;
+  };
+
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+    Box box{0, 0, wanted};
+    if (!wanted) return box;
+    if (tile.indices == nullptr) {
+      box.row = entry;  // behind the end of the tensor the copy engine brings zeros
+      const AttentionParams& attention = params.attention;
+      if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
+        atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+    } else {
+      box.page = tile.page(params.attention, entry);
+      box.row = params.attention.page_size.modulo(token);
+    }
+    return box;
+  }
+
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
+                                       ptx::CachePolicy policy) const {
+    const int lane = ptx::lane_id();
+    const uint32_t full = shared.kv_full(part);
+    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * kHeadDim * kElementBytes);
+    __syncwarp();
+    if (!box.wanted) return;
+    const uint32_t target =
+        ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
+    const TensorMap& map = share.is_v ? params.v : params.k;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
+                    policy);
+    }
+  }
+};
+
+/// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
+template <int kHeadDim>
+struct RowCopier {
+  static constexpr bool kGathers = true;
+  using Shared = SharedMemory<kHeadDim>;
+  using Tile = KvTile<kHeadDim>;
+  static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
+  static constexpr bool kFindsRuns = kHeadDim <= 128;  // there are no registers for it otherwise
+  const HopperParams& params;
+  const Share<kHeadDim>& share;
+  int32_t token = 0;  // of the lane, first
+  int32_t entry[kLaneTokens] = {};
+  bool wanted[kLaneTokens] = {};
+
+  __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<kHeadDim>& share_)
+      : params(params_), share(share_) {}
+
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    token = tile_token + share.first_token + ptx::lane_id();
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
+      if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
+    }
+  }
+
+  // The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token often
+  // follow one another, as those of a prompt do: then it is a run, and the copy engine can bring it.
+  struct Box {
+    uint32_t row[kLaneTokens];
+    int32_t first;  // of the run
+    bool is_run;
+  };
+  static constexpr uint32_t kNotWanted = 0xffffffff;
+
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const int lane = ptx::lane_id();
+    Box box;
+    const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
+    box.first = 0;
+    bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      box.row[i] = kNotWanted;
+      const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
+      if (i == 0) box.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
+      is_apart |= wanted[i] && page - lane - 32 * i != box.first;
+      if (!wanted[i]) continue;
+      const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
+      box.row[i] =
+          static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
+    }
+    box.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
+    return box;
+  }
+
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
+                                       ptx::CachePolicy policy) const {
+    if (box.is_run) {
+      copy_run(shared, box, head, part, policy);
+    } else {
+      gather(shared, box, head, part);
+    }
+    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
+    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
+  }
+
+ private:
+  __device__ __forceinline__ void copy_run(const Shared& shared, const Box& box, int32_t head, int part,
+                                           ptx::CachePolicy policy) const {
+    if (ptx::lane_id() != 0) return;
+    const uint32_t full = shared.kv_full(part);
+    ptx::mbarrier_expect(full, Share<kHeadDim>::kTokens * kHeadDim * kElementBytes);
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
+                    box.first, head, 0, policy);
+    }
+  }
+
+  __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
+    constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+    constexpr int kBatch = 8;  // passes whose rows the lanes exchange together, so that they wait once for all of them
+    const int lane = ptx::lane_id();
+    const int chunk = lane % Tile::kRowChunks;
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
+    const uint32_t unit_bytes = static_cast<uint32_t>(kElementBytes) << params.unit_shift;
+    const uint32_t target =
+        ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Tile::kRowChunks, chunk);
+#pragma unroll
+    for (int batch = 0; batch < Share<kHeadDim>::kTokens; batch += kBatch * kRowsPerPass) {
+      uint32_t from[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Tile::kRowChunks);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        if (from[i] == kNotWanted) continue;
+        ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+      }
+    }
+  }
+};
+
+/// Rows of the Q tile that are multiplied for a kind of row tile: none of them may be what others left there.
+__device__ __forceinline__ int multiplied_rows(int32_t kind) {
+  return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
+}
+
+/// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. `half`: which of them this warp
+/// takes. A lane knows one of up to 32 rows.
+template <int kHeadDim>
+__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
+  using Tile = QTile<kHeadDim>;
+  constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+  const int lane = ptx::lane_id();
+  const int chunk = lane % Tile::kRowChunks;
+  const int num_rows = multiplied_rows(item.kind) / 2;
+  const int end_row = (half + 1) * num_rows;
+#pragma unroll 1
+  for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
+    const OutputRow mine(params, item.rows, item.kv_head, first_row + lane);
+    const char* from = nullptr;
+    if (mine.exists)
+      from = static_cast<const char*>(params.q) +
+             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
+#pragma unroll 1
+    for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
+      const int row = pass + lane / Tile::kRowChunks;
+      const char* const source = shuffle_pointer(from, row);
+      ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
+                               source == nullptr ? static_cast<const char*>(params.q) : source + chunk * 16,
+                               source != nullptr);
+    }
+  }
+}
+
+/// Has the copy engine bring Q of one of the largest row tiles whose rows follow one another; those behind the last may
+/// be anything. By one thread, before it arrives at `full`.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
+  const FastDivisor& group_size = params.attention.group_size;
+  const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
+  ptx::mbarrier_expect(full, kQRows * kHeadDim * kElementBytes);
+#pragma unroll
+  for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+    ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes, params.q, full, block * kBlockColumns,
+                  item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
+  }
+}
+
+/// Has the copy engine bring Q of a smaller row tile that holds the first rows of its group, with all their heads: lane
+/// i asks for row i. Behind the last it brings zeros, but for the smallest. By one warp, before it arrives at `full`.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q,
+                                            uint32_t full) {
+  const FastDivisor& group_size = params.attention.group_size;
+  const int32_t num_rows = group_size.divide(item.rows.count);
+  const int32_t all_rows =
+      item.kind == 0 ? num_rows : group_size.divide(multiplied_rows(item.kind) + group_size.divisor - 1);
+  if (ptx::lane_id() == 0) ptx::mbarrier_expect(full, all_rows * group_size.divisor * kHeadDim * kElementBytes);
+  __syncwarp();
+#pragma unroll 1
+  for (int32_t i = ptx::lane_id(); i < all_rows; i += 32) {
+    int32_t row = item.rows.qo_begin + i;
+    if (i >= num_rows) {
+      row = params.attention.num_rows;  // outside
+    } else if (item.rows.list != nullptr) {
+      row = __ldg(item.rows.list + row);
+    }
+#pragma unroll
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes + i * group_size.divisor * QTile<kHeadDim>::kRowBytes,
+                    params.q_row, full, block * kBlockColumns, item.kv_head * group_size.divisor, row, 0,
+                    ptx::kKeepNormally);
+    }
+  }
+}
+
+/// Makes a work item known and brings its Q. By the warps that bring V: those of K never wait for room for Q, and K is
+/// what consumers need first.
+template <int kHeadDim>
+__device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared,
+                                             const WorkItem& item, typename SharedMemory<kHeadDim>::QPlace& place) {
+  constexpr int kFirstThread = 32;  // of the first of these warps
+  shared.wait_q_free(place);
+  const uint32_t full = shared.q_full(place.slot);
+  const uint32_t q = ptx::shared_address(shared.q(place.slot));
+  if (item.num_kv_tiles > 0) {
+    const bool is_largest = item.kind == kMaxKind;
+    const bool holds_whole_rows =
+        item.rows.packed_begin == 0 && hopper_params.attention.group_size.modulo(item.rows.count) == 0;
+    if (!(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
+                     : hopper_params.has_one_row_map && holds_whole_rows)) {
+      gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
+    } else if (is_largest) {
+      if (ptx::thread_id() == kFirstThread) copy_q<kHeadDim>(hopper_params, item, q, full);
+    } else if (ptx::thread_id() < kFirstThread + 32) {
+      copy_q_rows<kHeadDim>(hopper_params, item, q, full);
+    }
+  }
+  ptx::mbarrier_arrive_after_cp_async(full);
+  if (ptx::thread_id() == kFirstThread) {
+    shared.item(place.slot) = item;
+    ptx::mbarrier_arrive(full);
+  }
+  place.next();
+}
+
+/// Where pairs are taken in turn: brings the producer's warps to the same pair. Which one is next a CTA asks while it
+/// brings the one before, so it must know the second when it has hardly begun: CTAs begin with the pairs of their own
+/// numbers, and go on with as many more in the opposite order, since the first of these take longest.
+template <int kHeadDim>
+class Turns {
+ public:
+  __device__ __forceinline__ Turns(const AttentionParams& params, const SharedMemory<kHeadDim>& shared)
+      : params_(params), shared_(shared) {}
+
+  __device__ __forceinline__ void begin(WorkCursor& cursor) {
+    num_tiles_ = params_.schedule.header->num_tiles;
+    take(cursor, static_cast<int32_t>(blockIdx.x));
+    next_ = 2 * params_.num_ctas - 1 - static_cast<int32_t>(blockIdx.x);
+  }
+
+  __device__ __forceinline__ void next(WorkCursor& cursor) {
+    if (ptx::thread_id() == 0) shared_.turn(number_) = next_;
+    ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
+    const int32_t pair = shared_.turn(number_);
+    number_ ^= 1;
+    if (pair >= num_pairs()) return;
+    take(cursor, pair);
+    // All CTAs together ask once for each pair that they did not begin with. Then the count is 0 again.
+    if (ptx::thread_id() == 0) {
+      next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken,
+                                                                    num_pairs() - params_.num_ctas - 1));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
+
+  __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) const {
+    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+  }
+
+  const AttentionParams& params_;
+  const SharedMemory<kHeadDim>& shared_;
+  int32_t num_tiles_;
+  int32_t number_ = 0;
+  int32_t next_;  // of thread 0
+};
+
+/// Waits until a part of a KV tile may be filled. If `few`, that is when no more than narrow_parts would be in use.
+template <int kHeadDim>
+__device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared,
+                                              const typename SharedMemory<kHeadDim>::KvPlace& place, bool few) {
+  using Shared = SharedMemory<kHeadDim>;
+  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - narrow_parts(kHeadDim)));
+  shared.wait_kv_free(place);
+}
+
+template <int kHeadDim, class Copier>
+__device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared,
+                                        WorkCursor cursor) {
+  using Shared = SharedMemory<kHeadDim>;
+  static_assert(Shared::kParts > 1 || narrow_parts(kHeadDim) + 2 <= Shared::kKvParts, "what behind_narrow relies on");
+  const AttentionParams& params = hopper_params.attention;
+  const Share<kHeadDim> share(ptx::thread_id() / 32);
+  typename Shared::QPlace q_place;
+  typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
+  const int32_t flags = cursor.now.flags;
+  Turns<kHeadDim> turns(params, shared);
+  if (flags & kInTurn) turns.begin(cursor);
+  LoadedRowTile tile(params, cursor.now.tile);
+  Copier copier(hopper_params, share);
+
+  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
+  look_up();
+  ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
+  int32_t behind_narrow = 0;      // KV tiles that are still brought as those of narrow items are
+  while (!cursor.done()) {
+    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
+    const int32_t head = cursor.now.head;
+    const bool narrow = tile.kind == 0;
+    // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the
+    // shuffle the compiler knows that it is uniform.
+    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0)
+                                        ? ptx::kEvictFirst
+                                        : ptx::kKeepNormally;
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    while (true) {
+      const auto box = copier.found(tile);
+      const bool last = ++cursor.now.kv_tile == end;
+      // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way
+      // first, there are few entries to wait for.
+      if (Copier::kGathers && !last) look_up();
+      wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
+      // A warpgroup that only waits for an item's last tile, while the other frees it for both, must have looked before
+      // its parts are filled again, with the second and third tile behind it. With few parts in use that takes free
+      // parts of the next item, and nobody comes there before all consumers have met at the end of this one.
+      if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
+      copier.copy(shared, box, head, place.slot, policy);
+      place = place.behind(2 * Shared::kParts);
+      if (last) break;
+      if (!Copier::kGathers) look_up();
+    }
+    cursor.next_pair(params.num_kv_heads);
+    if (flags & kInTurn) turns.next(cursor);
+    if (cursor.done()) break;
+    // A tile's pairs follow one another; who gathers has no register to remember that.
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
+    look_up();
+  }
+  if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem{}, q_place);
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace attn::hopper

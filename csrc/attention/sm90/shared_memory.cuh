@@ -1,0 +1,113 @@
+// A CTA's shared memory and the barriers in it: Q tiles and their work items, and the ring of K and V tiles, each
+// filled by the producer and freed by the consumers.
+#pragma once
+
+#include "attention/sm90/shape.h"
+#include "attention/sm90/work_item.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace attn::hopper {
+
+/// Named barriers.
+enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
+
+/// A place in a ring of slots, and the parity of the phase that the ring is in.
+template <int kSlots>
+struct RingPlace {
+  int32_t slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ RingPlace behind(int slots) const {
+    if constexpr (kSlots == 1) return RingPlace{0, parity ^ 1};
+    RingPlace place{slot + slots, parity};
+    if (place.slot >= kSlots) {
+      place.slot -= kSlots;
+      place.parity ^= 1;
+    }
+    return place;
+  }
+
+  __device__ __forceinline__ void next() { *this = behind(1); }
+};
+
+template <int kHeadDim>
+struct SharedMemory {
+  static constexpr SharedLayout kLayout{kHeadDim};
+  static constexpr int kQSlots = q_slots(kHeadDim);
+  static constexpr int kParts = slot_parts(kHeadDim);
+  static constexpr int kKvParts = kv_slots(kHeadDim) * kParts;
+  static constexpr int kPartTokens = kv_tile(kHeadDim) / kParts;
+  using QPlace = RingPlace<kQSlots>;
+  using KvPlace = RingPlace<kKvParts>;  // counts parts
+
+  char* base;
+  uint32_t address;
+
+  __device__ __forceinline__ explicit SharedMemory(char* base_) : base(base_), address(ptx::shared_address(base_)) {}
+
+  __device__ __forceinline__ char* q(int slot) const { return base + kLayout.q + slot * kLayout.q_slot_bytes; }
+  /// The tile that part number `part` of the ring belongs to.
+  __device__ __forceinline__ char* kv(int part) const {
+    return base + kLayout.kv + part / kParts * kLayout.kv_slot_bytes;
+  }
+  __device__ __forceinline__ WorkItem& item(int slot) const {
+    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes);
+  }
+  __device__ __forceinline__ int32_t& turn(int number) const {
+    return reinterpret_cast<int32_t*>(base + kLayout.turns)[number];
+  }
+  __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
+
+  __device__ __forceinline__ uint32_t q_full(int slot) const { return address + kLayout.barriers + slot * 8; }
+  __device__ __forceinline__ uint32_t q_free(int slot) const { return q_full(kQSlots + slot); }
+  __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
+  __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
+
+  /// At q_full the producer's warps that bring V arrive, with all threads, and once more who describes the item; at
+  /// kv_full the warps that fill the part, each with `lanes` lanes.
+  __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
+    for (int slot = 0; slot < kQSlots; ++slot) {
+      ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
+      ptx::mbarrier_init(q_free(slot), kConsumerWarps);
+    }
+    for (int part = 0; part < kKvParts; ++part) {
+      ptx::mbarrier_init(kv_full(part), 2 / kParts * lanes);
+      ptx::mbarrier_init(kv_free(part), kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // The producer waits until the consumers have freed a slot; at first every slot is free.
+  __device__ __forceinline__ void wait_q_free(const QPlace& place) const {
+    ptx::mbarrier_wait(q_free(place.slot), place.parity ^ 1);
+  }
+  __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const {
+    ptx::mbarrier_wait(kv_free(place.slot), place.parity ^ 1);
+  }
+
+  __device__ __forceinline__ void wait_q_full(const QPlace& place) const {
+    ptx::mbarrier_wait(q_full(place.slot), place.parity);
+  }
+  __device__ __forceinline__ bool is_kv_full(const KvPlace& place) const {
+    return ptx::mbarrier_test(kv_full(place.slot), place.parity);
+  }
+  __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const {
+    ptx::mbarrier_wait(kv_full(place.slot), place.parity);
+  }
+
+  /// A consumer warp has read what it needs; it speaks for `warps` warps.
+  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
+  __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
+    arrive_as_warp(kv_free(place.slot), warps);
+  }
+
+ private:
+  __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {
+    __syncwarp();
+    if (ptx::lane_id() == 0) ptx::mbarrier_arrive(barrier, warps);
+  }
+};
+
+}  // namespace attn::hopper

@@ -1,0 +1,52 @@
+// A tile of rows of head_dim elements in shared memory, as the copy engine writes it and wgmma reads it: blocks of 64
+// columns, one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
+#pragma once
+
+#include "attention/shared_tile.cuh"
+#include "attention/sm90/shape.h"
+#include "common/elements.cuh"
+#include "common/ptx/wgmma.cuh"
+
+namespace attn::hopper {
+
+template <int kHeadDim, int kRows>
+struct SwizzledTile : PermutedRows<SwizzledTile<kHeadDim, kRows>> {
+  static constexpr int kRowChunks = kHeadDim * kElementBytes / 16;
+  static constexpr uint32_t kRowBytes = kBlockColumns * kElementBytes;  // of a block
+  static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
+
+  /// Byte offset of a 16-byte chunk.
+  __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    return chunk / 8 * kBlockBytes + row * kRowBytes + (((chunk & 7) ^ (row & 7)) << 4);
+  }
+
+  /// As in SharedTile.
+  __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
+    return (first ^ columns % 4 * 32) + columns / 4 * kBlockBytes + rows * 16 * kRowBytes;
+  }
+
+  /// For wgmma, columns are the k dimension; `shared`: of a row that is a multiple of 8. Column block k of 16 columns
+  /// is at columns(descriptor, k).
+  using Descriptor = ptx::MatrixDescriptor;
+  __device__ __forceinline__ static Descriptor columns_descriptor(uint32_t shared) { return Descriptor(shared, 0); }
+  __device__ __forceinline__ static Descriptor columns(Descriptor descriptor, int k) {
+    return descriptor.advanced(k / 4 * kBlockBytes + k % 4 * 32);
+  }
+
+  /// For wgmma, rows are the k dimension. Row block k of 16 rows is at rows(descriptor, k); its columns from 64 *
+  /// first_block on.
+  __device__ __forceinline__ static Descriptor rows_descriptor(uint32_t shared) {
+    return Descriptor(shared, kBlockBytes);
+  }
+  __device__ __forceinline__ static Descriptor rows(Descriptor descriptor, int k, int first_block = 0) {
+    return descriptor.advanced(k * 16 * kRowBytes + first_block * kBlockBytes);
+  }
+};
+
+template <int kHeadDim>
+using QTile = SwizzledTile<kHeadDim, kQRows>;
+
+template <int kHeadDim>
+using KvTile = SwizzledTile<kHeadDim, kv_tile(kHeadDim)>;
+
+}  // namespace attn::hopper

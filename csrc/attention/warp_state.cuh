@@ -1,0 +1,267 @@
+// What a warp computes of a work item: the scores of its rows against a KV tile, and the running softmax state
+// (maximum, sum, output) in registers.
+#pragma once
+
+#include "attention/shared_tile.cuh"
+#include "attention/sm80/shape.h"
+#include "attention/variants.h"
+#include "attention/work_cursor.cuh"
+#include "common/elements.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/math.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace attn {
+
+/// How the warps of a CTA share a row tile and a KV tile.
+template <int kHeadDim, int kKind>
+struct WarpLayout {
+  static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
+  static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
+  static constexpr int kRowBlocks = kRows / 16;
+  static constexpr int kTokens = kv_tile(kHeadDim) / kKvWarps;  // of a warp
+  int32_t first_row;
+  int32_t first_token;
+  int32_t kv_warp;
+
+  __device__ __forceinline__ explicit WarpLayout(int warp)
+      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
+};
+
+/// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
+/// that start at 2t (mma.cuh, C operand).
+template <class Element, int kHeadDim, int kRowBlocks>
+struct WarpState {
+  static constexpr int kColumnBlocks = kHeadDim / 8;
+  static constexpr float kSlack = 8.0f;  // to base 2
+
+  float o[kRowBlocks][kColumnBlocks][4];
+  float maximum[kRowBlocks][2];  // of the scores, not scaled
+  float sum[kRowBlocks][2];      // of exp2(score * scale - maximum * scale), over this lane's columns
+  float scale;                   // makes a score a logarithm to base 2; > 0
+
+  __device__ __forceinline__ WarpState() {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) o[b][n][0] = o[b][n][1] = o[b][n][2] = o[b][n][3] = 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maximum[b][half] = minus_infinity();
+        sum[b][half] = 0.0f;
+      }
+    }
+  }
+
+  /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
+  template <int kTokens, class QTile, class KvTile>
+  __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
+    }
+    // The next fragment of K is on its way while this one is multiplied. Where there are few products, every other one
+    // has a sum of its own: each waits for the last.
+    constexpr int kFragments = kTokens / 16;
+    constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
+    float other[2][4] = {};
+    uint32_t keys[2][4];
+    ptx::ldmatrix_x4(keys[0], k);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t a[kRowBlocks][4];
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = d * kFragments + n;
+        const int next = i + 1;
+        if (next < kHeadDim / 16 * kFragments) {
+          ptx::ldmatrix_x4(keys[next % 2], KvTile::block(k, next % kFragments, next / kFragments));
+        }
+#pragma unroll
+        for (int b = 0; b < kRowBlocks; ++b) {
+          float (&sum)[4] = kTwoSums && d % 2 == 1 ? other[0] : s[b][2 * n];
+          float (&next_sum)[4] = kTwoSums && d % 2 == 1 ? other[1] : s[b][2 * n + 1];
+          Element::mma(sum, a[b], keys[i % 2][0], keys[i % 2][1]);
+          Element::mma(next_sum, a[b], keys[i % 2][2], keys[i % 2][3]);
+        }
+      }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[0][0][c] += other[0][c];
+        s[0][1][c] += other[1][c];
+      }
+    }
+  }
+
+  /// Of a row's scores in this lane's columns.
+  template <int kBlocks>
+  __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
+    float m[4];  // not one maximum after another, each waiting for the last
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) m[n % 4] = fmaxf(m[n % 4], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
+  }
+
+  /// Brings the maximum of row block b, and its sum, up to the scores' if one exceeds it by kSlack: with probabilities
+  /// up to 2^kSlack nothing overflows, and the output is seldom scaled. Returns whether it did (for the whole warp);
+  /// then the output must be multiplied with `correction`.
+  template <int kBlocks>
+  __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
+    float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
+    const float slack = __fdividef(kSlack, scale);
+    if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack))
+      return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
+      // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
+      const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
+      correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
+      maximum[b][half] = m;
+      sum[b][half] *= correction[half];
+    }
+    return true;
+  }
+
+  /// Gives the rows of row block b that have seen nothing yet the maximum of these scores. Returns whether all of the
+  /// warp's have one.
+  template <int kBlocks>
+  __device__ __forceinline__ bool find_maxima(int b, const float (&s)[kBlocks][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = highest_score(s, half);
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      if (maximum[b][half] == minus_infinity()) maximum[b][half] = highest;
+    }
+    return __all_sync(0xffffffffu, maximum[b][0] != minus_infinity() && maximum[b][1] != minus_infinity());
+  }
+
+  __device__ __forceinline__ void scale_output(int b, const float (&correction)[2]) {
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+      o[b][n][0] *= correction[0];
+      o[b][n][1] *= correction[0];
+      o[b][n][2] *= correction[1];
+      o[b][n][3] *= correction[1];
+    }
+  }
+
+  /// The maximum that probabilities are relative to, to base 2. A row that has seen nothing: every probability is
+  /// exp2(-inf) = 0.
+  __device__ __forceinline__ float base(int b, int half) const {
+    return maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale;
+  }
+
+  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new
+  /// maximum.
+  template <int kBlocks>
+  __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4], uint32_t (&p)[kRowBlocks][kBlocks][2]) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+      float correction[2];
+      if (raise_maximum(b, s[b], correction)) scale_output(b, correction);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float relative_to = base(b, half);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float first = ptx::ex2(s[b][n][2 * half] * scale - relative_to);
+          const float second = ptx::ex2(s[b][n][2 * half + 1] * scale - relative_to);
+          sum[b][half] += first + second;
+          p[b][n][half] = Element::pack(first, second);
+        }
+      }
+    }
+  }
+
+  /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
+  template <int kTokens, class KvTile>
+  __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
+    constexpr int kFragments = kHeadDim / 16;
+    uint32_t values[2][4];
+    ptx::ldmatrix_x4_trans(values[0], v);
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int d = 0; d < kFragments; ++d) {
+        const int i = k * kFragments + d;
+        const int next = i + 1;
+        if (next < kTokens / 16 * kFragments) {
+          ptx::ldmatrix_x4_trans(values[next % 2], KvTile::block(v, next / kFragments, next % kFragments));
+        }
+#pragma unroll
+        for (int b = 0; b < kRowBlocks; ++b) {
+          const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+          Element::mma(o[b][2 * d], a, values[i % 2][0], values[i % 2][1]);
+          Element::mma(o[b][2 * d + 1], a, values[i % 2][2], values[i % 2][3]);
+        }
+      }
+    }
+  }
+
+  /// The sum over all columns, in every lane of the row.
+  __device__ __forceinline__ float row_sum(int b, int half) const {
+    float total = sum[b][half];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    return total;
+  }
+};
+
+/// Scores become natural logits.
+template <class Variant, int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void transform_logits(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4]) {
+#pragma unroll
+  for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[b][n][c] = Variant::logits(variant, s[b][n][c] * variant.sm_scale);
+    }
+  }
+}
+
+/// Of a lane's scores of a row, of which every eight columns hold the first two: a bit for each of those in the first
+/// `columns` columns.
+__device__ __forceinline__ uint32_t scores_before(int32_t columns) {
+  const int32_t count = columns <= 0 ? 0 : min_of(columns / 8 * 2 + min_of(columns % 8, 2), 32);
+  return static_cast<uint32_t>((1ull << count) - 1);
+}
+
+/// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
+template <class Variant, int kRowBlocks, int kBlocks, class Rows>
+__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4],
+                                            const Rows& rows, const FastDivisor& group_size, int32_t first_row,
+                                            int32_t first_token, int32_t kv_end) {
+  static_assert(kBlocks <= 16, "a bit for each of a row's scores that a lane holds");
+  const int lane = ptx::lane_id();
+  const int32_t first_column = first_token + lane % 4 * 2;
+#pragma unroll
+  for (int b = 0; b < kRowBlocks; ++b) {
+    uint32_t visible[2];  // bit 2n + c: score c of column block n
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t position = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
+      const TokenRange tokens = variant.visibility.seen_by_all(position, position, TokenRange{0, kv_end});
+      visible[half] = scores_before(tokens.end - first_column) & ~scores_before(tokens.begin - first_column);
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if ((visible[c / 2] & 1u << (2 * n + c % 2)) == 0) s[b][n][c] = minus_infinity();
+      }
+    }
+  }
+}
+
+}  // namespace attn

@@ -1,0 +1,64 @@
+// Copies new tokens into the paged cache. A block takes one token at a time; any grid works. Bytes are copied: one
+// kernel for every element type.
+
+#include "cache/params.h"
+#include "common/ptx/grid_dependency.cuh"
+
+namespace attn {
+
+template <class Word>
+__device__ __forceinline__ void append(const AppendParams& p) {
+  const int32_t words = p.head_bytes / static_cast<int32_t>(sizeof(Word));
+  const int64_t num_slots = min_of<int64_t>(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, 0x7fffffff);
+  for (int32_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+    const int64_t slot = p.slots[token];
+    if (slot < 0 || slot >= num_slots) continue;
+    const int32_t page = p.page_size.divide(static_cast<int32_t>(slot));
+    const int32_t page_token = static_cast<int32_t>(slot) - page * p.page_size.divisor;
+    const int64_t k_token = page * p.k_cache.page_stride + page_token * p.k_cache.token_stride;
+    const int64_t v_token = page * p.v_cache.page_stride + page_token * p.v_cache.token_stride;
+    for (int32_t i = threadIdx.x; i < p.num_kv_heads * words; i += blockDim.x) {
+      const int32_t head = i / words;
+      const int32_t word = i - head * words;
+      const auto source = [&](const void* data, int64_t token_stride, int64_t head_stride) {
+        return reinterpret_cast<const Word*>(static_cast<const char*>(data) +
+                                             (token * token_stride + head * head_stride) * p.element_bytes)[word];
+      };
+      const auto target = [&](const KvTensor& cache, int64_t token_element) {
+        return reinterpret_cast<Word*>(static_cast<char*>(const_cast<void*>(cache.data)) +
+                                       (token_element + head * cache.head_stride) * p.element_bytes) +
+               word;
+      };
+      const Word k = source(p.k, p.k_token_stride, p.k_head_stride);
+      const Word v = source(p.v, p.v_token_stride, p.v_head_stride);
+      *target(p.k_cache, k_token) = k;
+      *target(p.v_cache, v_token) = v;
+    }
+  }
+}
+
+/// Bits that are set in some address or byte stride: a power of two that divides them all is below the lowest one.
+__device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
+  const int64_t strides = p.k_token_stride | p.k_head_stride | p.v_token_stride | p.v_head_stride |
+                          p.k_cache.page_stride | p.k_cache.token_stride | p.k_cache.head_stride |
+                          p.v_cache.page_stride | p.v_cache.token_stride | p.v_cache.head_stride;
+  return reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v) |
+         reinterpret_cast<uint64_t>(p.k_cache.data) | reinterpret_cast<uint64_t>(p.v_cache.data) |
+         static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.head_bytes);
+}
+
+}  // namespace attn
+
+extern "C" __global__ __launch_bounds__(attn::kAppendThreads) void append_kernel(
+    const __grid_constant__ attn::AppendParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
+  const uint64_t bits = attn::address_bits(params);
+  if (bits % 16 == 0) {
+    attn::append<uint4>(params);
+  } else if (bits % 2 == 0) {
+    attn::append<unsigned short>(params);
+  } else {
+    attn::append<unsigned char>(params);
+  }
+}

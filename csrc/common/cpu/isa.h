@@ -1,0 +1,23 @@
+// Instruction sets that the attention kernels are compiled for, and the choice among them at run time.
+#pragma once
+
+namespace attn::cpu {
+
+/// In ascending order: a machine that has one has those before it.
+enum class Isa {
+  kBaseline = 0,  // what the compiler assumes for the architecture
+  kAvx2 = 1,      // AVX2, FMA, F16C
+  kAvx512 = 2,    // AVX-512 F, BW, VL, DQ
+  kAmx = 3,       // AMX tiles for bf16, AVX-512 BF16
+};
+
+/// The best instruction set of this machine that this build has kernels for.
+Isa best_isa();
+
+/// The instruction set in use: best_isa(), or a lesser one that ATTN_BACKEND_CPU_ISA=baseline|avx2|avx512|amx asks for.
+Isa current_isa();
+
+/// Uses `isa`, or the best there is below it.
+void set_isa(Isa isa);
+
+}  // namespace attn::cpu

@@ -1,0 +1,40 @@
+// Threads of the executor.
+//
+// Tasks run on the OpenMP runtime that the process already has (torch brings one), without linking it: a second pool of
+// threads would compete with that runtime's spinning workers. So torch.set_num_threads and OMP_NUM_THREADS are
+// honoured. A process without such a runtime gets a small pool of its own.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace attn::cpu {
+
+/// Runs task(context) once on each thread of the pool, the caller being one of them, and returns when all are done. May
+/// be called from several threads at once and in a child after fork(). `task` must not throw.
+void run_on_threads(void (*task)(void*), void* context);
+
+/// Runs body(i) for each i in [0, count): on the caller alone, or with threads taking the next index one after another.
+template <class Body>
+void parallel_for(int32_t count, bool use_threads, Body& body) {
+  if (!use_threads || count <= 1) {
+    for (int32_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  struct Loop {
+    std::atomic<int32_t> next;
+    int32_t count;
+    Body* body;
+  } loop{{0}, count, &body};
+  run_on_threads(
+      [](void* context) {
+        Loop& shared = *static_cast<Loop*>(context);
+        for (int32_t i = shared.next.fetch_add(1, std::memory_order_relaxed); i < shared.count;
+             i = shared.next.fetch_add(1, std::memory_order_relaxed)) {
+          (*shared.body)(i);
+        }
+      },
+      &loop);
+}
+
+}  // namespace attn::cpu

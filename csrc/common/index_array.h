@@ -1,0 +1,49 @@
+// Integer arrays that an engine owns.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn {
+
+/// An array of int32 or int64 that the engine owns (SGLang's lengths are int64, vLLM's are int32).
+struct IndexArray {
+  const void* data = nullptr;
+  int32_t is_int64 = 0;
+
+  ATTN_HD explicit operator bool() const { return data != nullptr; }
+  ATTN_HD int64_t operator[](int64_t i) const {
+#if defined(__CUDA_ARCH__)
+    // Without a branch, so that loads from several arrays are under way together.
+    const int32_t* words = static_cast<const int32_t*>(data);
+    const int32_t low = __ldg(words + (i << is_int64));
+    const int32_t high = is_int64 ? __ldg(words + 2 * i + 1) : low >> 31;
+    return static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low);
+#else
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+#endif
+  }
+
+  /// Element i as it lies in memory; an int32 in its low half. What is read is not touched before narrow(): loads from
+  /// several arrays are under way together.
+  struct Words {
+    int32_t low;
+    int32_t high;
+  };
+  ATTN_HD Words words(int32_t i) const {
+    const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
+    const int32_t* at = reinterpret_cast<const int32_t*>(element);
+    // `high` of an int32 is not looked at.
+#if defined(__CUDA_ARCH__)
+    return Words{__ldg(at), __ldg(at + is_int64)};
+#else
+    return Words{at[0], at[is_int64]};
+#endif
+  }
+
+  /// An element as an int32: one that does not fit becomes the nearest that does.
+  ATTN_HD int32_t narrow(Words element) const {
+    return !is_int64 || element.high == element.low >> 31 ? element.low : element.high >> 31 ^ 0x7fffffff;
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,22 @@
+// Brings kernels' code to the L2 cache before multiprocessors fetch it, line by line, from memory: what runs between
+// two launches has driven it out (docs/decisions.md).
+#pragma once
+
+#include "common/kernel_code.h"
+#include "common/ptx/special_registers.cuh"
+
+namespace attn {
+
+/// What a KernelCode points to in a source: `extern "C" __device__ attn::KernelCode NAME_code{&attn::unknown_code,
+/// 0};`.
+__device__ char unknown_code;
+
+/// Thread `thread` of each block brings one of the lines, if there are so many, to stay as long as others can go;
+/// nobody waits for them.
+__device__ __forceinline__ void prefetch_code(const KernelCode& code, uint32_t thread) {
+  constexpr uint32_t kLineBytes = 128;
+  const uint32_t offset = (thread * ptx::num_blocks() + ptx::block_id()) * kLineBytes;
+  if (offset < code.bytes) asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(code.address + offset));
+}
+
+}  // namespace attn

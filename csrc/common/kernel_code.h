@@ -1,0 +1,16 @@
+// Where a kernel's machine code lies in a GPU's memory, so that it can be brought to the L2 cache ahead of its
+// execution.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn {
+
+/// A source defines one as NAME_code for kernel NAME (common/kernel_code.cuh); attn_backend/kernels/code_address.py
+/// completes it in the cubin. No bytes: not known.
+struct KernelCode {
+  const char* address;
+  uint64_t bytes;
+};
+
+}  // namespace attn

@@ -1,0 +1,18 @@
+// The clock that all multiprocessors share.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn::ptx {
+
+/// Nanoseconds. It moves in steps, of 32 ns on Hopper, and never back.
+__device__ __forceinline__ uint64_t global_timer() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+/// What a CTA waits for another one at most: far longer than any launch takes, under a sanitizer too.
+constexpr uint64_t kMostWait = 4'000'000'000;
+
+}  // namespace attn::ptx

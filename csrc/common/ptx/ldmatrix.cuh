@@ -1,0 +1,38 @@
+// ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and back.
+//
+// Lane i gives the address of row i % 8 of matrix i / 8. Lane (g, t) = (i / 4, i % 4) receives elements 2t and 2t+1 of
+// row g of each matrix; of column g if transposed.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn::ptx {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]),
+               "r"(d[2]), "r"(d[3])
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(0xffffffffu, shared, i * 8 + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(d[i]) : "memory");
+  }
+#endif
+}
+
+}  // namespace attn::ptx

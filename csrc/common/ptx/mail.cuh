@@ -1,0 +1,50 @@
+// 16 bytes that travel between CTAs through global memory and arrive all at once, so that nothing else has to be made
+// visible before them.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn::ptx {
+
+struct alignas(16) Mail {
+  uint64_t low;
+  uint64_t high;
+};
+
+__device__ __forceinline__ void send(Mail* slot, const Mail& mail) {
+  asm volatile("{\n.reg .b128 both;\nmov.b128 both, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], both;\n}" ::"l"(slot),
+               "l"(mail.low), "l"(mail.high)
+               : "memory");
+}
+
+__device__ __forceinline__ Mail receive(const Mail* slot) {
+  Mail mail;
+  asm volatile("{\n.reg .b128 both;\nld.relaxed.gpu.global.b128 both, [%2];\nmov.b128 {%0, %1}, both;\n}"
+               : "=l"(mail.low), "=l"(mail.high)
+               : "l"(slot)
+               : "memory");
+  return mail;
+}
+
+/// Words that other CTAs read and write too.
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+}  // namespace attn::ptx

@@ -1,8 +1,0 @@
-#include "cpu/float32_kernels.h"
-#include "cpu/vector_avx2.h"
-
-namespace attn::cpu {
-
-Kernels avx2_kernels(DataType dtype) { return float32_kernels<Avx2>(dtype); }
-
-}  // namespace attn::cpu

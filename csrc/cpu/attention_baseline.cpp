@@ -1,8 +1,0 @@
-#include "cpu/float32_kernels.h"
-#include "cpu/vector_baseline.h"
-
-namespace attn::cpu {
-
-Kernels baseline_kernels(DataType dtype) { return float32_kernels<Baseline>(dtype); }
-
-}  // namespace attn::cpu

@@ -1,5 +1,0 @@
-#include "device/attention.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kThreads, attn::ctas_per_sm(128)) void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::attention<attn::Float16, 128, attn::StandardVariant>(params);
-}

@@ -1,8 +1,0 @@
-#include "device/hopper/attention.cuh"
-#include "device/kernel_code.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::hopper::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
-  attn::hopper::attention<attn::Float16, 128, attn::StandardVariant, attn::hopper::RowCopier>(params);
-}
-
-extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};

@@ -1,0 +1,187 @@
+// From metadata to row groups and row tiles: what an engine says about a batch is read, clamped where it cannot be
+// right, and reported. The device planner and the host planner share it: the same arithmetic gives the same schedule,
+// bit for bit.
+#pragma once
+
+#include "planner/params.h"
+#include "planner/schedule.h"
+
+namespace attn {
+
+/// The level that row group `group` belongs to, and its number in that level.
+struct GroupPlace {
+  int32_t level;
+  int32_t index;
+};
+
+ATTN_HD GroupPlace find_level(const PlanParams& p, int32_t group) {
+  GroupPlace place{0, group};
+  while (place.index >= p.levels[place.level].num_groups) place.index -= p.levels[place.level++].num_groups;
+  return place;
+}
+
+ATTN_HD int32_t count_groups(const PlanParams& p) {
+  int32_t count = 0;
+  for (int32_t level = 0; level < p.num_levels; ++level) count += p.levels[level].num_groups;
+  return count;
+}
+
+/// Elements of a level's `indices` that belong to a row group.
+struct TableRange {
+  int64_t begin;
+  int64_t entries;
+};
+
+/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the
+/// buffers is ever reached, and reported in `errors`.
+ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t& errors) {
+  if (table.indptr) {
+    const int64_t first = table.indptr[i];
+    const int64_t last = table.indptr[i + 1];
+    const int64_t begin = clamp<int64_t>(first, 0, table.num_entries);
+    const int64_t end = clamp<int64_t>(last, begin, table.num_entries);
+    if (begin != first || end != last || (i == 0 && first != 0)) errors |= kKvIndptrInvalid;
+    return TableRange{begin, end - begin};
+  }
+  const int32_t wanted = table.rows ? table.rows.narrow(table.rows.words(i)) : i;
+  const int32_t row = clamp(wanted, 0, table.num_rows - 1);
+  if (row != wanted) errors |= kTableRowInvalid;
+  return TableRange{row * table.row_stride, table.row_entries};
+}
+
+/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens
+/// or else last_page_len. As read, so that a GPU waits once for all of them and for what is read after them.
+struct GroupLengths {
+  IndexArray::Words qo_first;
+  IndexArray::Words qo_last;
+  IndexArray::Words kv;
+};
+
+ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
+  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
+}
+
+/// Row group i of a level. What cannot be right is clamped and reported, as above.
+ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range,
+                                uint32_t& errors) {
+  const PlanLevel& level = p.levels[place.level];
+  const PageTable& table = level.table;
+  const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
+  const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
+  const int32_t length = level.kv_length.narrow(lengths.kv);
+  RowGroup group;
+  group.table_begin = range.begin;
+  group.qo_begin = clamp(qo_first, 0, level.max_rows);
+  const int32_t qo_end = clamp(qo_last, group.qo_begin, level.max_rows);
+  if (group.qo_begin != qo_first || qo_end != qo_last || (place.index == 0 && qo_first != 0))
+    errors |= kQoIndptrInvalid;
+  group.qo_len = qo_end - group.qo_begin;
+
+  const int32_t entries = static_cast<int32_t>(min_of(range.entries, kMaxInt32));
+  const int32_t pages = table.entry_step == 1 ? entries : entries / table.entry_step;
+  const int32_t capacity =
+      static_cast<int32_t>(min_of<int64_t>(static_cast<int64_t>(pages) * table.page_size, kMaxInt32));
+  group.kv_len = capacity;
+  if (table.kv_lens) {
+    const int32_t limit =
+        table.entry_step == 1 ? capacity : entries;  // one entry a token: the last page may be partly filled
+    group.kv_len = clamp(length, 0, limit);
+    if (group.kv_len != length) errors |= kKvLengthInvalid;
+  } else if (table.last_page_len && pages > 0) {
+    const int32_t last_page_len = clamp(length, 1, table.page_size);
+    if (last_page_len != length) errors |= kLastPageLenInvalid;
+    group.kv_len = capacity - table.page_size + last_page_len;
+  }
+  group.tile_begin = 0;
+  group.level = place.level;
+  // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the
+  // batch: all of them use the same kind.
+  const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
+  group.kind = choose_kind(p.config, packed_rows_of(p.config, group.qo_len), keeps_bits ? p.config.max_kind : 0);
+  group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
+  group.unused = 0;
+  return group;
+}
+
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
+  const PlanLevel& level = p.levels[place.level];
+  const GroupLengths lengths = read_lengths(level, place.index);
+  return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
+}
+
+/// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy,
+/// longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens because they are wide,
+/// a CTA starts an item more slowly (docs/decisions.md).
+constexpr int32_t kChunkTokens = 768;
+constexpr int32_t kLongChunkTokens = 1024;
+constexpr int32_t kUncutRequest = 1024;  // is one chunk
+constexpr int32_t kLongRequest = 8192;   // has long chunks
+
+/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens: equal ones, whole KV
+/// tiles and pages. It depends on nothing but the request. A single query is cut, unless a window bounds what it sees;
+/// the row tiles of longer queries are many enough.
+ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
+  const PlanLevel& level = p.levels[group.level];
+  if (!p.config.batch_invariant || group.qo_len != 1 || level.visibility.window_left >= 0)
+    return max_of(group.kv_len, 1);
+  const bool is_long = group.kv_len <= kUncutRequest || group.kv_len >= kLongRequest || p.config.kv_tile < 128;
+  const int64_t chunks =
+      clamp<int64_t>(ceil_div<int64_t>(group.kv_len, is_long ? kLongChunkTokens : kChunkTokens), 1, kMaxLinks);
+  const int64_t least = ceil_div<int64_t>(max_of(group.kv_len, 1), chunks);
+  const int64_t page_size = level.table.page_size;
+  const int64_t kv_tile = p.config.kv_tile;
+  return static_cast<int32_t>(min_of(ceil_div(ceil_div(least, kv_tile) * kv_tile, page_size) * page_size, kMaxInt32));
+}
+
+/// Chunks of a request's row group; at least 1.
+ATTN_HD int32_t count_chunks(const PlanParams& p, const RowGroup& group) {
+  return max_of(static_cast<int32_t>(ceil_div<int64_t>(group.kv_len, chunk_tokens(p, group))), 1);
+}
+
+/// Chunk number `chunk` of request `request`, which becomes row group `group_index`; linked to the request's row.
+ATTN_HD RowGroup make_chunk(const PlanParams& p, const RowGroup& whole, int32_t request, int32_t chunk,
+                            int32_t num_chunks, int32_t group_index) {
+  if (num_chunks == 1) return whole;
+  const PageTable& table = p.levels[whole.level].table;
+  const int32_t tokens = chunk_tokens(p, whole);
+  const int32_t begin = chunk * tokens;
+  RowGroup group = whole;
+  group.table_begin += static_cast<int64_t>(begin / table.page_size) * table.entry_step;
+  group.kv_len = min_of(tokens, whole.kv_len - begin);
+  group.state_begin = group_index;
+  p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + request] = RowLink{group_index, 0};
+  return group;
+}
+
+/// Row tiles of a row group.
+ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
+  return row_tiles_of(packed_rows_of(config, group.qo_len), group.kind);
+}
+
+/// Row tile number `index` of a row group; cost_begin is left to the caller.
+ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
+  const ScheduleConfig& config = p.config;
+  const int32_t packed_rows = packed_rows_of(config, group.qo_len);
+  RowTile tile;
+  tile.cost_begin = 0;
+  tile.group = group_index;
+  tile.kind = group.kind;
+  tile.packed_begin = index * tile_rows(tile.kind);
+
+  const PlanLevel& level = p.levels[group.level];
+  const int32_t offset = group.kv_len - group.qo_len;
+  const uint32_t packed_end = static_cast<uint32_t>(tile.packed_begin) + tile_rows(tile.kind);
+  const int32_t last = packed_end >= static_cast<uint32_t>(packed_rows)
+                           ? group.qo_len - 1
+                           : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
+  const int32_t first = level.visibility.window_left >= 0 ? p.group_size.divide(tile.packed_begin) : 0;
+  const TokenRange range = level.visibility.seen_by_any(offset + first, offset + last, TokenRange{0, group.kv_len});
+  tile.kv_end = max_of(range.end, 0);
+  const int32_t hidden =
+      range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;  // KV tiles that no row sees
+  tile.kv_begin = hidden * config.kv_tile;
+  tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1) + 1 - hidden : 1;
+  return tile;
+}
+
+}  // namespace attn

@@ -1,0 +1,336 @@
+// The schedule: what `plan` leaves in the workspace and what the attention and merge kernels read.
+//
+// Work is laid out on one line: row tile by row tile; inside a row tile KV head by KV head; inside a head KV tile by KV
+// tile. Every CTA gets one interval of that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An
+// interval therefore starts and ends inside at most two (row tile, head) pairs, and a pair that several CTAs share
+// belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
+//
+// Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU need not keep to them: its CTAs take
+// one pair after another, in turn, as they come for it. Pairs of a row group are then computed at about the same time,
+// by as many CTAs, and find their K and V in L2 (docs/decisions.md).
+//
+// A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds
+// (forest.h), or of the KV chunks that a batch invariant plan cuts a request into. Then it leaves a state in each of
+// them, and `links` says which row groups those are.
+#pragma once
+
+#include "common/math.h"
+#include "common/platform.h"
+#include "planner/visibility.h"
+
+namespace attn {
+
+constexpr int32_t kNumTileKinds = 4;
+
+/// Most levels of a composition.
+constexpr int32_t kMaxLevels = 8;
+
+/// Most KV tiles of a pair that may be uncut (is_uncut()): keeps its arithmetic in 32 bits.
+constexpr int32_t kMaxUncutKvTiles = 64;
+
+/// Most row groups that a row is in: a warp looks after them, a lane each.
+constexpr int32_t kMaxLinks = 32;
+
+/// Packed rows (query position x heads of one KV group) of each kind of row tile.
+ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
+
+/// What a row tile costs depends on its kind and on whether its rows leave states: those of each kind that write their
+/// rows, then those that leave states.
+constexpr int32_t kNumCostKinds = 2 * kNumTileKinds;
+
+/// `state_begin`: of the row group.
+ATTN_HD constexpr int32_t cost_kind(int32_t kind, int32_t state_begin) {
+  return state_begin < 0 ? kind : kNumTileKinds + kind;
+}
+
+/// Bits of ScheduleHeader::errors: metadata that only the device can see and that was clamped.
+enum ScheduleError : uint32_t {
+  kQoIndptrInvalid = 1u << 0,     // decreases, starts above 0 or ends beyond max_rows
+  kKvIndptrInvalid = 1u << 1,     // decreases, starts below 0 or ends beyond the page indices
+  kKvLengthInvalid = 1u << 2,     // negative or longer than the request's row of the table
+  kLastPageLenInvalid = 1u << 3,  // below 1 or above page_size for a request that has pages
+  kTableRowInvalid = 1u << 4,     // row of the table outside it
+  kPageIndexInvalid = 1u << 5,    // page id outside the cache (seen by the attention kernel)
+  kRowInvalid = 1u << 6,          // row of a row list outside [0, max_rows): it is left out
+  kPrefixSearchFailed = 1u << 7,  // metadata changed while it was planned, or the search for shared prefixes did not
+                                  // end in time: planned without any
+};
+
+/// A row group of a level's BSR view: rows, and the pages that they attend to.
+struct RowGroup {
+  int64_t table_begin;  // element of the level's `indices` (or first row of a ragged tensor) where its pages start
+  int32_t qo_begin;     // first row of Q and O, or first element of the level's row list
+  int32_t qo_len;       // rows
+  int32_t kv_len;       // tokens
+  int32_t tile_begin;   // index of its first RowTile
+  int32_t level;
+  int32_t kind;         // of its row tiles
+  int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head) (params.h), to be
+                        // merged; -1: its rows are in no other group
+  int32_t unused;
+};
+
+/// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
+/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
+struct RowTile {
+  int64_t cost_begin;  // cost of everything before this tile on the line
+  int32_t group;
+  int32_t kind;
+  int32_t packed_begin;
+  int32_t kv_begin;
+  int32_t kv_end;
+  int32_t num_kv_tiles;  // >= 1: a tile with nothing to attend to has one empty KV tile, so that its output is written
+};
+
+/// What a CTA must know of a schedule before anything else.
+enum ScheduleFlag : int32_t {
+  kIsPlain = 1 << 0,          // no row is in several groups, and there is no row list
+  kInTurn = 1 << 1,           // whole pairs may be taken in turn
+  kHasLargestTiles = 1 << 2,  // some row tile is of the largest kind
+};
+
+/// A point on the line of work; ordered lexicographically.
+struct alignas(16) Position {
+  int32_t tile;
+  int32_t head;     // KV head
+  int32_t kv_tile;  // counted from RowTile::kv_begin
+  int32_t flags;    // ScheduleFlag bits of the schedule: here they arrive with the first load of a CTA
+};
+
+ATTN_HD bool operator==(const Position& a, const Position& b) {
+  return a.tile == b.tile && a.head == b.head && a.kv_tile == b.kv_tile;
+}
+ATTN_HD bool operator<(const Position& a, const Position& b) {
+  if (a.tile != b.tile) return a.tile < b.tile;
+  if (a.head != b.head) return a.head < b.head;
+  return a.kv_tile < b.kv_tile;
+}
+
+/// What the row groups of one level have in common.
+struct Level {
+  const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
+  const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
+  int64_t num_entries;     // elements of `indices`
+  int32_t entry_step;      // see PageTable
+  Visibility visibility;
+  int32_t group_begin;  // its first RowGroup
+};
+
+struct ScheduleHeader {
+  int32_t num_groups;
+  int32_t num_tiles;
+  uint32_t errors;  // ScheduleError bits
+  int32_t num_levels;
+  int32_t num_merge_rows;  // rows of `links` in use; 0: no row is in several groups
+  int32_t num_links;       // links of each of them
+  int32_t flags;           // ScheduleFlag bits
+  int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
+  int32_t num_requests;    // that the forest was sought in; 0: it was not
+  uint32_t pairs_taken;    // in turn, beside the first two of each CTA; 0 between launches
+  int32_t aligned_tile;   // row tiles from here on are cut evenly (align_prefix() in planning.h); num_tiles if none are
+  int32_t aligned_cta;    // the first CTA that runs them
+  int32_t aligned_parts;  // CTAs of each of their pairs
+  int32_t unused;
+  int64_t share;                        // cost that each CTA gets, of what lies before them
+  int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
+  int32_t pair_cost[kNumCostKinds];
+  Level levels[kMaxLevels];
+};
+
+/// Where a row is found: a row group, and the row's number in it. group < 0: nowhere.
+struct RowLink {
+  int32_t group;
+  int32_t index;
+};
+
+/// Why a node of the prefix forest is a row group, or is none.
+enum NodeReason : int32_t {
+  kNodeTaken = 0,
+  kNodeSavesTooLittle = 1,
+  kNodeHasNoRoom = 2,
+  kNodeTooDeep = 3,
+  kForestSavesTooLittle = 4
+};
+
+/// A node of the prefix forest (forest.h), for those who look at a plan. Node n, if there is one, is named after the
+/// smallest request that joins the others at it.
+struct PrefixNode {
+  int32_t leader;      // smallest request of all that share its pages; -1: there is no node of this number
+  int32_t parent;      // node; -1: none
+  int32_t begin_page;  // pages that it would read as a row group: what no ancestor reads for it ...
+  int32_t end_page;    // ... up to here
+  int32_t num_requests;
+  int32_t num_rows;
+  int32_t group;   // its row group; -1: none
+  int32_t reason;  // NodeReason
+  int64_t saved;   // cost for each KV head
+  int64_t added;
+};
+
+/// Where a request joins those before it (forest.h): the request with which it shares most leading pages, and how many.
+struct Attachment {
+  int32_t leader;  // -1: it shares nothing with any before it
+  int32_t pages;
+};
+
+/// Where a CTA of the device planner finds an attachment that another one found: the number of the launch, and what was
+/// sent (AttachmentMail in planner/device/prefix_search.cuh).
+struct alignas(16) AttachmentSlot {
+  uint64_t launch;
+  uint64_t attachment;
+};
+
+/// How a plan looks for shared prefixes.
+enum CascadeMode : int32_t { kCascadeOff = 0, kCascadeByCost = 1, kCascadeAlways = 2 };
+
+/// What the schedule depends on besides the batch: fixed when an Attention object is made.
+struct ScheduleConfig {
+  int32_t num_kv_heads;
+  int32_t group_size;  // query heads of one KV head
+  int32_t kv_tile;     // tokens of one KV tile
+  int32_t max_kind;    // largest kind of row tile that the kernel has
+  int32_t num_ctas;
+  int32_t max_groups;  // row groups
+  int32_t max_rows;    // rows of Q
+  int32_t max_tiles;
+  int32_t max_states;       // row states
+  int32_t max_merge_rows;   // rows that are in several row groups
+  int32_t max_links;        // row groups of one row
+  int32_t max_nodes;        // requests that a prefix forest is sought in; 0: never
+  int32_t cascade;          // CascadeMode
+  int32_t batch_invariant;  // parts and their order depend on the request alone
+  int32_t turns;            // pairs are taken in turn if so many as the longest make up a CTA's share; 0: never
+  int32_t min_share;  // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
+  int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
+  int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
+  int32_t state_cost;                   // cost of a row state of one KV head, in 64ths
+  int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
+};
+
+/// Of a row group of `rows` rows. All rows of Q have fewer than 2^31 (checked when an Attention object is made).
+ATTN_HD int32_t packed_rows_of(const ScheduleConfig& config, int32_t rows) { return rows * config.group_size; }
+
+/// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
+ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, int32_t smallest = 0) {
+  int32_t kind = 0;  // without a branch: kinds that are too small
+  for (int32_t k = 0; k < kNumTileKinds - 1; ++k) kind += tile_rows(k) < packed_rows;
+  return max_of(min_of(kind, config.max_kind), smallest);
+}
+
+/// Row tiles of a kind that hold so many packed rows.
+ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) {
+  return static_cast<int32_t>((static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1) >> (4 + kind));
+}
+
+/// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile.
+/// `group_rows`: rows of all groups together.
+inline int64_t max_row_tiles(int32_t max_groups, int64_t group_rows, int32_t group_size, int32_t max_kind) {
+  return max_groups + group_rows * group_size / tile_rows(max_kind);
+}
+
+/// Byte offsets of the schedule's arrays in its workspace.
+struct ScheduleLayout {
+  int64_t groups;
+  int64_t tiles;
+  int64_t positions;
+  int64_t links;
+  int64_t rows;
+  int64_t nodes;
+  int64_t attachments;
+  int64_t bytes;
+
+  explicit ScheduleLayout(const ScheduleConfig& config) {
+    groups = align(static_cast<int64_t>(sizeof(ScheduleHeader)));
+    tiles = align(groups + static_cast<int64_t>(sizeof(RowGroup)) * config.max_groups);
+    positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
+    links = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
+    rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
+    nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
+    attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
+    bytes = align(attachments + static_cast<int64_t>(sizeof(AttachmentSlot)) * (config.max_nodes + 1));
+  }
+
+ private:
+  static int64_t align(int64_t offset) { return ceil_div(offset, int64_t{128}) * 128; }
+};
+
+/// The schedule in its workspace.
+struct Schedule {
+  ScheduleHeader* header;
+  RowGroup* groups;             // [max_groups]
+  RowTile* tiles;               // [max_tiles]
+  Position* positions;          // [num_ctas + 1]
+  RowLink* links;               // [num_links][max_merge_rows]
+  int32_t* rows;                // [max_states]: row list of the forest's row groups
+  PrefixNode* nodes;            // [max_nodes]
+  AttachmentSlot* attachments;  // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of
+                                // its next launch; before the first one anything
+
+  Schedule() = default;
+  Schedule(void* workspace, const ScheduleLayout& layout) {
+    char* base = static_cast<char*>(workspace);
+    header = reinterpret_cast<ScheduleHeader*>(base);
+    groups = reinterpret_cast<RowGroup*>(base + layout.groups);
+    tiles = reinterpret_cast<RowTile*>(base + layout.tiles);
+    positions = reinterpret_cast<Position*>(base + layout.positions);
+    links = reinterpret_cast<RowLink*>(base + layout.links);
+    rows = reinterpret_cast<int32_t*>(base + layout.rows);
+    nodes = reinterpret_cast<PrefixNode*>(base + layout.nodes);
+    attachments = reinterpret_cast<AttachmentSlot*>(base + layout.attachments);
+  }
+};
+
+/// Pair number `pair` in the order in which pairs are taken in turn: group by group, in a group the row tile first that
+/// sees most, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
+ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
+                              int32_t num_tiles, int32_t pair) {
+  const int32_t tile = pair / num_kv_heads;
+  const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
+  const int32_t num_rows = group.qo_len * group_size.divisor;
+  const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
+  return Position{2 * group.tile_begin + of_group - 1 - tile, pair - tile * num_kv_heads, 0, 0};
+}
+
+/// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the
+/// one in whose middle it ends. If both are the same pair it writes the first only.
+enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 2 };
+
+ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }
+
+/// Whether no interval starts inside a (row tile, KV head), `share` being what each CTA gets: a CTA that did would pay
+/// the pair's own cost again, and that is no less than the KV tiles that it could leave to another.
+ATTN_HD bool is_uncut(int32_t pair_cost, int32_t kv_tile_cost, int32_t num_kv_tiles, int64_t share) {
+  return num_kv_tiles <= kMaxUncutKvTiles && (num_kv_tiles - 1) * kv_tile_cost <= pair_cost &&
+         pair_cost + num_kv_tiles * kv_tile_cost <= share;
+}
+
+/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position
+/// (planning.h) does, turned round.
+struct CtaRange {
+  int32_t begin;
+  int32_t end;
+};
+
+ATTN_HD CtaRange ctas_inside(const Schedule& schedule, int32_t tile_number, int32_t state_begin, int32_t num_kv_heads,
+                             int32_t head, int32_t num_ctas) {
+  const ScheduleHeader& header = *schedule.header;
+  if (tile_number >= header.aligned_tile) {
+    const int32_t first =
+        header.aligned_cta + ((tile_number - header.aligned_tile) * num_kv_heads + head) * header.aligned_parts;
+    return CtaRange{first + 1, first + header.aligned_parts};
+  }
+  const RowTile& tile = schedule.tiles[tile_number];
+  const int32_t cost = cost_kind(tile.kind, state_begin);
+  const int32_t kv_tile_cost = header.kv_tile_cost[cost];
+  if (header.whole_pairs || is_uncut(header.pair_cost[cost], kv_tile_cost, tile.num_kv_tiles, header.share))
+    return CtaRange{0, 0};
+  const int64_t head_cost = header.pair_cost[cost] + static_cast<int64_t>(tile.num_kv_tiles) * kv_tile_cost;
+  const int64_t first = tile.cost_begin + head * head_cost + header.pair_cost[cost];
+  const int64_t last =
+      first + (tile.num_kv_tiles - 1) *
+                  kv_tile_cost;  // an interval starts inside if it starts behind `first` and not behind `last`
+  return CtaRange{static_cast<int32_t>(min_of<int64_t>(divide(first, header.share) + 1, num_ctas)),
+                  static_cast<int32_t>(min_of<int64_t>(divide(last, header.share) + 1, num_ctas))};
+}
+
+}  // namespace attn

@@ -1,0 +1,41 @@
+// Which tokens a query sees, as far as planning knows it: plain data of a level.
+#pragma once
+
+#include "common/math.h"
+#include "common/platform.h"
+
+namespace attn {
+
+/// Tokens [begin, end).
+struct TokenRange {
+  int32_t begin;
+  int32_t end;
+};
+
+/// A query at position q sees the tokens [q - window_left, q] if causal, else from q - window_left on. Positions are
+/// absolute: query row i of a request with qo_len rows and kv_len tokens stands at kv_len - qo_len + i (below 0 for a
+/// query that is longer than its KV). A window may be as long as an int32 holds: no difference here wraps around.
+struct Visibility {
+  int32_t causal = 0;
+  int32_t window_left = -1;  // tokens to the left of the query; -1: all
+
+  ATTN_HD bool sees(int32_t qo_position, int32_t kv_position) const {
+    return (causal == 0 || kv_position <= qo_position) && (window_left < 0 || qo_position - kv_position <= window_left);
+  }
+
+  /// Narrows `range` to the tokens that any query in [first, last] sees.
+  ATTN_HD TokenRange seen_by_any(int32_t first, int32_t last, TokenRange range) const {
+    if (causal) range.end = min_of(range.end, last + 1);
+    if (window_left >= 0) range.begin = max_of(range.begin, max_of(first, 0) - window_left);
+    return range;
+  }
+
+  /// Narrows `range` to the tokens that every query in [first, last] sees.
+  ATTN_HD TokenRange seen_by_all(int32_t first, int32_t last, TokenRange range) const {
+    if (causal) range.end = min_of(range.end, first + 1);
+    if (window_left >= 0) range.begin = max_of(range.begin, max_of(last, 0) - window_left);
+    return range;
+  }
+};
+
+}  // namespace attn

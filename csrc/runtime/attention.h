@@ -1,0 +1,122 @@
+// An Attention object: one shape of heads, one workspace, the last plan.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "attention/params.h"
+#include "common/data_type.h"
+#include "planner/params.h"
+#include "runtime/driver.h"
+
+namespace attn {
+
+/// The attention kernels, whose row tiles, KV tiles and costs a schedule is made for.
+enum class KernelKind : int32_t { kCpu = 0, kGeneric = 1, kHopper = 2 };
+
+/// Fixed when the object is made.
+struct AttentionConfig {
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  DataType dtype;
+  int32_t max_rows;
+  int32_t max_groups;  // row groups of one level
+  int32_t max_levels;  // of a composition
+  int32_t num_ctas;    // 0: as many as the device holds at once
+  int32_t cascade;     // CascadeMode
+  bool batch_invariant;
+  KernelKind kernel;  // that the schedule is made for; without a GPU the CPU runs it, whichever it is
+  bool on_cuda;
+  int32_t device;
+};
+
+/// Cubin files of the kernels; empty on a CPU.
+struct KernelFiles {
+  std::string plan;
+  std::string attention;
+  std::string
+      attention_rows;  // of the Hopper kernel, for caches that the copy engine cannot bring box by box; empty otherwise
+  std::string merge;
+};
+
+/// Sizes in bytes of the buffers that the caller allocates once.
+struct WorkspaceSize {
+  int64_t schedule;
+  int64_t partial_o;
+  int64_t partial_lse;
+};
+
+/// Most query heads: what is counted for each head and row fits into 64 bits.
+constexpr int32_t kMaxHeads = 1 << 16;
+
+class Attention {
+ public:
+  Attention(const AttentionConfig& config, const KernelFiles& files);
+
+  /// The calling thread uses the object until it calls leave(); a thread that has entered may enter again. Throws
+  /// RuntimeError if another one uses it.
+  void enter();
+  void leave() { user_.store(0, std::memory_order_release); }
+
+  /// Has entered, as long as it lives.
+  class InUse {
+   public:
+    explicit InUse(Attention& attention) : attention_(attention) { attention.enter(); }
+    ~InUse() { attention_.leave(); }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    Attention& attention_;
+  };
+
+  /// Levels of a new plan follow: enters, and forgets the plan before. plan() leaves.
+  void begin_plan();
+
+  /// If this thread began a plan: leaves. Forgets the plan before, unless another thread uses the object.
+  void abandon_plan();
+
+  const AttentionConfig& config() const { return config_; }
+  const ScheduleConfig& schedule_config() const { return schedule_config_; }
+  const ScheduleLayout& layout() const { return layout_; }
+  WorkspaceSize workspace_size() const;
+  void set_workspace(void* schedule, void* partial_o, void* partial_lse);
+
+  /// A level of the next plan, to be filled in by the caller.
+  PlanLevel& level(int32_t index) { return plan_params_.levels[index]; }
+
+  /// Plans the first `num_levels` levels on `stream`, or on the host. Returns the ScheduleError bits on a CPU, 0 on
+  /// CUDA.
+  uint32_t plan(int32_t num_levels, driver::Stream stream);
+
+  /// Runs the last plan; the fields of `params` that belong to the object are filled in here. Returns the ScheduleError
+  /// bits on a CPU, 0 on CUDA.
+  uint32_t run(AttentionParams params, driver::Stream stream);
+
+  bool planned() const { return planned_page_size_ > 0; }
+  int32_t planned_page_size() const { return planned_page_size_; }
+
+ private:
+  bool describe_rows(const void* data, int64_t row_stride, int64_t head_stride, int32_t num_rows, int32_t packed_rows,
+                     TensorMap& map) const;
+  HopperParams describe_tensors(const AttentionParams& params) const;
+
+  AttentionConfig config_;
+  ScheduleConfig schedule_config_;
+  ScheduleLayout layout_;
+  int32_t threads_ = 0;  // of a CTA of the attention kernel
+  driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, attention_rows_kernel_, merge_kernel_;
+  KernelCode attention_code_{};
+  KernelCode attention_rows_code_{};
+  KernelCode merge_code_{};
+  Schedule schedule_;
+  PlanParams plan_params_{};
+  float* partial_o_ = nullptr;
+  float* partial_lse_ = nullptr;
+  int32_t planned_page_size_ = 0;   // 0: there is no plan
+  std::atomic<uintptr_t> user_{0};  // the thread that uses the object; 0: none
+};
+
+}  // namespace attn

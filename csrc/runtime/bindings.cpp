@@ -1,0 +1,278 @@
+// The functions that Python calls (attn_backend/kernels/library.py), bound with tvm-ffi: tensors arrive through DLPack,
+// the stream is torch's current one.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <limits>
+#include <mutex>
+
+#include "attention/cpu/executor.h"
+#include "runtime/attention.h"
+#include "runtime/checks.h"
+
+namespace attn {
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+using tvm::ffi::Tuple;
+
+Attention& object(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
+
+DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cuda ? kDLCUDA : kDLCPU, config.device}; }
+
+driver::Stream current_stream(DLDevice device) {
+  return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
+}
+
+int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows,
+                         int64_t max_batch, int64_t max_levels, int64_t num_ctas, int64_t cascade, bool batch_invariant,
+                         int64_t kernel, bool on_cuda, int64_t device, String plan_file, String attention_file,
+                         String attention_rows_file, String merge_file) {
+  const AttentionConfig config{narrow("num_qo_heads", num_qo_heads, 1, kMaxHeads),
+                               narrow("num_kv_heads", num_kv_heads, 1, kMaxHeads),
+                               narrow("head_dim", head_dim, 1),
+                               static_cast<DataType>(dtype),
+                               narrow("max_rows", max_rows, 1),
+                               narrow("max_batch", max_batch, 1),
+                               narrow("max_levels", max_levels, 1, kMaxLevels),
+                               narrow("num_ctas", num_ctas),
+                               static_cast<int32_t>(cascade),
+                               batch_invariant,
+                               static_cast<KernelKind>(kernel),
+                               on_cuda,
+                               narrow("device.index", device)};
+  return reinterpret_cast<int64_t>(
+      new Attention(config, KernelFiles{plan_file, attention_file, attention_rows_file, merge_file}));
+}
+
+void attention_destroy(int64_t handle) { delete &object(handle); }
+
+/// (bytes of the schedule, of partial_o, of partial_lse)
+Tuple<int64_t, int64_t, int64_t> workspace_size(int64_t handle) {
+  const WorkspaceSize size = object(handle).workspace_size();
+  return Tuple<int64_t, int64_t, int64_t>(size.schedule, size.partial_o, size.partial_lse);
+}
+
+void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse) {
+  object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
+}
+
+/// What a reader of the schedule needs: all of ScheduleConfig, in its order, then the offsets of groups, tiles,
+/// positions, links, rows and nodes.
+tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
+  const ScheduleConfig& config = object(handle).schedule_config();
+  const ScheduleLayout& layout = object(handle).layout();
+  static_assert(sizeof(config) % sizeof(int32_t) == 0 && alignof(ScheduleConfig) == alignof(int32_t),
+                "nothing but int32");
+  const int32_t* fields = reinterpret_cast<const int32_t*>(&config);
+  tvm::ffi::Array<int64_t> values;
+  for (size_t i = 0; i < sizeof(config) / sizeof(int32_t); ++i) values.push_back(fields[i]);
+  for (const int64_t offset : {layout.groups, layout.tiles, layout.positions, layout.links, layout.rows, layout.nodes})
+    values.push_back(offset);
+  return values;
+}
+
+/// Ends a plan whose levels did not all come: what was planned before is no plan any more.
+void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
+
+/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. The caller
+/// sees to index < num_levels <= max_levels, and calls abandon_plan() if anything fails. Returns ScheduleError bits
+/// (always 0 on CUDA, where they stay on the device).
+int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView qo_indptr,
+                   Optional<TensorView> row_list, Optional<TensorView> indices, Optional<TensorView> indptr,
+                   Optional<TensorView> last_page_len, Optional<TensorView> kv_lens, Optional<TensorView> rows,
+                   int64_t page_size, int64_t entry_step, bool causal, int64_t window_left) {
+  Attention& attention = object(handle);
+  if (index == 0) attention.begin_plan();
+  const DLDevice device = device_of(attention.config());
+  const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
+  if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
+  if (batch > attention.config().max_groups)
+    refuse("batch (qo_indptr.shape[0] - 1)", batch,
+           "at most max_batch = " + std::to_string(attention.config().max_groups));
+  if (page_size < 1 || page_size > kMaxInt32) refuse("page_size", page_size, "at least 1");
+  if (window_left < -1 || window_left > kMaxInt32) refuse("window_left", window_left, "-1 (no window) or at least 0");
+
+  PlanLevel level{};
+  level.num_groups = static_cast<int32_t>(batch);
+  level.visibility.causal = causal;
+  level.visibility.window_left = static_cast<int32_t>(window_left);
+  level.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
+  level.max_rows = attention.config().max_rows;
+  if (row_list.has_value()) {
+    const TensorView& t = row_list.value();
+    const IndexArray list = index_array("rows", t, device, 0);
+    if (list.is_int64) refuse("rows.dtype", "int64", "int32");
+    level.rows = static_cast<const int32_t*>(list.data);
+    level.max_rows = static_cast<int32_t>(min_of<int64_t>(level.max_rows, t.size(0)));
+  }
+  PageTable& table = level.table;
+  table.page_size = static_cast<int32_t>(page_size);
+  table.entry_step = static_cast<int32_t>(entry_step);
+  table.num_entries = kMaxInt32;  // ragged: bounded by the tensor that run() is given (a GPU clamps each token)
+  if (indices.has_value()) {
+    const TensorView& t = indices.value();
+    const char* name = indptr.has_value() ? "kv_indices" : rows.has_value() ? "req_to_token" : "block_table";
+    check_tensor(name, t, device);
+    check_dtype(name, t, DLDataType{kDLInt, 32, 1});
+    if (indptr.has_value()) {
+      check_shape(name, t, {{"pages"}});
+      table.num_entries = t.size(0);
+    } else {
+      check_shape(name, t, {{"rows"}, {"entries"}});
+      table.num_rows = narrow(rows.has_value() ? "req_to_token.shape[0]" : "block_table.shape[0]", t.size(0));
+      table.row_entries = narrow(rows.has_value() ? "req_to_token.shape[1]" : "block_table.shape[1]", t.size(1));
+      table.row_stride = t.stride(0);
+      table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
+      if (!rows.has_value() && table.num_rows < batch)
+        refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
+      if (rows.has_value() && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
+    }
+    check_contiguous_dim(name, t, t.ndim() - 1);
+    table.indices = static_cast<const int32_t*>(t.data_ptr());
+  }
+  if (indptr.has_value()) table.indptr = index_array("kv_indptr", indptr.value(), device, batch + 1);
+  if (last_page_len.has_value())
+    table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
+  if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
+  if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
+  attention.level(static_cast<int32_t>(index)) = level;
+  return index + 1 == num_levels ? attention.plan(static_cast<int32_t>(num_levels), current_stream(device)) : 0;
+}
+
+/// K or V of the cache of one layer.
+KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim pages, int64_t page_size) {
+  check_tensor(name, t, device_of(config));
+  check_dtype(name, t, dl_dtype(config.dtype));
+  check_shape(name, t,
+              {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, {"head_dim", config.head_dim}});
+  check_contiguous_dim(name, t, 3);
+  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
+            double sm_scale, double logits_soft_cap, bool after_append) {
+  Attention& attention = object(handle);
+  const Attention::InUse in_use(attention);
+  const AttentionConfig& config = attention.config();
+  const DLDevice device = device_of(config);
+  if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
+  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim};
+  check_rows("q", q, device, config.dtype, {"rows"}, heads, head_dim);
+  const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
+  check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim);
+  check_no_overlap("out", out);
+  if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max())
+    refuse("sm_scale", sm_scale, "above 0 and finite");
+  if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max())
+    refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
+  AttentionParams params{};
+  params.k = kv_tensor("kv.k", k, config, {"pages"}, attention.planned_page_size());
+  params.v = kv_tensor("kv.v", v, config, {"pages", k.size(0)}, attention.planned_page_size());
+  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  if (config.on_cuda) {
+    check_alignment("q", q);
+    check_alignment("kv.k", k);
+    check_alignment("kv.v", v);
+    check_alignment("out", out);
+  }
+  if (lse.has_value()) {
+    const TensorView& t = lse.value();
+    check_tensor("lse", t, device);
+    check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
+    check_shape("lse", t, {{"rows", q.size(0)}, heads});
+    if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
+    params.lse = static_cast<float*>(t.data_ptr());
+  }
+  params.q = q.data_ptr();
+  params.q_row_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.o = out.data_ptr();
+  params.o_row_stride = out.stride(0);
+  params.o_head_stride = out.stride(1);
+  params.num_rows = num_rows;
+  params.num_pages = static_cast<int32_t>(k.size(0));
+  params.sm_scale = static_cast<float>(sm_scale);
+  params.logits_soft_cap = static_cast<float>(logits_soft_cap);
+  params.after_append = after_append;
+  if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
+  return attention.run(params, current_stream(device));
+}
+
+void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
+  const DLDevice device = k_cache.device();
+  check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
+  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
+  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
+  const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
+  const struct {
+    const char* name;
+    const TensorView& tokens;
+    const char* cache_name;
+    const TensorView& cache;
+  } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
+  for (const auto& [name, tokens, cache_name, cache] : pairs) {
+    check_tensor(name, tokens, device);
+    check_tensor(cache_name, cache, device);
+    check_no_overlap(cache_name, cache);
+    check_dtype(name, tokens, k_cache.dtype());
+    check_dtype(cache_name, cache, k_cache.dtype());
+    check_shape(name, tokens, {{"tokens"}, heads, head_dim});
+    check_contiguous_dim(name, tokens, 2);
+    check_contiguous_dim(cache_name, cache, 3);
+  }
+  AppendParams params{};
+  params.slots = index_array("slots", slots, device, 0);
+  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
+  if (k.size(0) < slots.size(0))
+    refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  if (v.size(0) < slots.size(0))
+    refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  params.k = k.data_ptr();
+  params.v = v.data_ptr();
+  params.k_token_stride = k.stride(0);
+  params.k_head_stride = k.stride(1);
+  params.v_token_stride = v.stride(0);
+  params.v_head_stride = v.stride(1);
+  params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
+  params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
+  params.element_bytes = k_cache.dtype().bits / 8;
+  params.head_bytes =
+      narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
+  params.page_size = FastDivisor(page_size);
+  if (device.device_type == kDLCPU) {
+    if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
+    return;
+  }
+  static driver::Kernel kernels[64];
+  static std::mutex mutex;
+  driver::Kernel& kernel = kernels[device.device_id];
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!kernel) kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
+  }
+  // Without tokens too: a run() that follows relies on this launch.
+  driver::launch(kernel,
+                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
+                 &params, current_stream(device));
+}
+
+}  // namespace
+}  // namespace attn
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_create, attn::attention_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_destroy, attn::attention_destroy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, attn::workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_workspace, attn::set_workspace);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_level, attn::plan_level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon_plan, attn::abandon_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

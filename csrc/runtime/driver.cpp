@@ -1,0 +1,262 @@
+#include "runtime/driver.h"
+
+#include <dlfcn.h>
+#include <tvm/ffi/error.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+namespace attn::driver {
+namespace {
+
+// Declarations of the driver's stable C interface (CUDA driver API reference).
+using Result = int;
+using Device = int;
+using Context = void*;
+using Module = void*;
+using Function = void*;
+
+constexpr int kMaxDynamicSharedSizeBytes = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kNonPortableClusterSizeAllowed = 14;   // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+constexpr int kMultiprocessorCount = 16;             // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxSharedMemoryPerBlockOptin = 97;    // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kPointerMemoryType = 2;                // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int kClusterDimension = 4;                 // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+struct LaunchAttribute {
+  int id;
+  char pad[8 - sizeof(int)];
+  union {
+    char bytes[64];
+    int allowed;
+    struct {
+      unsigned x, y, z;
+    } cluster;
+  } value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+struct Driver {
+  Result (*init)(unsigned);
+  Result (*error_name)(Result, const char**);
+  Result (*device_get)(Device*, int);
+  Result (*device_attribute)(int*, int, Device);
+  Result (*primary_retain)(Context*, Device);
+  Result (*context_get)(Context*);
+  Result (*context_set)(Context);
+  Result (*module_load)(Module*, const char*);
+  Result (*module_function)(Function*, Module, const char*);
+  Result (*module_global)(uint64_t*, size_t*, Module, const char*);
+  Result (*copy_to_host)(void*, uint64_t, size_t);
+  Result (*pointer_attribute)(void*, int, uint64_t);
+  Result (*function_attribute)(Function, int, int);
+  Result (*occupancy)(int*, Function, int, size_t);
+  Result (*launch)(const LaunchConfig*, Function, void**, void**);
+  Result (*encode_tiled)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                         const uint32_t*, int, int, int, int);
+};
+
+template <class Pointer>
+void find(void* library, const char* name, Pointer& pointer) {
+  pointer = reinterpret_cast<Pointer>(dlsym(library, name));
+  if (pointer == nullptr)
+    TVM_FFI_THROW(RuntimeError) << "libcuda.so.1 has no " << name << ": the NVIDIA driver is older than CUDA 12";
+}
+
+const Driver& driver() {
+  static const Driver loaded = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "a CUDA tensor needs the NVIDIA driver: " << dlerror();
+    Driver d;
+    find(library, "cuInit", d.init);
+    find(library, "cuGetErrorName", d.error_name);
+    find(library, "cuDeviceGet", d.device_get);
+    find(library, "cuDeviceGetAttribute", d.device_attribute);
+    find(library, "cuDevicePrimaryCtxRetain", d.primary_retain);
+    find(library, "cuCtxGetCurrent", d.context_get);
+    find(library, "cuCtxSetCurrent", d.context_set);
+    find(library, "cuModuleLoad", d.module_load);
+    find(library, "cuModuleGetFunction", d.module_function);
+    find(library, "cuModuleGetGlobal_v2", d.module_global);
+    find(library, "cuMemcpyDtoH_v2", d.copy_to_host);
+    find(library, "cuPointerGetAttribute", d.pointer_attribute);
+    find(library, "cuFuncSetAttribute", d.function_attribute);
+    find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
+    find(library, "cuLaunchKernelEx", d.launch);
+    find(library, "cuTensorMapEncodeTiled", d.encode_tiled);
+    d.init(0);
+    return d;
+  }();
+  return loaded;
+}
+
+void check(Result result, const std::string& doing) {
+  if (result == 0) return;
+  const char* name = nullptr;
+  driver().error_name(result, &name);
+  TVM_FFI_THROW(RuntimeError) << doing << ": " << (name ? name : "unknown CUDA error") << " (" << result << ")";
+}
+
+/// Makes the primary context of `device` (the one that torch uses) current on this thread.
+void use_device(int32_t device) {
+  constexpr int32_t kMaxDevices = 64;
+  static Context contexts[kMaxDevices] = {};
+  static std::mutex mutex;
+  if (device < 0 || device >= kMaxDevices)
+    TVM_FFI_THROW(ValueError) << "device is " << device << ", must be in [0, " << kMaxDevices << ")";
+  if (contexts[device] == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Device handle;
+    check(driver().device_get(&handle, device), "cuDeviceGet");
+    Context context;
+    check(driver().primary_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+    contexts[device] = context;
+  }
+  Context current = nullptr;
+  driver().context_get(&current);
+  if (current != contexts[device]) check(driver().context_set(contexts[device]), "cuCtxSetCurrent");
+}
+
+int32_t device_attribute(int32_t device, int attribute) {
+  use_device(device);
+  int value = 0;
+  Device handle;
+  check(driver().device_get(&handle, device), "cuDeviceGet");
+  check(driver().device_attribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes) {
+  static std::map<std::tuple<std::string, int32_t>, Module> modules;
+  static std::map<Function, int32_t>
+      allowed;  // dynamic shared memory: all users of a kernel share one limit, which must never fall
+  static std::mutex mutex;
+  use_device(device);
+  std::lock_guard<std::mutex> lock(mutex);
+  Module& module = modules[{file, device}];
+  if (module == nullptr) check(driver().module_load(&module, file.c_str()), "loading " + file);
+  Kernel kernel;
+  kernel.module = module;
+  kernel.device = device;
+  kernel.shared_bytes = shared_bytes;
+  kernel.name = symbol;
+  check(driver().module_function(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
+  int32_t& limit = allowed.emplace(kernel.function, -1).first->second;
+  if (shared_bytes > limit) {
+    check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
+          "giving " + std::to_string(shared_bytes) + " bytes of shared memory to " + kernel.name);
+    limit = shared_bytes;
+  }
+  return kernel;
+}
+
+KernelCode find_code(const Kernel& kernel) {
+  static std::map<Function, KernelCode> known;  // read once: copying to the host may not be captured
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = known.emplace(kernel.function, KernelCode{});
+  if (!is_new) return entry->second;
+  use_device(kernel.device);
+  uint64_t variable = 0;
+  size_t bytes = 0;
+  KernelCode code{};
+  if (driver().module_global(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0 ||
+      bytes != sizeof(code))
+    return {};
+  check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
+  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes thirty times as long.
+  constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
+  const uint64_t address = reinterpret_cast<uint64_t>(code.address);
+  if ((address > variable ? address - variable : variable - address) < kRegionBytes) entry->second = code;
+  return entry->second;
+}
+
+void allow_large_clusters(const Kernel& kernel) {
+  use_device(kernel.device);
+  check(driver().function_attribute(kernel.function, kNonPortableClusterSizeAllowed, 1),
+        "allowing large clusters of " + kernel.name);
+}
+
+int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
+  use_device(kernel.device);
+  int count = 0;
+  check(driver().occupancy(&count, kernel.function, threads, static_cast<size_t>(kernel.shared_bytes)),
+        "occupancy of " + kernel.name);
+  return count;
+}
+
+int32_t multiprocessor_count(int32_t device) { return device_attribute(device, kMultiprocessorCount); }
+
+bool is_device_memory(uint64_t address) {
+  unsigned type = 0;
+  return driver().pointer_attribute(&type, kPointerMemoryType, address) == 0;
+}
+
+int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxSharedMemoryPerBlockOptin); }
+
+bool encode(const Tensor4d& tensor, TensorMap& map) {
+  constexpr int kFloat16 = 6, kBFloat16 = 9;     // CU_TENSOR_MAP_DATA_TYPE_*
+  constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+  // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
+  // are slower too (docs/decisions.md).
+  constexpr int kSwizzle128 = 3, kPromoteToL2_128 = 2;
+  constexpr uint64_t kBytes = 2, kUnit = 16;
+  uint64_t strides[3];
+  for (int i = 0; i < 3; ++i) {
+    // A dimension of size 1 may have any stride.
+    strides[i] = tensor.sizes[i + 1] == 1 ? kUnit : static_cast<uint64_t>(tensor.strides[i]) * kBytes;
+    if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
+  }
+  const uint32_t steps[4] = {1, 1, 1, 1};
+  return driver().encode_tiled(&map, tensor.is_bf16 ? kBFloat16 : kFloat16, 4, const_cast<void*>(tensor.data),
+                               tensor.sizes, strides, tensor.box, steps, kNoInterleave, kSwizzle128, kPromoteToL2_128,
+                               kNoFill) == 0;
+}
+
+void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {
+  use_device(kernel.device);
+  LaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (shape.overlaps_previous) {
+    LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = kProgrammaticStreamSerialization;
+    attribute.value.allowed = 1;
+  }
+  if (shape.cluster_x > 1) {
+    LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = kClusterDimension;
+    attribute.value.cluster.x = shape.cluster_x;
+    attribute.value.cluster.y = attribute.value.cluster.z = 1;
+  }
+  LaunchConfig config{};
+  config.grid_x = shape.grid_x;
+  config.grid_y = shape.grid_y;
+  config.grid_z = 1;
+  config.block_x = shape.threads;
+  config.block_y = config.block_z = 1;
+  config.shared_bytes = static_cast<unsigned>(shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes);
+  config.stream = stream;
+  config.attributes = attributes;
+  config.num_attributes = num_attributes;
+  void* arguments[] = {const_cast<void*>(params)};
+  const Result result = driver().launch(&config, kernel.function, arguments, nullptr);
+  if (result != 0) {
+    check(result, "launching " + kernel.name + " with grid " + std::to_string(shape.grid_x) + " x " +
+                      std::to_string(shape.grid_y) + ", " + std::to_string(shape.threads) + " threads, " +
+                      std::to_string(kernel.shared_bytes) + " bytes of shared memory");
+  }
+}
+
+}  // namespace attn::driver

@@ -1,0 +1,72 @@
+// The few functions of the CUDA driver that are used, found in libcuda at run time: building needs no CUDA, and
+// importing needs no driver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "attention/sm90/params.h"
+
+namespace attn::driver {
+
+using Stream = void*;
+
+/// A kernel in a loaded cubin. Copyable; stays loaded until the process ends.
+struct Kernel {
+  void* function = nullptr;
+  void* module = nullptr;
+  int32_t shared_bytes = 0;  // dynamic shared memory of a launch
+  int32_t device = 0;
+  std::string name;
+
+  explicit operator bool() const { return function != nullptr; }
+};
+
+struct Launch {
+  uint32_t grid_x;
+  uint32_t grid_y;
+  uint32_t threads;
+  int32_t shared_bytes = -1;       // dynamic shared memory, if less than the kernel's
+  bool overlaps_previous = false;  // programmatic dependent launch: the kernel waits for the previous one itself
+  uint32_t cluster_x = 1;          // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
+};
+
+/// A tensor of 2-byte elements, and boxes of it of box[0] x box[1] x 1 x 1 elements that the copy engine brings, with
+/// chunks of 128 bytes permuted. Strides in elements; that of the first dimension is 1.
+struct Tensor4d {
+  const void* data;
+  bool is_bf16;
+  uint64_t sizes[4];
+  int64_t strides[3];
+  uint32_t box[4];
+};
+
+/// Returns whether the copy engine can: addresses and strides must be multiples of 16 bytes.
+bool encode(const Tensor4d& tensor, TensorMap& map);
+
+/// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file
+/// and CUDA's error.
+Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
+
+/// Where the code of a kernel lies, if its source and cubin say (attn/kernel_code.h).
+KernelCode find_code(const Kernel& kernel);
+
+/// Lets launches of this kernel have clusters of up to 16 CTAs.
+void allow_large_clusters(const Kernel& kernel);
+
+/// CTAs of `threads` threads that one multiprocessor holds.
+int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);
+
+/// Whether CUDA knows of memory at an address.
+bool is_device_memory(uint64_t address);
+
+int32_t multiprocessor_count(int32_t device);
+
+/// Most shared memory that a block can be given, in bytes.
+int32_t max_shared_bytes(int32_t device);
+
+/// Launches with one plain-data parameter struct. Throws RuntimeError naming the kernel and CUDA's error.
+void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream);
+
+}  // namespace attn::driver

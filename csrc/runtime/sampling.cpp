@@ -1,0 +1,374 @@
+// The functions of attn_backend/kernels/sampling.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "runtime/checks.h"
+#include "runtime/driver.h"
+#include "sampling/cpu/sampling.h"
+#include "sampling/sampling.h"
+
+namespace attn {
+namespace {
+
+using tvm::ffi::AnyView;
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+using tvm::ffi::TypeIndex;
+
+constexpr int64_t kMaxRows = 1 << 26;  // times CTAs of a row: blocks of a grid
+
+/// A scalar, or a contiguous float32 tensor with an element for each row.
+RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
+  RowFloat result;
+  if (const auto tensor = value.try_cast<TensorView>()) {
+    check_tensor(name, *tensor, device);
+    check_dtype(name, *tensor, DLDataType{kDLFloat, 32, 1});
+    check_shape(name, *tensor, {{"batch", rows}});
+    check_contiguous_dim(name, *tensor, 0);
+    result.data = static_cast<const float*>(tensor->data_ptr());
+    return result;
+  }
+  const auto number = value.try_cast<double>();
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool)
+    refuse(name, value.GetTypeKey(), "a number or a float32 tensor [batch]");
+  if (std::isnan(*number)) refuse(name, *number, "a number");
+  result.value = static_cast<float>(*number);
+  return result;
+}
+
+RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
+  RowInt result;
+  if (const auto tensor = value.try_cast<TensorView>()) {
+    check_shape(name, *tensor, {{"batch", rows}});
+    result.array = index_array(name, *tensor, device, rows);
+    return result;
+  }
+  const auto number = value.try_cast<int64_t>();
+  const std::string type = value.GetTypeKey();
+  if (!number || value.type_index() == TypeIndex::kTVMFFIBool)
+    refuse(name, type == "ffi.BigInt" ? "larger than an int64" : type,
+           "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
+  result.value = *number;
+  return result;
+}
+
+DataType float_dtype(const char* name, const TensorView& tensor) {
+  const DLDataType was = tensor.dtype();
+  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
+    const DLDataType must = dl_dtype(dtype);
+    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
+  }
+  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
+}
+
+void check_contiguous(const char* name, const TensorView& tensor) {
+  for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
+    if (tensor.size(dim) == 0) return;
+  }
+  if (!tensor.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+}
+
+void check_vocab(const char* name, int64_t vocab) {
+  if (vocab < 1 || vocab > kMaxVocab) refuse(name, vocab, "1 to " + std::to_string(kMaxVocab));
+}
+
+/// The rows of `values`: logits of any float dtype, or float32 probabilities.
+void set_rows(SamplingParams& params, const char* name, const TensorView& values) {
+  check_memory(name, values);
+  check_shape(name, values, {{"batch"}, {"vocab"}});
+  check_contiguous_dim(name, values, 1);
+  check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
+  if (values.size(0) > kMaxRows)
+    refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
+  params.values = values.data_ptr();
+  params.row_stride = values.stride(0);
+  params.batch = static_cast<int32_t>(values.size(0));
+  params.vocab = static_cast<int32_t>(values.size(1));
+}
+
+void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows,
+             int64_t columns) {
+  check_tensor(name, tensor, device);
+  check_dtype(name, tensor, dtype);
+  if (columns > 0) {
+    check_shape(name, tensor, {{"batch", rows}, {"columns", columns}});
+  } else {
+    check_shape(name, tensor, {{"batch", rows}});
+  }
+  check_contiguous(name, tensor);
+  return tensor.data_ptr();
+}
+
+/// `name`: what the caller of the Python function knows the tensor by.
+void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
+                   int64_t columns) {
+  const DLDataType dtype = token_ids.dtype();
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
+    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+  params.token_ids = output(name, token_ids, device, dtype, params.batch, columns);
+  params.token_ids_are_int64 = dtype.bits == 64;
+}
+
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kFloat{kDLFloat, 32, 1};
+constexpr DLDataType kBool{kDLBool, 8, 1};
+
+int32_t multiprocessors_of(int32_t device) {
+  static int32_t known[64] = {};
+  if (known[device] == 0) known[device] = driver::multiprocessor_count(device);
+  return known[device];
+}
+
+/// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a
+/// warp would have less than two segments; but two for a row as long as that fills the GPU no more than once. Each warp
+/// should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
+int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
+  const int32_t multiprocessors = multiprocessors_of(device);
+  const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
+  const bool has_filters =
+      params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
+  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters)
+    max_ctas = std::min(max_ctas, kPortableClusterCtas);
+  int32_t ctas = 1;
+  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
+    const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
+    if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
+    ctas *= 2;
+  }
+  return ctas;
+}
+
+bool is_unfiltered(const SamplingParams& params) {
+  const bool no_top_k = !params.top_k.array && (params.top_k.value <= 0 || params.top_k.value >= params.vocab);
+  const bool no_top_p = params.top_p.data == nullptr && params.top_p.value >= 1.0f;
+  const bool no_min_p = params.min_p.data == nullptr && params.min_p.value <= 0.0f;
+  return params.task == RowTask::kSample && no_top_k && no_top_p && no_min_p && params.logprobs == nullptr &&
+         params.num_top_logprobs == 0;
+}
+
+/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment if there is room for so many;
+/// 0: there are too many rows for that. Nobody waits but the last CTA of a row, which starts after the others: with as
+/// few rows as these the others find room whatever else runs.
+int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
+  const int32_t most = kUnfilteredCtas * multiprocessors_of(device) / params.batch;
+  const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
+  return params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
+}
+
+/// Whether the kernel that looks for few survivors first may be taken (csrc/sampling/device/few.cuh).
+bool may_leave_few(const SamplingParams& params) {
+  return params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) &&
+         params.logprobs == nullptr && params.num_top_logprobs == 0 &&
+         params.vocab > 2 * kSamplingWarps * kSegmentTokens;
+}
+
+/// How many CTAs of a row suit it: all that a cluster may have, if each warp then has a segment and each multiprocessor
+/// a CTA; 0: as elsewhere.
+int32_t choose_few_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
+  return params.vocab > max_ctas * kSamplingWarps * kSegmentTokens &&
+                 params.batch * max_ctas <= multiprocessors_of(device)
+             ? max_ctas
+             : 0;
+}
+
+bool suits_few(const SamplingParams& params, int32_t ctas) {
+  return ctas >= kLeastFewCtas && params.vocab <= kMostFewSegments * kSegmentTokens * kSamplingWarps * ctas;
+}
+
+/// way: "", "few_" or "unfiltered_".
+driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const std::string& way,
+                               int32_t device, bool in_large_clusters) {
+  static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
+  static std::mutex mutex;
+  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + way + "sampling_kernel";
+  const std::lock_guard<std::mutex> lock(mutex);
+  driver::Kernel& known = kernels[{symbol, file, device}];
+  if (!known) {
+    known = driver::load_kernel(file, symbol.c_str(), device,
+                                way == "unfiltered_" ? 0 : sampling_shared_bytes(kMaxVocab, 1));
+    if (in_large_clusters) driver::allow_large_clusters(known);
+  }
+  return known;
+}
+
+/// few_file: has the kernel that looks for few survivors first, or "". max_ctas: of a row; 1 where there are no
+/// clusters. row_ctas: 0, or how many to take.
+void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas,
+            int64_t row_ctas) {
+  const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  narrow("row_ctas", row_ctas, 0, kWorkspaceMails);
+  if (params.workspace != nullptr && is_unfiltered(params)) {
+    const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
+    if (ctas > 0 && params.batch <= kMostUnfilteredRows && params.batch * (ctas - 1) <= kWorkspaceMails) {
+      const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
+      driver::launch(kernel,
+                     driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads},
+                     &params, stream);
+      return;
+    }
+  }
+  const bool may_be_few = !few_file.empty() && may_leave_few(params);
+  int32_t ctas = static_cast<int32_t>(row_ctas);
+  if (ctas == 0 && may_be_few) ctas = choose_few_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas == 0) ctas = choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0)
+    refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
+  const bool looks_for_few = may_be_few && suits_few(params, ctas);
+  const driver::Kernel kernel = sampling_kernel(params, looks_for_few ? few_file : file, looks_for_few ? "few_" : "",
+                                                device.device_id, max_ctas > kPortableClusterCtas);
+  driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
+  shape.shared_bytes = sampling_shared_bytes(params.vocab, ctas);
+  shape.cluster_x = static_cast<uint32_t>(ctas);
+  driver::launch(kernel, shape, &params, stream);
+}
+
+void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file,
+         int64_t max_ctas, int64_t row_ctas, const String& few_file = "") {
+  if (params.batch == 0) return;
+  if (device.device_type == kDLCUDA)
+    launch(params, file, few_file, device, max_ctas, row_ctas);
+  else if (of_probs)
+    cpu::sample_probs(params);
+  else
+    cpu::sample_logits(params, dtype);
+}
+
+/// `values` is called "probs" where it holds probabilities.
+void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
+            AnyView seed, AnyView position, Optional<TensorView> token_mask, bool joint, bool tempered_logprobs,
+            TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
+            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String few_file, String file,
+            int64_t max_ctas, int64_t row_ctas) {
+  const DLDevice device = values.device();
+  const char* name = of_probs ? "probs" : "logits";
+  SamplingParams params{};
+  const DataType dtype = float_dtype(name, values);
+  if (of_probs) check_dtype(name, values, kFloat);
+  set_rows(params, name, values);
+  params.temperature = row_float("temperature", temperature, device, params.batch);
+  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
+    refuse("temperature", params.temperature.value, "at least 0");
+  params.top_k = row_int("top_k", top_k, device, params.batch);
+  params.top_p = row_float("top_p", top_p, device, params.batch);
+  params.min_p = row_float("min_p", min_p, device, params.batch);
+  params.seed = row_int("seed", seed, device, params.batch);
+  params.position = row_int("position", position, device, params.batch);
+  if (token_mask.has_value()) {
+    const TensorView& mask = token_mask.value();
+    check_tensor("token_mask", mask, device);
+    check_dtype("token_mask", mask, kInt32);
+    check_shape("token_mask", mask, {{"batch", params.batch}, {"words"}});
+    const int64_t words = ceil_div(params.vocab, 32);
+    if (mask.size(1) < words)
+      refuse("token_mask.shape[1]", mask.size(1), "at least ceil(vocab / 32) = " + std::to_string(words));
+    check_contiguous_dim("token_mask", mask, 1);
+    params.token_mask = static_cast<const uint32_t*>(mask.data_ptr());
+    params.mask_stride = mask.stride(0);
+  }
+  set_token_ids(params, "out", token_ids, device, 0);
+  params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, params.batch, 0));
+  if (logprobs.has_value())
+    params.logprobs = static_cast<float*>(output("logprobs", logprobs.value(), device, kFloat, params.batch, 0));
+  if (top_logprobs.has_value() && top_token_ids.has_value()) {
+    const int64_t count = top_logprobs.value().size(1);
+    if (count > kMaxTopLogprobs) refuse("num_top_logprobs", count, "at most " + std::to_string(kMaxTopLogprobs));
+    params.num_top_logprobs = static_cast<int32_t>(count);
+    params.top_logprobs =
+        static_cast<float*>(output("top_logprobs", top_logprobs.value(), device, kFloat, params.batch, count));
+    params.top_token_ids =
+        static_cast<int32_t*>(output("top_token_ids", top_token_ids.value(), device, kInt32, params.batch, count));
+  }
+  if (workspace.has_value()) {
+    const TensorView& words = workspace.value();
+    check_tensor("workspace", words, device);
+    check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
+    check_shape("workspace", words, {{"words"}});
+    check_contiguous("workspace", words);
+    if (words.size(0) < kWorkspaceWords)
+      refuse("workspace.shape[0]", words.size(0), "at least " + std::to_string(kWorkspaceWords));
+    if (reinterpret_cast<uintptr_t>(words.data_ptr()) % 16 != 0)
+      refuse("workspace", "not aligned", "aligned to 16 bytes");
+    params.workspace = words.data_ptr();
+  }
+  params.joint = joint;
+  params.tempered_logprobs = tempered_logprobs;
+  params.task = RowTask::kSample;
+  run(params, of_probs, dtype, device, file, max_ctas, row_ctas, few_file);
+}
+
+/// Writes float32 [batch, vocab].
+void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperature, AnyView top_k, AnyView top_p,
+                TensorView out, String file, int64_t max_ctas, int64_t row_ctas) {
+  const DLDevice device = values.device();
+  const char* name = of_probs ? "probs" : "logits";
+  SamplingParams params{};
+  const DataType dtype = float_dtype(name, values);
+  if (of_probs) check_dtype(name, values, kFloat);
+  set_rows(params, name, values);
+  params.temperature = row_float("temperature", temperature, device, params.batch);
+  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
+    refuse("temperature", params.temperature.value, "at least 0");
+  params.top_k = row_int("top_k", top_k, device, params.batch);
+  params.top_p = row_float("top_p", top_p, device, params.batch);
+  params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));
+  params.written_stride = params.vocab;
+  params.task = static_cast<RowTask>(task);
+  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
+}
+
+void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView target_probs, AnyView seed,
+               AnyView position, TensorView token_ids, TensorView num_accepted, TensorView valid, String file,
+               int64_t max_ctas, int64_t row_ctas) {
+  const DLDevice device = target_probs.device();
+  check_memory("target_probs", target_probs);
+  check_dtype("target_probs", target_probs, kFloat);
+  check_shape("target_probs", target_probs, {{"batch"}, {"drafts + 1"}, {"vocab"}});
+  check_contiguous("target_probs", target_probs);
+  const int64_t batch = target_probs.size(0), drafts = target_probs.size(1) - 1, vocab = target_probs.size(2);
+  check_vocab("target_probs.shape[2] (vocab)", vocab);
+  if (drafts < 0 || drafts > kMaxInt32) refuse("target_probs.shape[1]", drafts + 1, "number of draft tokens + 1");
+  check_tensor("draft_probs", draft_probs, device);
+  check_dtype("draft_probs", draft_probs, kFloat);
+  check_shape("draft_probs", draft_probs, {{"batch", batch}, {"drafts", drafts}, {"vocab", vocab}});
+  check_contiguous("draft_probs", draft_probs);
+  check_tensor("draft_token_ids", draft_token_ids, device);
+  check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
+  check_contiguous("draft_token_ids", draft_token_ids);
+  const DLDataType id_dtype = draft_token_ids.dtype();
+  if (id_dtype.code != kDLInt || (id_dtype.bits != 32 && id_dtype.bits != 64))
+    refuse("draft_token_ids.dtype", dtype_name(id_dtype), "int32 or int64");
+  if (batch > kMaxRows) refuse("target_probs.shape[0] (batch)", batch, "at most " + std::to_string(kMaxRows));
+  SamplingParams params{};
+  params.values = target_probs.data_ptr();
+  params.batch = static_cast<int32_t>(batch);
+  params.vocab = static_cast<int32_t>(vocab);
+  params.temperature.value = 1.0f;
+  params.top_p.value = 1.0f;
+  params.seed = row_int("seed", seed, device, batch);
+  params.position = row_int("position", position, device, batch);
+  params.draft_probs = static_cast<const float*>(draft_probs.data_ptr());
+  params.draft_token_ids = draft_token_ids.data_ptr();
+  params.draft_ids_are_int64 = id_dtype.bits == 64;
+  params.num_draft_tokens = static_cast<int32_t>(drafts);
+  set_token_ids(params, "token_ids", token_ids, device, drafts + 1);
+  params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
+  params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
+  params.task = RowTask::kSpeculate;
+  run(params, true, DataType::kFloat32, device, file, max_ctas, row_ctas);
+}
+
+}  // namespace
+}  // namespace attn
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, attn::sample);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, attn::write_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(speculate, attn::speculate);

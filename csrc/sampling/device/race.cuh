@@ -1,0 +1,211 @@
+// The race that draws (csrc/sampling/sampling.h), on a warp: which tokens could win is told by approximations, only
+// those are evaluated.
+#pragma once
+
+#include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
+#include "sampling/device/source.cuh"
+#include "sampling/sampling.h"
+
+namespace attn {
+
+/// What approximations may be wrong by, where it matters.
+constexpr float kRaceTolerance = 1e-4f;
+
+/// Where a token ends in the race. `order` is in the order of race_value().
+struct alignas(16) Racer {
+  uint64_t order;
+  int32_t token;
+  uint32_t key;  // of its value
+
+  __device__ __forceinline__ bool beats(const Racer& other) const {
+    return order > other.order || (order == other.order && token < other.token);
+  }
+};
+
+/// Behind every token: order -inf.
+__device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
+
+/// Two counters' words, in their places.
+template <int32_t kUnrolled>
+__device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint32_t (&b)[4]) {
+  PhiloxKey key(seed);
+#pragma unroll kUnrolled
+  for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next()) {
+    philox_round(key, a[0], a[1], a[2], a[3]);
+    philox_round(key, b[0], b[1], b[2], b[3]);
+  }
+}
+
+/// kUnrolled: rounds of Philox that are written out. All of them is faster and more code.
+template <int32_t kUnrolled = 1, class Weights>
+__device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token,
+                                            float value) {
+  uint32_t block[4], tail[4];
+  set_counter(block, position, race_block(token), kDrawStream);
+  set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
+  philox_pair<kUnrolled>(seed, block, tail);
+  const uint32_t which = race_word(token);
+  const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
+  const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(race_value(weights.strength(value), random)));
+  return Racer{(bits >> 63) != 0 ? ~bits : bits | 1ull << 63, token, order_key(value)};
+}
+
+__device__ __forceinline__ double value_of(const Racer& racer) {
+  return __longlong_as_double(
+      static_cast<int64_t>((racer.order >> 63) != 0 ? racer.order & ~(1ull << 63) : ~racer.order));
+}
+
+/// The best of the lanes' racers, in all lanes. Mostly the upper halves of their orders tell: a reduction of a warp
+/// costs some hundred cycles.
+__device__ __forceinline__ Racer best_of_warp(const Racer& own) {
+  const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
+  uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
+  if ((best & (best - 1)) != 0) {
+    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
+    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0
+                               ? static_cast<uint32_t>(own.token)
+                               : 0xffffffffu;
+    best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
+  }
+  const int32_t lane = __ffs(static_cast<int32_t>(best)) - 1;
+  return Racer{__shfl_sync(ptx::kAllLanes, own.order, lane), __shfl_sync(ptx::kAllLanes, own.token, lane),
+               __shfl_sync(ptx::kAllLanes, own.key, lane)};
+}
+
+/// Powers of two between a value's weight and that of the reference, nearly.
+__device__ __forceinline__ float approximate_rise(const LogitWeights& weights, float value) {
+  return (value - weights.reference) * weights.scale;
+}
+__device__ __forceinline__ float approximate_rise(const ProbWeights& weights, float value) {
+  return ptx::lg2(value) - ptx::lg2(weights.reference);
+}
+
+/// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
+template <class Weights>
+struct ApproximateShare;
+
+template <>
+struct ApproximateShare<LogitWeights> {
+  float scale, offset, error;
+
+  __device__ __forceinline__ explicit ApproximateShare(const LogitWeights& weights)
+      : scale(weights.scale),
+        offset(-weights.reference * weights.scale),
+        error(fused_multiply_add(fabsf(offset), 2.4e-7f, kRaceTolerance)) {}
+
+  /// By how many powers of two more than the reference something is that has this strength.
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
+
+  __device__ __forceinline__ float operator()(float logit) const {
+    return ptx::ex2(fused_multiply_add(logit, scale, offset));
+  }
+};
+
+template <>
+struct ApproximateShare<ProbWeights> {
+  float scale, offset, error;
+
+  __device__ __forceinline__ explicit ApproximateShare(const ProbWeights& weights)
+      : scale(1.0f / weights.reference), offset(-ptx::lg2(weights.reference)), error(kRaceTolerance) {}
+
+  __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
+
+  __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
+};
+
+/// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
+__device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
+
+/// The words of two blocks of a request's draw.
+template <int32_t kUnrolled>
+__device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second,
+                                           uint32_t (&a)[4], uint32_t (&b)[4]) {
+  set_counter(a, position, first, kDrawStream);
+  set_counter(b, position, second, kDrawStream);
+  philox_pair<kUnrolled>(seed, a, b);
+}
+
+/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word. kUnrolled: rounds of Philox that
+/// are written out.
+template <class Source, int32_t kUnrolled>
+__device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32_t segment,
+                                           uint32_t (&words)[kLaneTokens / 2]) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneTokens; i += Source::kVectorTokens == 4 ? kLaneTokens : 8) {
+    uint32_t a[4], b[4];
+    if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
+      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, 0)),
+                            race_block(lane_token<Source>(segment, 8)), a, b);
+#pragma unroll
+      for (int32_t w = 0; w < 4; ++w) {
+        words[w] = a[w];
+        words[4 + w] = b[w];
+      }
+    } else {  // in vectors of two lanes
+      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, i)),
+                            race_block(lane_token<Source>(segment, i + 4)), a, b);
+      const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
+      words[i / 2] = is_first ? a[0] : a[2];
+      words[i / 2 + 1] = is_first ? a[1] : a[3];
+      words[i / 2 + 2] = is_first ? b[0] : b[2];
+      words[i / 2 + 3] = is_first ? b[1] : b[3];
+    }
+  }
+}
+
+/// Has its sign bit set where a token has lost for sure: it needs first bits, a half of `word`, of at most share *
+/// most. `magic` is the upper half of 2^23, in whose low bits integers stand: in a register, as PRMT has no room for
+/// two constants.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t word, uint32_t magic) {
+  const float bits = __uint_as_float(__byte_perm(word, magic, kUpper ? 0x5432 : 0x5410));
+  return __float_as_uint(fused_multiply_add(share, most, 8388608.0f) - bits);
+}
+
+/// The race of a warp's segment: evaluates what could win, and replaces `best` by this lane's best, if that is better.
+/// words: of first_bits(). v: the segment's values, used up. reached: order_key() of what some racer has reached, or a
+/// little less; it rises, and is the same in all lanes.
+template <class Source>
+__device__ __forceinline__ void race_segment(const Source& source, const typename Source::Weights& weights,
+                                             int64_t seed, int64_t position, int32_t segment,
+                                             const uint32_t (&words)[kLaneTokens / 2], float (&v)[kLaneTokens],
+                                             uint32_t& reached, Racer& best) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneTokens; i += 2) {
+    v[i] = approximate_rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
+    v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
+  }
+  float most = v[0];
+#pragma unroll
+  for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
+  const double level = weights.strength(weights.reference);
+  // Each round evaluates every lane's best. One is enough mostly.
+#pragma unroll 1
+  for (int32_t round = 0; round < kLaneTokens; ++round) {
+    const float bound = __double2float_rd(static_cast<double>(key_value(reached)) - level) - (32.0f + kRaceTolerance);
+    const bool may_win = most >= bound && most > kMinusInfinity;
+    if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
+    uint32_t of_lane = kExcludedKey;
+    if (may_win) {
+      int32_t index = -1;
+      float rest = kMinusInfinity;
+#pragma unroll
+      for (int32_t i = 0; i < kLaneTokens; ++i) {
+        const bool is_it = index < 0 && v[i] == most;
+        index = is_it ? i : index;
+        v[i] = is_it ? kMinusInfinity : v[i];
+        rest = fmaxf(rest, v[i]);
+      }
+      most = rest;
+      const int32_t entered = lane_token<Source>(segment, max_of(index, 0));
+      const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
+      if (own.beats(best)) best = own;
+      of_lane = order_key(__double2float_rd(value_of(own)));
+    }
+    reached = max_of(reached, ptx::warp_max(of_lane));
+  }
+}
+
+}  // namespace attn

@@ -1,0 +1,298 @@
+// What rows are sampled from: logits of some element type, or probabilities.
+//
+// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source loads ahead (Vector) and
+// converts later (values): float32, -inf for a token that cannot be drawn, so that whoever works with values knows
+// nothing of masks, tails and element types.
+#pragma once
+
+#include "common/ptx/special_registers.cuh"
+#include "sampling/sampling.h"
+
+namespace attn {
+
+constexpr int32_t kLaneTokens = kSegmentTokens / 32;
+
+struct Float32Element {
+  using Storage = float;
+  static constexpr uint32_t kExcludedWord = 0xff800000u;
+
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t) { return __uint_as_float(word); }
+};
+
+/// A probability: what lies behind the row's end has none.
+struct ProbElement : Float32Element {
+  static constexpr uint32_t kExcludedWord = 0;
+};
+
+struct BFloat16Element {
+  using Storage = uint16_t;
+  static constexpr uint32_t kExcludedWord = 0xff80ff80u;
+
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
+    return __uint_as_float(half != 0 ? word & 0xffff0000u : word << 16);
+  }
+};
+
+struct Float16Element {
+  using Storage = uint16_t;
+  static constexpr uint32_t kExcludedWord = 0xfc00fc00u;
+
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(half != 0 ? word >> 16 : word)));
+    return x;
+  }
+};
+
+/// Reads 16 bytes of a row at a time: a vector of kVectorTokens tokens.
+template <class Element>
+struct RowReader {
+  using Storage = typename Element::Storage;
+  static constexpr int32_t kWordTokens = 4 / static_cast<int32_t>(sizeof(Storage));
+  static constexpr int32_t kVectorTokens = 4 * kWordTokens;
+  static constexpr int32_t kVectors = kLaneTokens / kVectorTokens;
+
+  const Storage* row;
+  int32_t vocab;
+
+  /// First token of vector j of a lane.
+  __device__ __forceinline__ static int32_t vector_token(int32_t segment, int32_t lane, int32_t j) {
+    return segment * kSegmentTokens + (j * 32 + lane) * kVectorTokens;
+  }
+
+  /// Whether vectors can be read at once up to that token.
+  __device__ __forceinline__ bool reads_whole(int32_t end) const {
+    return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab;
+  }
+
+  __device__ __forceinline__ static void take(const uint4& vector, uint32_t (&words)[4]) {
+    words[0] = vector.x;
+    words[1] = vector.y;
+    words[2] = vector.z;
+    words[3] = vector.w;
+  }
+
+  __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
+    if (reads_whole(first + kVectorTokens)) {
+      take(__ldg(reinterpret_cast<const uint4*>(row + first)), words);
+      return;
+    }
+#pragma unroll
+    for (int32_t w = 0; w < 4; ++w) {
+      const int32_t token = first + w * kWordTokens;
+      uint32_t word = Element::kExcludedWord;
+      if constexpr (kWordTokens == 1) {
+        if (token < vocab) word = __float_as_uint(__ldg(row + token));
+      } else {
+        if (token < vocab) word = (word & 0xffff0000u) | __ldg(row + token);
+        if (token + 1 < vocab) word = (word & 0x0000ffffu) | static_cast<uint32_t>(__ldg(row + token + 1)) << 16;
+      }
+      words[w] = word;
+    }
+  }
+
+  /// Whether each vector lies in the row or behind it, and can be read at once.
+  __device__ __forceinline__ bool has_whole_vectors() const {
+    return reinterpret_cast<uint64_t>(row) % 16 == 0 && vocab % kVectorTokens == 0;
+  }
+
+  /// A vector of such a row.
+  __device__ __forceinline__ void load_whole(int32_t first, uint32_t (&words)[4]) const {
+    uint4 vector =
+        make_uint4(Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord);
+    if (first < vocab) vector = __ldg(reinterpret_cast<const uint4*>(row + first));
+    take(vector, words);
+  }
+
+  __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) {
+    return Element::from_word(words[i / kWordTokens], i % kWordTokens);
+  }
+
+  /// One token's value; token < vocab.
+  __device__ __forceinline__ float one(int32_t token) const {
+    if constexpr (kWordTokens == 1)
+      return __ldg(row + token);
+    else
+      return Element::from_word(__ldg(row + token), 0);
+  }
+};
+
+/// A row of logits, of whose tokens a mask may allow some only.
+template <class Element, bool kMasked>
+struct LogitSource {
+  using Weights = LogitWeights;
+  using Reader = RowReader<Element>;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kHasDraft = false;
+
+  struct Vector {
+    uint32_t words[4];
+    uint32_t allowed;
+  };
+
+  Reader reader;
+  const uint32_t* mask;
+
+  __device__ __forceinline__ LogitSource(const SamplingParams& params, int64_t row)
+      : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
+        mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
+
+  /// The vector that begins with the token `first`. is_whole: Reader::has_whole_vectors().
+  __device__ __forceinline__ void load(int32_t first, bool is_whole, Vector& vector) const {
+    if (is_whole)
+      reader.load_whole(first, vector.words);
+    else
+      reader.load(first, vector.words);
+    load_mask(first, vector);
+  }
+
+  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
+    load(Reader::vector_token(segment, lane, j), false, vector);
+  }
+
+  /// The same of a vector that was brought to shared memory.
+  __device__ __forceinline__ void take(int32_t segment, int32_t lane, int32_t j, const uint4& staged,
+                                       Vector& vector) const {
+    Reader::take(staged, vector.words);
+    load_mask(Reader::vector_token(segment, lane, j), vector);
+  }
+
+  __device__ __forceinline__ void load_mask(int32_t first, Vector& vector) const {
+    if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
+  }
+
+  template <int32_t kFirst, int32_t kCount>
+  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int32_t i = 0; i < kVectorTokens; ++i) {
+        if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
+      }
+    }
+  }
+
+  /// Moves what comes behind the first four values to the front.
+  __device__ __forceinline__ static void skip_four(Vector& vector) {
+    vector.words[0] = vector.words[2];
+    vector.words[1] = vector.words[3];
+    vector.allowed >>= 4;
+  }
+
+  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const {
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      v[i] = Reader::value(vector.words, i);
+      if (kMasked && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
+    }
+  }
+
+  __device__ __forceinline__ float one(int32_t token) const {
+    if (token >= reader.vocab) return kMinusInfinity;
+    if (kMasked && (__ldg(mask + (token >> 5)) >> (token & 31) & 1) == 0) return kMinusInfinity;
+    return reader.one(token);
+  }
+};
+
+/// A row of probabilities, or of what a target gives beyond a draft.
+template <bool kMayHaveDraft>
+struct ProbSource {
+  using Weights = ProbWeights;
+  using Reader = RowReader<ProbElement>;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
+  static constexpr bool kHasDraft = kMayHaveDraft;
+
+  struct Vector {
+    uint32_t words[4];
+    uint32_t draft[kMayHaveDraft ? 4 : 1];
+  };
+
+  Reader reader;
+  const float* draft;
+
+  __device__ __forceinline__ ProbSource(const float* row, const float* draft, int32_t vocab)
+      : reader{row, vocab}, draft(draft) {}
+  __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
+      : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
+
+  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
+    const int32_t first = Reader::vector_token(segment, lane, j);
+    reader.load(first, vector.words);
+    if constexpr (kMayHaveDraft) {
+      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
+    }
+  }
+
+  __device__ __forceinline__ void take(int32_t, int32_t, int32_t, const uint4& staged, Vector& vector) const {
+    Reader::take(staged, vector.words);
+  }
+
+  template <int32_t kFirst, int32_t kCount>
+  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kVectorTokens; ++i) {
+      float prob = __uint_as_float(vector.words[i]);
+      if constexpr (kMayHaveDraft) {
+        if (draft != nullptr) prob = residual_prob(prob, __uint_as_float(vector.draft[i]));
+      }
+      v[kFirst + i] = prob_value(prob);
+    }
+  }
+
+  __device__ __forceinline__ static void skip_four(Vector&) {}
+  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const { values<0>(vector, v); }
+
+  __device__ __forceinline__ float one(int32_t token) const {
+    if (token >= reader.vocab) return kMinusInfinity;
+    const float prob = reader.one(token);
+    if constexpr (kMayHaveDraft) {
+      if (draft != nullptr) return prob_value(residual_prob(prob, __ldg(draft + token)));
+    }
+    return prob_value(prob);
+  }
+};
+
+/// Token i of this lane in a segment, i < kLaneTokens.
+template <class Source>
+__device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
+  return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
+}
+
+/// A lane's vectors of a segment.
+template <class Source>
+__device__ __forceinline__ void load_segment(const Source& source, int32_t segment, int32_t lane,
+                                             typename Source::Vector (&raw)[Source::kVectors]) {
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
+}
+
+/// A lane's vectors at once, which begin with the tokens first(j).
+template <class Source, class First>
+__device__ __forceinline__ void load_vectors(const Source& source, const First& first,
+                                             typename Source::Vector (&raw)[Source::kVectors]) {
+  if (__builtin_expect(source.reader.has_whole_vectors(), 1)) {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), true, raw[j]);
+  } else {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), false, raw[j]);
+  }
+}
+
+/// What they hold.
+template <class Source>
+__device__ __forceinline__ void segment_values(const Source& source,
+                                               const typename Source::Vector (&raw)[Source::kVectors],
+                                               float (&v)[kLaneTokens]) {
+  source.template values<0>(raw[0], v);
+  source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
+  if constexpr (Source::kVectors == 4) {
+    source.template values<8>(raw[2], v);
+    source.template values<12>(raw[3], v);
+  }
+}
+
+}  // namespace attn

@@ -1,0 +1,69 @@
+// Chain speculative sampling: draft tokens are accepted until the first that is refused; the token behind them is drawn
+// from what the target gives beyond the draft, or from the target alone when all were accepted.
+#pragma once
+
+#include "sampling/device/sampling.cuh"
+
+namespace attn {
+
+/// Draft tokens of a request that are accepted; every warp finds out by itself, 32 tokens at a time.
+__device__ __forceinline__ int32_t count_accepted(const SamplingParams& params, int64_t row, int64_t seed,
+                                                  int64_t position) {
+  const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
+  const float* target = static_cast<const float*>(params.values) + row * (params.num_draft_tokens + 1) * params.vocab;
+  const float* draft = params.draft_probs + row * params.num_draft_tokens * params.vocab;
+  for (int32_t begin = 0; begin < params.num_draft_tokens; begin += 32) {
+    const int32_t i = begin + ptx::lane_id();
+    bool accepts = false;
+    if (i < params.num_draft_tokens) {
+      const int64_t token = draft_ids[row * params.num_draft_tokens + i];
+      if (token >= 0 && token < params.vocab) {
+        const int64_t at = static_cast<int64_t>(i) * params.vocab + token;
+        accepts = accepts_draft(seed, position + i, __ldg(draft + at), __ldg(target + at));
+      }
+    }
+    const uint32_t refused = ~__ballot_sync(ptx::kAllLanes, accepts);
+    if (refused != 0) return min_of(begin + __ffs(static_cast<int32_t>(refused)) - 1, params.num_draft_tokens);
+  }
+  return params.num_draft_tokens;
+}
+
+/// Whether the target gives some token more than the draft does, or something that is no probability.
+__device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int32_t vocab) {
+  bool has = false;
+  const int32_t steps = ceil_div(vocab, kSamplingThreads);
+  for (int32_t step = 0; step < steps && !has; ++step) {
+    const int32_t token = step * kSamplingThreads + static_cast<int32_t>(threadIdx.x);
+    has = __syncthreads_or(token < vocab && !(source.one(token) == kMinusInfinity)) != 0;
+  }
+  return has;
+}
+
+__device__ __forceinline__ void speculate(const SamplingParams& params) {
+  extern __shared__ __align__(16) char shared_bytes[];
+  SamplingShared& shared = *reinterpret_cast<SamplingShared*>(shared_bytes);
+  const int32_t row = ptx::cluster_id();
+  const int64_t seed = params.seed[row], position = params.position[row];
+  const int32_t drafts = params.num_draft_tokens;
+  const int32_t accepted = count_accepted(params, row, seed, position);
+  const float* target =
+      static_cast<const float*>(params.values) + (static_cast<int64_t>(row) * (drafts + 1) + accepted) * params.vocab;
+  const float* draft =
+      accepted < drafts ? params.draft_probs + (static_cast<int64_t>(row) * drafts + accepted) * params.vocab : nullptr;
+  ProbSource<true> source(target, draft, params.vocab);
+  if (draft != nullptr && !has_residual(source, params.vocab)) source.draft = nullptr;
+  RowSampler<ProbSource<true>> sampler(params, shared, source, row);
+  if (sampler.rank == 0) {
+    const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i <= drafts; i += kSamplingThreads) {
+      if (i != accepted)
+        sampler.store_token(
+            static_cast<int64_t>(row) * (drafts + 1) + i,
+            i < accepted ? static_cast<int32_t>(draft_ids[static_cast<int64_t>(row) * drafts + i]) : -1);
+    }
+    if (threadIdx.x == 0) params.num_accepted[row] = accepted;
+  }
+  sampler.template run<false>(static_cast<int64_t>(row) * (drafts + 1) + accepted, accepted);
+}
+
+}  // namespace attn

@@ -1,0 +1,23 @@
+// As csrc/common/ptx/math.cuh, exact where that is approximate.
+#pragma once
+
+#include <cmath>
+
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+inline float ex2(float x) { return std::exp2(x); }
+inline float lg2(float x) { return std::log2(x); }
+
+/// To the nearest, to even among equals.
+inline uint32_t bf16_of(float x) {
+  const uint32_t bits = static_cast<uint32_t>(emulation::to_bits(x));
+  return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t f16_of(float x) { return static_cast<uint32_t>(emulation::to_bits(static_cast<_Float16>(x))); }
+
+inline uint32_t pack_bf16(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
+inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f16_of(low); }
+
+}  // namespace attn::ptx

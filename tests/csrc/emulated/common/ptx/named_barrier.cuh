@@ -1,0 +1,11 @@
+// As csrc/common/ptx/named_barrier.cuh.
+#pragma once
+
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+inline bool barrier_sync_or(int32_t id, int32_t threads, bool value) { return emulation::barrier(id, threads, value); }
+inline void barrier_sync(int32_t id, int32_t threads) { emulation::barrier(id, threads, false); }
+
+}  // namespace attn::ptx
