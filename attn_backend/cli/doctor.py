@@ -46,7 +46,7 @@ def _host() -> list[Finding]:
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:
         findings.append(Finding("!!", "host library", str(error), "run `pip install .` in the checkout, or reinstall the wheel"))
-    for name in ("torch", "apache-tvm-ffi"):
+    for name in ("torch", "apache-tvm-ffi", "pydantic"):
         found = version(name)
         findings.append(Finding("ok", name, found) if found else Finding("!!", name, "not installed", f"pip install {name}"))
     return findings
