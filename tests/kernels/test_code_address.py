@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,12 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.Log
     assert "CUDA_ERROR_INVALID_IMAGE" in caplog.text
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
         cubins.forget_kernels(REJECTED)  # plain ones are rejected, too
+
+
+def test_the_runtime_says_that_it_could_not_load_a_kernel_in_these_words() -> None:
+    """`do_without` knows the failure by them."""
+    driver = (cubins.source_root() / "runtime" / "driver.cpp").read_text()
+    assert re.search(r'module_load\(.*"loading " \+ ', driver)
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
