@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_backend.cli.plan import check_matplotlib
 from benchmarks.cases import all_cases
 from benchmarks.report import number, table
 
@@ -108,6 +109,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     try:
+        if arguments.plot:
+            check_matplotlib("--plot")
         lines, headers = merge(arguments.parts)
     except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")

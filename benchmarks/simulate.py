@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from attn_backend import Attention, BSRView
 from attn_backend.cli.batches import TraceRequest, read_trace
-from attn_backend.cli.picture import FAINT, new_figure, write
+from attn_backend.cli.plan import check_matplotlib
 from attn_backend.cli.schedule_costs import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
 from benchmarks.report import table
 from benchmarks.schedules import taken_prefixes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -174,6 +176,10 @@ def row(name: str, batch_limit: int, m: Measured) -> dict[str, str]:
 
 def draw(results: dict[tuple[str, int], Measured]) -> Figure:
     """KV traffic of every replay over its steps: without cascade in grey, with it in color."""
+    from matplotlib.ticker import EngFormatter
+
+    from attn_backend.cli.picture import FAINT, new_figure
+
     names, limits = list(dict.fromkeys(name for name, _ in results)), list(dict.fromkeys(limit for _, limit in results))
     figure = new_figure(60 + 370 * len(limits), 70 + 190 * len(names))
     figure.set_layout_engine("constrained")
@@ -232,6 +238,7 @@ def make_workloads(arguments: argparse.Namespace) -> dict[str, Callable[[], list
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out:
+        check_matplotlib("--out")
         arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[tuple[str, int], Measured] = {}
     for name, make in make_workloads(arguments).items():
@@ -243,6 +250,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(text)
     if arguments.out:
         (arguments.out / "simulate.md").write_text(text + "\n")
+        from attn_backend.cli.picture import write
+
         figure = draw(results)
         for suffix in ("svg", "png"):
             write(figure, arguments.out / f"simulate.{suffix}")

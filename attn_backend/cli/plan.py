@@ -116,7 +116,12 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         if path:
             if path.is_dir() or not path.parent.is_dir():
                 refuse(option, str(path), "a file in a folder that exists")
-            try:
-                import_module("matplotlib.backends.backend_agg")
-            except ImportError as error:
-                raise ValueError(f"{option}: {error}; pip install 'attn-backend[plot]'") from error
+            check_matplotlib(option)
+
+
+def check_matplotlib(option: str) -> None:
+    """Refuses an option that draws where matplotlib is missing."""
+    try:
+        import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        raise ValueError(f"{option}: {error}; pip install 'attn-backend[plot]'") from error

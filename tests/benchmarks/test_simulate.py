@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,13 @@ def test_wrong_arguments_are_named(arguments: str, message: str, tmp_path: Path,
     with pytest.raises(SystemExit, match="2"):
         main(arguments.replace("FOLDER", str(tmp_path)).split())
     assert message in capsys.readouterr().err
+
+
+def test_says_what_pictures_need(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path)])
+    assert "pip install 'attn-backend[plot]'" in capsys.readouterr().err
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
