@@ -1,4 +1,4 @@
-"""What a user sets through environment variables, and how a value that is refused is named."""
+"""Settings from environment variables, and the message that names a value that is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls) -> Settings:
-        """What the environment says now.
+        """Reads the environment.
 
         Raises:
             ValueError: names the variable, its value and what it must be.
@@ -58,7 +58,7 @@ class Settings(BaseModel):
             raise ValueError(f"{PREFIX}{name.upper()} {rest}") from None
 
     def cache_folder(self) -> Path:
-        """Where compiled kernels and downloads are kept.
+        """The folder of compiled kernels and downloads.
 
         Raises:
             RuntimeError: there is no home directory, and nothing says where.

@@ -1,4 +1,4 @@
-"""What is timed: batches of random tensors, this package over them, and the same in float64."""
+"""The launches that are timed: batches of random tensors, this package over them, and the same in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention costs a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
+"""The cost of attention in a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
 
 One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
 vLLM's kernel.
@@ -90,7 +90,7 @@ def of_peers(batch: Batch, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
             attend = make()
             attend()
             torch.cuda.synchronize()
-        except Exception as problem:  # whatever a peer raises
+        except Exception as problem:  # a peer may raise anything
             print(f"{batch.case.name}: {name}: {type(problem).__name__}: {problem}", flush=True)
             continue
 

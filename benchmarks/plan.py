@@ -1,4 +1,4 @@
-"""What a plan costs: µs on the host (the call) and on the device, for decode batches with cascade off and on.
+"""The cost of a plan: µs on the host (the call) and on the device, for decode batches with cascade off and on.
 
 Device times are those of replayed CUDA graphs, launch included: one that holds 20 plans, divided by 20, and one that holds a single plan, with a warm and
 with a cold L2. Only plan runs: the pages need no cache.

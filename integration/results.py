@@ -1,4 +1,4 @@
-"""What was measured of one backend under one load."""
+"""The results of one backend under one load."""
 
 from __future__ import annotations
 

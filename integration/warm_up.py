@@ -1,4 +1,4 @@
-"""Requests that nobody measures: what an engine compiles, tunes or allocates when it meets its first prompts of a kind is no part of any figure."""
+"""Requests before the measurement: an engine compiles, tunes and allocates when it meets its first prompts of a kind, and that belongs to no figure."""
 
 from __future__ import annotations
 

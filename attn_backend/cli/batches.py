@@ -24,7 +24,7 @@ _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch
 _MAX_PREFIXES = 64  # of --shared-prefix, one behind another
 _MAX_HASH_IDS = 1 << 24  # of a trace
 _MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
-_MAX_HEADS = 256  # what is shown of a plan grows with its (row tile, head) pairs
+_MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]
@@ -41,7 +41,7 @@ def _check_heads(text: str) -> str:
 
 
 class PlanOptions(BaseModel):
-    """What a plan is made for, as options and batch files say it. num_ctas None: 132, one for each of an H100's SMs; with the costs of a CPU what that has."""
+    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an H100; with the costs of a CPU its own number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -176,7 +176,7 @@ class TraceRequest:
     hash_ids: list[int]
 
     def page_key(self, page: int, page_size: int) -> tuple[int, int] | None:
-        """What two requests have in common where they share this page; None for a page that the input does not fill."""
+        """A key that is equal for two requests that share this page; None for a page that the input does not fill."""
         if (page + 1) * page_size > self.input_length:
             return None
         pages = TRACE_BLOCK // page_size

@@ -136,7 +136,7 @@ def _compiler(path: str | None) -> Finding:
 
 
 def _cache() -> tuple[Finding, Path]:
-    """What is to be said of the cache, and the folder that is used."""
+    """A finding about the cache, and the folder that is used."""
     wanted = cubins.cache_dir()
     entry, reason = kernel_cache.place(wanted / cubins.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
@@ -173,7 +173,7 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
     try:
         with redirect_stdout(said), redirect_stderr(said):
             load()()
-    except Exception as error:  # whatever an engine raises is what the user must see
+    except Exception as error:  # the user must see the engine's error, of whatever type it is
         sys.stderr.write(said.getvalue())
         advice = "a package that it names does not fit this torch, or see `What is supported` in the README"
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
@@ -181,7 +181,7 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
 
 
 def _settings() -> list[Finding]:
-    """What is wrong with the environment variables of this package."""
+    """Faults of the environment variables of this package."""
     unknown = [name for name in os.environ if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields]
     findings = [Finding("--", "settings", f"{name} is unknown and has no effect", "see the list of settings below") for name in unknown]
     try:

@@ -1,4 +1,4 @@
-"""What every picture has in common: a figure measured in pixels, rectangles in a few colors, and a file that is the same whenever its content is."""
+"""The parts that all pictures share: figures measured in pixels, rectangles in a few colors, and files that depend on nothing but their content."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ what is printed: the batch, its row groups and row tiles, the KV tokens that are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Adds the arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
     parser.add_argument("--head-dim", type=int, help="(128)")
     parser.add_argument("--page-size", type=int, help="tokens (16)")
-    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, what a CPU has)")
+    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, the CPU's own number)")
     parser.add_argument("--costs", choices=("cuda", "cpu"), help="whose tiles and costs (cuda)")
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for what is wrong in the arguments or the files."""
+    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for a fault in the arguments or the files."""
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # what torch and C++ say of memory has it
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch and C++ say it when memory is short
             raise
         return _refused("there is not enough memory for this batch")
     return 0
@@ -109,7 +109,7 @@ def _refused(text: str) -> int:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses, before the plan is made, what could not be written."""
+    """Refuses pictures that could not be written, before the plan is made."""
     from ..metadata.structure import refuse
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):

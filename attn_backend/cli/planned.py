@@ -21,12 +21,12 @@ from .schedule_costs import ScheduleCosts
 FOREST_COLUMNS = ("pages", "requests", "rows", "saves", "adds", "decision (cost units for each KV head)")
 _MOST_NODES = 40  # of the forest, in the text
 _MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
-_MOST_HEAD_ROWS = 1 << 27  # what is shown of a plan grows with its (row tile, head) pairs
+_MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the plan is made for: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
+    """The target of a plan: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
@@ -39,7 +39,7 @@ class Target:
 
     @classmethod
     def read(cls, arguments: argparse.Namespace, batch: Batch) -> Target:
-        """What the options say; where they are silent the batch's file; where that is silent the defaults.
+        """Options take precedence over the batch's file, and that over the defaults.
 
         Raises:
             ValueError: names what is wrong.
@@ -148,13 +148,13 @@ class Planned:
         return rows
 
     def forest_rest(self) -> str:
-        """What `forest_rows` leaves out; "" if nothing."""
+        """A line about the nodes that `forest_rows` leaves out; "" if there are none."""
         rest = self.ranked_forest()[_MOST_NODES:]
         return f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken" if rest else ""
 
 
 def decision(node: PrefixNode) -> str:
-    """What became of a node."""
+    """The planner's decision on a node."""
     if node.group < 0:
         return f"not taken: {node.reason}"
     handed = f", reads from page {node.first_page}" if node.first_page < node.begin_page else ""

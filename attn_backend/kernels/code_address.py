@@ -89,7 +89,7 @@ def publish_code_addresses(cubin: Path) -> list[str]:
     try:
         variables = _variables(content)
         completed = _written(content, variables, complete=True)
-    except Exception as error:  # whatever pyelftools raises, its absence among it: kernels run without this
+    except Exception as error:  # pyelftools raises many types, or is missing: kernels run without it
         _warn(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
         return []
     if variables:
@@ -98,13 +98,13 @@ def publish_code_addresses(cubin: Path) -> list[str]:
 
 
 def recipe() -> bytes:
-    """What decides how cubins are completed."""
+    """The bytes that decide how cubins are completed: a part of the key of a cached kernel."""
     from importlib.util import find_spec
 
     return Path(__file__).read_bytes() + (b"" if find_spec("elftools") else b"without pyelftools")
 
 
-_rejected: list[str] = []  # what the driver said
+_rejected: list[str] = []  # the driver's message
 
 
 def usable(cubin: Path) -> Path:

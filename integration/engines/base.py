@@ -125,7 +125,7 @@ def sampling_arguments(client: Client, no_option: Collection[str] = ()) -> list[
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a client measured. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
+    """A client's measurement. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
 
     Every answer is a request of its own, also where a prompt gets several.
     """
@@ -155,7 +155,7 @@ class Engine(Protocol):
     name: str
 
     def stock_backend(self, device: str) -> str:
-        """What people call the backend that the engine picks by itself, for the table."""
+        """The usual name of the backend that the engine picks by itself, for the table."""
 
     def server_command(self, launch: Launch) -> list[str]: ...
 
