@@ -12,7 +12,8 @@ from tiers import mostly_slow
 from integration.engines import Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE
 from integration.model import Model
-from integration.server import ServerError, free_port, process_environment, running_server
+from integration.processes import process_environment
+from integration.server import ServerError, free_port, running_server
 
 SERVER = """
 import http.server, os, signal, subprocess, sys, time
