@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         "costs of row tiles that leave states",
         "attn_backend/kernels/schedule.py",
-        "return kind + 4 * (self.groups[group, 6] >= 0)",
+        "return kind + len(self.kv_tile_cost) // 2 * leaves_states",
         "return kind",
         ("tests/kernels/test_schedule.py",),
     ),

@@ -9,9 +9,9 @@
 // The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
+#include "attention/merge/shape.h"
 #include "attention/output.cuh"
 #include "attention/params.h"
-#include "attention/sm80/shape.h"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"

@@ -18,11 +18,6 @@ namespace attn {
 constexpr int32_t kWarps = 4;
 constexpr int32_t kThreads = 32 * kWarps;
 
-/// Blocks of the merge kernel. One warp merges a row; the grid of the merge kernel has a block for every kMergeRows
-/// rows of the largest row tile.
-constexpr int32_t kMergeThreads = 256;
-constexpr int32_t kMergeRows = 32;
-
 /// Tokens of one KV tile.
 ATTN_HD constexpr int32_t kv_tile(int32_t /*head_dim*/) { return 64; }
 
