@@ -16,6 +16,7 @@ from test_device_planner import SHAPES, make_attention
 
 from attn_backend import Attention, BSRView
 from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.structs import unpack
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
@@ -105,8 +106,8 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
     """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
-    config = list(attention._library.schedule_config(attention._handle))
-    max_groups, max_rows, max_tiles, max_states, max_merge_rows = config[5:10]
+    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))
+    max_groups, max_rows, max_tiles, max_states, max_merge_rows = (config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows"))
     groups, num_groups = schedule.groups, len(schedule.groups)
     assert num_groups <= max_groups
     assert len(schedule.tiles) <= max_tiles
