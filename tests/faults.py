@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "costs of row tiles that leave states",
         "attn_backend/kernels/schedule.py",
-        "return kind + len(self.kv_tile_cost) // 2 * leaves_states",
-        "return kind",
+        'return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states',
+        'return self.of_tiles("kind").long()',
         ("tests/kernels/test_schedule.py",),
     ),
     Fault(

@@ -189,8 +189,15 @@ class Schedule:
             pair_cost=tuple(config["pair_cost"].tolist()),
         )
 
+    def of_groups(self, column: str) -> torch.Tensor:
+        """A column of `groups`, by its name."""
+        return self.groups[:, GROUP_COLUMNS.index(column)]
+
+    def of_tiles(self, column: str) -> torch.Tensor:
+        """A column of `tiles`, by its name."""
+        return self.tiles[:, TILE_COLUMNS.index(column)]
+
     def cost_kinds(self) -> torch.Tensor:
         """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and as many more as there are kinds where its rows leave states."""
-        group, kind = (self.tiles[:, TILE_COLUMNS.index(name)].long() for name in ("group", "kind"))
-        leaves_states = self.groups[group, GROUP_COLUMNS.index("state_begin")] >= 0
-        return kind + len(self.kv_tile_cost) // 2 * leaves_states
+        leaves_states = self.of_groups("state_begin")[self.of_tiles("group").long()] >= 0
+        return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states
