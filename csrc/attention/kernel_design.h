@@ -2,7 +2,6 @@
 // here with its design.h; runtime/designs.h lists them.
 #pragma once
 
-#include <cstddef>
 #include <new>
 #include <type_traits>
 
