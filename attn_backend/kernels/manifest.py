@@ -74,8 +74,9 @@ def kernels(arch: str) -> dict[str, Kernel]:
 _SM80_ATTENTION = Template("""\
 #include "attention/sm80/attention.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kThreads, attn::ctas_per_sm($head_dim)) void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::attention<attn::$element, $head_dim, attn::$variant>(params);
+extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
+void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
+  attn::sm80::attention<$traits>(params);
 }
 """)
 
@@ -83,8 +84,8 @@ _SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::hopper::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
-  attn::hopper::attention<attn::$element, $head_dim, attn::$variant, attn::hopper::$copier>(params);
+extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
+  attn::sm90::attention<$traits, attn::sm90::$copier>(params);
 }
 
 extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
@@ -114,10 +115,11 @@ def _attention_kernels() -> list[Kernel]:
     for element, element_type in CUDA_ELEMENTS.items():
         for head_dim in CUDA_HEAD_DIMS:
             for variant, variant_type in VARIANTS.items():
-                types = {"element": element_type, "head_dim": head_dim, "variant": variant_type}
-                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(types)))
+                element_types = f"attn::{element_type}, attn::{element_type}"
+                traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(traits=traits)))
                 for design, copier in (("sm90", "BoxCopier"), ("sm90_gather", "RowCopier")):
-                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(types, copier=copier)))
+                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(traits=traits, copier=copier)))
         made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
     return made
 

@@ -44,7 +44,7 @@ struct LaunchContext {
   bool is_bf16;
   const KernelCode* codes;  // of the design's kernels
   KernelCode merge_code;
-  bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can bring such boxes
+  bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
 };
 
 /// Room for the arguments of any design's kernel.

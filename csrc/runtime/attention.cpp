@@ -116,7 +116,7 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda ? driver::multiprocessor_count(config.device) *
                                             driver::ctas_per_multiprocessor(attention_kernels_[0], design_.threads)
-                                      : kCpuCtas;
+                                      : cpu::kCtas;
   }
   schedule_config_ = make_schedule_config(config_, design_, forest_requests);
   layout_ = ScheduleLayout(schedule_config_);

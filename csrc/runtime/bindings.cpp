@@ -203,7 +203,7 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.num_rows = num_rows;
   params.num_pages = static_cast<int32_t>(k.size(0));
   params.sm_scale = static_cast<float>(sm_scale);
-  params.logits_soft_cap = static_cast<float>(logits_soft_cap);
+  params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   params.after_append = after_append;
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, current_stream(device));

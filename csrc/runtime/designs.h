@@ -9,7 +9,7 @@
 
 namespace attn {
 
-constexpr const KernelDesign* kDesigns[] = {&kCpuDesign, &kSm80Design, &kSm90Design};
+constexpr const KernelDesign* kDesigns[] = {&cpu::kDesign, &sm80::kDesign, &sm90::kDesign};
 constexpr int32_t kNumDesigns = sizeof(kDesigns) / sizeof(kDesigns[0]);
 
 constexpr bool smallest_kinds_are_cheapest() {

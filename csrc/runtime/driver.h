@@ -33,7 +33,7 @@ struct Launch {
   uint32_t cluster_x = 1;          // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
 };
 
-/// Returns whether TMA can bring such boxes: addresses and strides must be multiples of 16 bytes.
+/// Returns whether TMA can load such boxes: addresses and strides must be multiples of 16 bytes.
 bool encode(const Tensor4d& tensor, TensorMap& map);
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file

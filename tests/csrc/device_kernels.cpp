@@ -7,14 +7,14 @@
 
 #include "cuda_emulation.h"
 
-namespace attn {
+namespace attn::sm80 {
 alignas(1024) char shared[128 << 10];  // shared memory of the attention kernel
 }
 
 namespace emulation {
 
-char* const shared_memory = attn::shared;
-const size_t shared_bytes = sizeof(attn::shared);
+char* const shared_memory = attn::sm80::shared;
+const size_t shared_bytes = sizeof(attn::sm80::shared);
 
 uint64_t time() {
   static uint64_t now = 0;
@@ -31,6 +31,7 @@ bool loses_mail() { return false; }
 #include "cache/append.cu"
 #include "plan_params.h"
 #include "sampling/device/unfiltered.cuh"
+#include "slanted_variant.h"
 
 namespace {
 
@@ -49,8 +50,9 @@ struct PassedAttention {
   int64_t strides[10];
   int64_t sizes[4];
   double sm_scale;
-  double logits_soft_cap;
+  double variant_value;  // logits_soft_cap, or SlantedVariant's slope
   int64_t is_bf16;
+  int64_t is_slanted;  // SlantedVariant instead of StandardVariant
 };
 
 AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
@@ -79,7 +81,12 @@ AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, 
   params.kv_tile = config.kv_tile;
   params.group_size = FastDivisor(config.group_size);
   params.sm_scale = static_cast<float>(passed.sm_scale);
-  params.logits_soft_cap = static_cast<float>(passed.logits_soft_cap);
+  const float value = static_cast<float>(passed.variant_value);
+  if (passed.is_slanted) {
+    params.variant.set(SlantedVariant::Params{value});
+  } else {
+    params.variant.set(StandardVariant::Params{value});
+  }
   return params;
 }
 
@@ -89,6 +96,7 @@ AppendParams launched_append;
 SamplingParams launched_sampling;
 Racer of_warps[kSamplingWarps];  // shared memory
 bool is_bf16;
+constexpr int kElementBytes = 2;
 
 uint16_t element_of(float x) { return static_cast<uint16_t>(is_bf16 ? ptx::bf16_of(x) : ptx::f16_of(x)); }
 float value_of(const void* element) {
@@ -98,13 +106,13 @@ float value_of(const void* element) {
 }
 
 /// One row of a work item, computed from what the producer tells the consumers.
-void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& tile, const hopper::WorkItem& item,
-                 const OutputTarget<true>& target, int32_t tile_row) {
+void compute_row(const AttentionParams& params, const sm90::LoadedRowTile& tile, const sm90::WorkItem& item,
+                 const OutputTarget<BFloat16, true>& target, int32_t tile_row) {
   const OutputRow row(params, item.rows, item.kv_head, tile_row);
   const OutputPlace place = target.place(tile_row);
   if (row.exists != (place.o != nullptr)) emulation::fail("a row exists in one place only");
   if (!row.exists) return;
-  const VariantParams variant{params.sm_scale, params.logits_soft_cap, item.visibility};
+  const StandardVariant variant(params.variant.as<StandardVariant::Params>(), item.kv_head);
   const int32_t position = item.rows.position(tile_row, params.group_size);
   const int32_t end = min_of(item.first_token + item.num_kv_tiles * params.kv_tile, item.readable.end);
   const char* const q = static_cast<const char*>(params.q) +
@@ -124,8 +132,8 @@ void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& til
     for (int32_t i = 0; i < params.head_dim; ++i)
       logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
     logit *= params.sm_scale;
-    if (StandardVariant::transforms_logits(variant))
-      logit = StandardVariant::logits(variant, static_cast<float>(logit));
+    if (variant.transforms_logits())
+      logit = variant.logits(static_cast<float>(logit), ScoreRow{row.row, row.qo_head, position}, token);
     const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher),
                  weight = std::exp(logit - higher);
     sum = sum * kept + weight;
@@ -146,10 +154,11 @@ void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& til
 /// A CTA's interval from `cursor` on, or the pair that it has taken.
 void walk(const AttentionParams& params, WorkCursor cursor) {
   while (!cursor.done()) {
-    const hopper::LoadedRowTile tile(params, cursor.now.tile);
-    const hopper::WorkItem item(params, tile, cursor);
+    const sm90::LoadedRowTile tile(params, cursor.now.tile);
+    const sm90::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
-    const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside != 0, item.ends_inside != 0);
+    const OutputTarget<BFloat16, true> target(params, item.rows, item.kv_head, item.starts_inside != 0,
+                                              item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
     cursor.next_pair(params.num_kv_heads);
   }
@@ -171,11 +180,11 @@ void walk_schedule(const AttentionParams& params) {
   }
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, class Variant = StandardVariant>
 void run_attention(const AttentionParams& params, uint32_t seed) {
   for (int32_t cta = 0; cta < params.num_ctas; ++cta) {
-    emulation::run_cta(cta, params.num_ctas, kThreads, seed,
-                       [] { attention<Element, kHeadDim, StandardVariant>(launched); });
+    emulation::run_cta(cta, params.num_ctas, sm80::kThreads, seed,
+                       [] { sm80::attention<Traits<Element, Element, HeadShape<kHeadDim>, Variant>>(launched); });
   }
 }
 
@@ -196,6 +205,8 @@ extern "C" void device_attention(const ScheduleConfig* config, void* workspace, 
   is_bf16 = passed->is_bf16 != 0;
   if (!generic)
     walk_schedule(launched);
+  else if (passed->is_slanted && is_bf16 && launched.head_dim == 64)
+    run_attention<BFloat16, 64, SlantedVariant>(launched, seed);
   else if (is_bf16 && launched.head_dim == 64)
     run_attention<BFloat16, 64>(launched, seed);
   else if (!is_bf16 && launched.head_dim == 128)

@@ -3,23 +3,23 @@
 
 #include "attention/kernel_design.h"
 
-namespace attn {
+namespace attn::cpu {
 
 /// CTAs of a schedule, if the caller does not say: tasks that threads take one after another. Fixed, so that results do
 /// not depend on the number of threads.
-constexpr int32_t kCpuCtas = 32;
+constexpr int32_t kCtas = 32;
 
 /// The smallest share of a task is 32 KV tiles of the smallest kind.
-constexpr KernelCosts kCpuCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
+constexpr KernelCosts kCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
 
-constexpr KernelDesign cpu_design() {
+constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "cpu";
-  design.costs = design.invariant_costs = kCpuCosts;
+  design.costs = design.invariant_costs = kCosts;
   design.max_kind = [](int32_t /*head_dim*/) { return kNumTileKinds - 1; };
   design.kv_tile = [](int32_t /*head_dim*/) { return 64; };
   return design;
 }
-constexpr KernelDesign kCpuDesign = cpu_design();
+constexpr KernelDesign kDesign = make_design();
 
-}  // namespace attn
+}  // namespace attn::cpu

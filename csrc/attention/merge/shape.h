@@ -1,11 +1,12 @@
-// Shape of the merge kernel: what its launcher and the kernel must agree on.
+// Shape of the merge kernel: what its launcher and the kernel itself must agree on.
 #pragma once
 
-#include "common/platform.h"
+#include <cstdint>
 
 namespace attn {
 
-/// One warp merges a row; the grid has a block for every kMergeRows rows of the largest row tile.
+/// Blocks of the merge kernel. One warp merges a row; the grid of the merge kernel has a block for every kMergeRows
+/// rows of the largest row tile.
 constexpr int32_t kMergeThreads = 256;
 constexpr int32_t kMergeRows = 32;
 

@@ -5,21 +5,19 @@
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 
-namespace attn {
+namespace attn::sm90 {
 
-constexpr KernelCosts kSm90Costs{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
+constexpr KernelCosts kCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
 
 /// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (docs/decisions.md).
-constexpr KernelCosts sm90_costs_of_whole_pairs() {
-  KernelCosts costs = kSm90Costs;
+constexpr KernelCosts costs_of_whole_pairs() {
+  KernelCosts costs = kCosts;
   costs.pair[0] = costs.pair[1] = costs.pair[kNumTileKinds] = costs.pair[kNumTileKinds + 1] = 8;
   costs.min_share = 9;
   return costs;
 }
 
-namespace hopper {
-
-/// Its two kernels: K and V come in boxes, each inside one page, or row by row.
+/// Its two kernels: K and V are loaded by boxes, each inside one page, or row by row.
 enum Kernel : int32_t { kByBoxes = 0, kByRows = 1 };
 
 /// Largest power of two, up to 2^12, that divides the strides between rows of K and V; kRowsTooFarApart if a row lies
@@ -33,7 +31,7 @@ inline int32_t unit_shift(const AttentionParams& params) {
   return extent >> shift >= int64_t{0xffffffff} ? kRowsTooFarApart : shift;
 }
 
-/// Encodes a map of Q or O whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can bring and store
+/// Encodes a map of Q or O whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can load and store
 /// them.
 inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data,
                         int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
@@ -56,7 +54,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   return context.encode(t, map);
 }
 
-/// Tokens of the boxes of K and V; 0: TMA cannot bring them. Half a KV tile, what a warp brings, then consists of whole
+/// Tokens of the boxes of K and V; 0: TMA cannot load them. Half a KV tile, what a warp loads, then consists of whole
 /// boxes. `is_flat`: rows are all that there is between heads and columns.
 inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
   const int32_t half_tile = params.kv_tile / 2, page_size = params.page_size.divisor;
@@ -85,7 +83,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(t, map);
 }
 
-/// Encodes the maps of K and V, if TMA can bring them.
+/// Encodes the maps of K and V, if TMA can load them.
 inline void encode_caches(const LaunchContext& context, HopperParams& hopper) {
   const AttentionParams& params = hopper.attention;
   const bool is_ragged = context.levels[0].table.indices == nullptr;
@@ -117,23 +115,21 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
   return kernel;
 }
 
-}  // namespace hopper
-
-constexpr KernelDesign sm90_design() {
+constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "sm90";
-  design.costs = kSm90Costs;
-  design.invariant_costs = sm90_costs_of_whole_pairs();
-  design.max_kind = [](int32_t /*head_dim*/) { return hopper::kMaxKind; };
-  design.kv_tile = hopper::kv_tile;
-  design.kernels[hopper::kByBoxes] = "attention";
-  design.kernels[hopper::kByRows] = "attention_rows";
-  design.threads = hopper::kThreads;
-  design.shared_bytes = [](int32_t head_dim) { return hopper::SharedLayout(head_dim).bytes; };
+  design.costs = kCosts;
+  design.invariant_costs = costs_of_whole_pairs();
+  design.max_kind = [](int32_t /*head_dim*/) { return kMaxKind; };
+  design.kv_tile = [](int32_t head_dim) { return tuning(head_dim).kv_tile; };
+  design.kernels[kByBoxes] = "attention";
+  design.kernels[kByRows] = "attention_rows";
+  design.threads = kThreads;
+  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
   design.prefetches_code = true;
-  design.make_arguments = hopper::make_arguments;
+  design.make_arguments = make_arguments;
   return design;
 }
-constexpr KernelDesign kSm90Design = sm90_design();
+constexpr KernelDesign kDesign = make_design();
 
-}  // namespace attn
+}  // namespace attn::sm90
