@@ -67,7 +67,7 @@ class DeviceAttention:
         """slope: of SlantedVariant (tests/csrc/slanted_variant.h), which is run instead of the standard one."""
         attention = self._attention
         out = torch.empty_like(q) if out is None else out
-        config = list(attention._library.schedule_config(attention._handle))[:-6]
+        config = attention._library.schedule_config(attention._handle)
         partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
         pointers = [None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse)]
         passed = _Attention(
@@ -81,7 +81,7 @@ class DeviceAttention:
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())
         blocks_y = 1 + self._seed % 4
-        self._library.device_attention((ctypes.c_int32 * len(config))(*config), workspace, ctypes.byref(passed), self._generic, blocks_y, self._seed)
+        self._library.device_attention(config, workspace, ctypes.byref(passed), self._generic, blocks_y, self._seed)
         return out
 
 

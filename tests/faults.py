@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "costs of row tiles that leave states",
         "attn_backend/kernels/schedule.py",
-        "return kind + 4 * (self.groups[group, 6] >= 0)",
-        "return kind",
+        'return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states',
+        'return self.of_tiles("kind").long()',
         ("tests/kernels/test_schedule.py",),
     ),
     Fault(

@@ -17,6 +17,28 @@ VARIANTS = {"standard": "StandardVariant"}
 
 
 @dataclass(frozen=True)
+class Design:
+    """A design of the attention kernel: a folder of csrc/attention/ with a design.h.
+
+    Attributes:
+        name: of the folder.
+        archs: of the GPUs that it is for.
+        cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    cubins: dict[str, str]
+
+
+# By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
+DESIGNS = {
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}),
+    "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
+}
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A cubin: `source` compiled for each of `archs`. Includes in `source` are relative to csrc/."""
 
@@ -26,7 +48,7 @@ class Kernel:
 
 
 def attention_name(design: str, element: str, head_dim: int, variant: str = "standard") -> str:
-    """design: "sm80"; "sm90", or "sm90_gather" for caches that TMA cannot describe. element: of Q, O and the cache."""
+    """design: of Design.cubins. element: of Q, O and the cache."""
     return f"attention_{design}_{element}_d{head_dim}_{variant}"
 
 

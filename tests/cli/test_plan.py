@@ -150,7 +150,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
     expected = [0] * num_ctas
     positions = [tuple(position) for position in schedule.positions.tolist()]
-    for tile, (kind, num_kv_tiles) in enumerate(zip(schedule.cost_kinds().tolist(), schedule.tiles[:, 5].tolist(), strict=True)):
+    for tile, (kind, num_kv_tiles) in enumerate(zip(schedule.cost_kinds().tolist(), schedule.of_tiles("num_kv_tiles").tolist(), strict=True)):
         for head in range(2):
             owners = [sum(position <= (tile, head, kv_tile) for position in positions[:-1]) - 1 for kv_tile in range(num_kv_tiles)]
             for cta in owners:

@@ -55,8 +55,7 @@ struct PassedAttention {
   int64_t is_slanted;  // SlantedVariant instead of StandardVariant
 };
 
-AttentionParams passed_attention(const int32_t* config_values, void* workspace, const PassedAttention& passed) {
-  const ScheduleConfig config = passed_config(config_values);
+AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
   const int64_t* s = passed.strides;
   AttentionParams params{};
   params.schedule = Schedule(workspace, ScheduleLayout(config));
@@ -200,9 +199,9 @@ void sample_row() {
 
 /// Attention and merge of what `workspace` holds. generic: by the generic kernel, otherwise by the walk.
 /// rows_of_blocks: blocks of the merge kernel for each CTA.
-extern "C" void device_attention(const int32_t* config, void* workspace, const PassedAttention* passed, int32_t generic,
-                                 int32_t rows_of_blocks, uint32_t seed) {
-  launched = passed_attention(config, workspace, *passed);
+extern "C" void device_attention(const ScheduleConfig* config, void* workspace, const PassedAttention* passed,
+                                 int32_t generic, int32_t rows_of_blocks, uint32_t seed) {
+  launched = passed_attention(*config, workspace, *passed);
   is_bf16 = passed->is_bf16 != 0;
   if (!generic)
     walk_schedule(launched);

@@ -16,6 +16,7 @@ from test_device_planner import SHAPES, make_attention
 
 from attn_backend import Attention, BSRView
 from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.structs import unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -105,20 +106,20 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
     """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
-    config = list(attention._library.schedule_config(attention._handle))
-    max_groups, max_rows, max_tiles, max_states, max_merge_rows = config[5:10]
-    groups, num_groups = schedule.groups, len(schedule.groups)
+    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))
+    max_groups, max_rows, max_tiles, max_states, max_merge_rows = (config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows"))
+    num_groups = len(schedule.groups)
+    qo_begin, qo_len, kv_len, level, state_begin = map(schedule.of_groups, ("qo_begin", "qo_len", "kv_len", "level", "state_begin"))
+    group, num_kv_tiles = map(schedule.of_tiles, ("group", "num_kv_tiles"))
     assert num_groups <= max_groups
     assert len(schedule.tiles) <= max_tiles
-    assert (groups[:, 2] >= 0).all()  # kv_len
-    is_request = groups[:, 4] == 0
-    assert (groups[:, 0] >= 0).all()
-    assert (groups[is_request, 0] + groups[is_request, 1] <= max_rows).all()
-    assert (groups[~is_request, 0] + groups[~is_request, 1] <= max_states).all()  # of the row list
-    states = groups[:, 6] >= 0
-    assert (groups[states, 6] + groups[states, 1] <= max_states).all()
-    assert ((schedule.tiles[:, 0] >= 0) & (schedule.tiles[:, 0] < num_groups)).all()
-    assert (schedule.tiles[:, 5] >= 1).all()
+    assert (kv_len >= 0).all()
+    assert (qo_begin >= 0).all()
+    assert ((qo_begin + qo_len)[level == 0] <= max_rows).all()
+    assert ((qo_begin + qo_len)[level != 0] <= max_states).all()  # of the row list
+    assert ((state_begin + qo_len)[state_begin >= 0] <= max_states).all()
+    assert ((group >= 0) & (group < num_groups)).all()
+    assert (num_kv_tiles >= 1).all()
     assert schedule.links.shape[1] <= max_merge_rows
     linked = schedule.links[..., 0]
     assert (linked < num_groups).all()

@@ -40,7 +40,7 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
             assert (device.type, spec.head_dim) == ("cuda", 256)  # what the generic kernel has no registers for
             continue
         host_planner.plan_with_kind(library, attention, case.view, kind)
-        assert set(attention.schedule().tiles[:, 1].tolist()) == {kind}
+        assert set(attention.schedule().of_tiles("kind").tolist()) == {kind}
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
         case_tensors.check_padding(case)
