@@ -8,7 +8,7 @@
 
 namespace attn {
 
-/// Most CTAs among which a pair is cut evenly.
+/// Most CTAs among which a pair is cut evenly: on the device a warp looks at all numbers at once.
 constexpr int32_t kMaxAlignedParts = 32;
 
 /// One shared prefix, whose row tiles are the last of the line from `tile` on: its pairs may be cut evenly, each among
@@ -49,14 +49,9 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
 }
 
 /// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a
-/// CTA that starts inside a pair pays its cost again. `cuts`: into 1, 2, ... parts; of those whose busiest CTA has as
-/// little, the one of the fewest parts.
-ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut (&cuts)[kMaxAlignedParts],
-                          Planned& planned) {
-  EvenCut best = cuts[0];
-  for (const EvenCut& cut : cuts) {
-    if (cut.cost < best.cost) best = cut;
-  }
+/// CTA that starts inside a pair pays its cost again. `best`: the cut of the least cost and, of those, of the fewest
+/// parts.
+ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
   if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
   planned.aligned_parts = best.parts;
   planned.aligned_tile = shared.tile;

@@ -43,8 +43,8 @@ constexpr int32_t kMaxSharedPages = 1 << 20;
 /// Row states that a forest may use.
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
-/// Leading pages of a request that it can share. `first_entry`: of its pages, -1 if it has none.
-ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int32_t first_entry) {
+/// Leading pages of a request that it can share, if they begin with a page.
+ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group) {
   const ScheduleConfig& config = p.config;
   const PlanLevel& level = p.levels[0];
   if (group.qo_len == 0) return 0;
@@ -52,17 +52,16 @@ ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int3
   if (config.cascade != kCascadeAlways &&
       static_cast<int64_t>(group.qo_len) * config.group_size >= tile_rows(config.max_kind))
     return 0;
-  if (level.visibility.window_left >= 0 && group.kv_len - 1 > level.visibility.window_left)
-    return 0;  // a window hides the first token from the last row
+  // A window that hides the first token from the last row.
+  if (level.visibility.window_left >= 0 && group.kv_len - 1 > level.visibility.window_left) return 0;
   const int32_t seen = level.visibility.causal ? group.kv_len - group.qo_len + 1 : group.kv_len;
-  const int32_t pages = min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
-  return first_entry >= 0 ? pages : 0;
+  return min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
 }
 
-/// The first entry of a request's pages: a request without pages may read another's, which its length then hides. -1:
-/// there is none.
-ATTN_HD int32_t read_first_entry(const PageTable& table, int64_t table_begin) {
-  return table_begin < table.num_entries ? table.indices[table_begin] : -1;
+/// Whether a request's first entry is a page. (A request without pages may read another's, which its length then
+/// hides.)
+ATTN_HD bool begins_with_page(const PageTable& table, const RowGroup& group) {
+  return group.table_begin < table.num_entries && table.indices[group.table_begin] >= 0;
 }
 
 /// What a forest knows of a request. (The size of this struct and of the next is an odd number of words: no two of 32

@@ -27,27 +27,28 @@ struct ForestMemory {
   }
 };
 
-/// Receives where requests attach. Returns whether any does, and the search did not fail: then there is no forest.
+/// Whether a request may attach there: lengths that changed since another CTA read them may contradict what it found.
+__device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
+  return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
+         attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
+}
+
+/// Receives where requests attach. Returns whether any does, and everything is right so far: else there is no forest.
 __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest& f) {
   const uint64_t launch = c.shared.launch;
   const uint64_t deadline = ptx::global_timer() + ptx::kMostWait;
   bool attaches = false;
-  bool failed = false;
   for_each(f.size, [&](int32_t i) {
     Attachment attachment;
-    failed |= !receive_attachment(c.p, launch, i, deadline, attachment);
+    const bool came = receive_attachment(c.p, launch, i, deadline, attachment);
     f.requests[i].leader = attachment.leader;
     f.requests[i].pages = attachment.pages;
-    if (attachment.leader == -1) return;
-    attaches = true;
-    // Lengths that changed since the other CTAs read them contradict what they found.
-    failed |= attachment.leader < 0 || attachment.leader >= i || attachment.pages <= 0 ||
-              attachment.pages > min_of(f.requests[i].shareable, f.requests[attachment.leader].shareable);
+    attaches |= attachment.leader >= 0;
+    if (!came || (attachment.leader != -1 && !may_attach(f, i, attachment))) report(c.shared, kPrefixSearchFailed);
   });
-  failed = __syncthreads_or(failed);
+  attaches = __syncthreads_or(attaches);
   if (thread_index() == 0) end_launch(c.p, launch);  // all other CTAs have read it
-  if (failed) report(c.shared, kPrefixSearchFailed);
-  return __syncthreads_or(attaches) && !failed;
+  return attaches && c.shared.errors == 0;
 }
 
 /// Finds the node where each request attaches, and the parents of nodes. All requests of a leader's path tell its
@@ -94,12 +95,14 @@ __device__ __forceinline__ void add_up_nodes(PlanContext& c, const Forest& f) {
       atomicAdd(&f.nodes[request.innermost].weight, rows_cost(c.p.config, request.qo_len, false).kv_tile);
       atomicAdd(&f.nodes[request.innermost].direct_rows, request.qo_len);
     }
+#pragma unroll 1
     for (int32_t n = request.innermost; n >= 0; n = f.nodes[n].parent) {
       atomicAdd(&f.nodes[n].rows, request.qo_len);
       atomicAdd(&f.nodes[n].num_requests, 1);
     }
     if (!f.is_node(i)) return;
     int32_t depth = 0;
+#pragma unroll 1
     for (int32_t n = i; n >= 0; n = f.nodes[n].parent) ++depth;
     f.nodes[i].depth = depth;
     atomicMax(&c.shared.max_depth, depth);
@@ -117,11 +120,14 @@ __device__ __forceinline__ void add_up_nodes(PlanContext& c, const Forest& f) {
 /// Decides which nodes are taken, those at the roots first.
 __device__ __forceinline__ void decide(PlanContext& c, const Forest& f) {
   int32_t free_states = forest_states(c.p.config);
-  // Where there is no room for all nodes they compete for it, one after another in the order of the host.
+  // Where there is no room for all nodes they compete for it: one thread decides on them in the order of the host.
   const bool compete = c.shared.states > free_states;
+  const int32_t first = compete && thread_index() > 0 ? f.size : thread_index();
   const int32_t step = compete ? 1 : kPlanThreads;
+#pragma unroll 1
   for (int32_t depth = 1; depth <= c.shared.max_depth; ++depth) {
-    for (int32_t n = thread_index(); n < f.size && !(compete && thread_index() > 0); n += step) {
+#pragma unroll 1
+    for (int32_t n = first; n < f.size; n += step) {
       if (!f.is_node(n) || f.nodes[n].depth != depth) continue;
       const int32_t saved = decide_node(c.p, f, n, free_states);
       if (f.nodes[n].taken != n) continue;
@@ -141,29 +147,29 @@ __device__ __forceinline__ void decide(PlanContext& c, const Forest& f) {
 /// Gives the taken nodes row groups behind those of the requests, and cuts what they read from those.
 __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
-  int32_t num_node_rows = 0;
+  enum Sum { kMergeRows, kGroups, kNodeRows };
+  int32_t totals[] = {0, f.size, 0};
   for_each_together(f.size, [&](int32_t i) {
-    int32_t num_own_rows = 0;
     bool is_taken = false;
+    int32_t values[] = {0, 0, 0};
     if (i < f.size) {
       ForestRequest& request = f.requests[i];
-      request.top = request.innermost >= 0 ? f.nodes[request.innermost].taken : -1;
-      if (request.top >= 0) {
-        num_own_rows = request.qo_len;
-        atomicMax(&c.shared.max_taken_depth, f.nodes[request.top].taken_depth);
-      }
       is_taken = f.is_node(i) && f.nodes[i].taken == i;
+      request.top = request.innermost >= 0 ? f.nodes[request.innermost].taken : -1;
+      values[kMergeRows] = request.top >= 0 ? request.qo_len : 0;
+      values[kGroups] = is_taken;
+      values[kNodeRows] = is_taken ? f.nodes[i].rows : 0;
+      if (request.top >= 0) atomicMax(&c.shared.max_taken_depth, f.nodes[request.top].taken_depth);
     }
-    const int32_t merge_begin = running_sum(c.shared, num_own_rows, c.planned.num_merge_rows);
-    const int32_t group = running_sum(c.shared, static_cast<int32_t>(is_taken), c.planned.num_groups);
-    const int32_t row_begin = running_sum(c.shared, is_taken ? f.nodes[i].rows : 0, num_node_rows);
-    if (i < f.size) f.requests[i].merge_begin = f.requests[i].top >= 0 ? merge_begin : -1;
-    if (is_taken) {
-      f.nodes[i].group = c.p.schedule.nodes[i].group = group;
-      f.nodes[i].row_begin = row_begin;
-      m.taken[group - f.size] = i;
-    }
+    running_sums(c.shared, values, totals);
+    if (i < f.size) f.requests[i].merge_begin = f.requests[i].top >= 0 ? values[kMergeRows] : -1;
+    if (!is_taken) return;
+    f.nodes[i].group = c.p.schedule.nodes[i].group = values[kGroups];
+    f.nodes[i].row_begin = values[kNodeRows];
+    m.taken[values[kGroups] - f.size] = i;
   });
+  c.planned.num_merge_rows = totals[kMergeRows];
+  c.planned.num_groups = totals[kGroups];
   __syncthreads();
   if (c.shared.max_taken_depth > 0) c.planned.num_links = c.shared.max_taken_depth + 1;
   for_each(f.size, [&](int32_t i) { make_groups(c.p, f, i, c.planned.num_merge_rows); });
@@ -171,44 +177,47 @@ __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemor
 
 /// Links rows to the row groups that they are in: to their requests', and, a warp a node, to those of taken nodes,
 /// whose rows are in the order of their requests.
-__device__ __forceinline__ void link_forest(PlanContext& c, const ForestMemory& m) {
+__device__ __forceinline__ void link_forest(const PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
+  if (c.planned.num_merge_rows == 0) return;
   for_each(f.size, [&](int32_t i) { link_own_rows(c.p, f, i, c.planned.num_links); });
-  for (int32_t number = warp_index(); number < c.planned.num_groups - f.size; number += kPlanWarps) {
+  // From the last warp on: the first ones have other things to write.
+#pragma unroll 1
+  for (int32_t number = kPlanWarps - 1 - warp_index(); number < c.planned.num_groups - f.size; number += kPlanWarps) {
     const int32_t n = m.taken[number];
     int32_t num_rows = 0;  // so far
+#pragma unroll 1
     for (int32_t first = 0; first < f.size; first += 32) {
       const int32_t i = first + lane_index();
       const bool is_member = i < f.size && f.taken_at(i, f.nodes[n].taken_depth) == n;
       if (!__any_sync(kAllLanes, is_member)) continue;
       const int32_t own_rows = is_member ? f.requests[i].qo_len : 0;
-      const int32_t up_to_lane = num_rows + static_cast<int32_t>(sum_up_to_lane(own_rows));
+      const int32_t up_to_lane = num_rows + sum_up_to_lane(own_rows);
+#pragma unroll 1
       for (int32_t row = 0; row < own_rows; ++row) link_node_row(c.p, f, n, i, row, up_to_lane - own_rows + row);
       num_rows = __shfl_sync(kAllLanes, up_to_lane, 31);
     }
   }
 }
 
-/// Seeks shared prefixes among the requests whose row groups are written, cuts what is taken from those, adds the row
-/// groups of the taken nodes, and links rows.
+/// Seeks shared prefixes among the requests whose row groups are written, cuts what is taken from those, and adds the
+/// row groups of the taken nodes.
 __device__ __forceinline__ void add_forest(PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
+  if (thread_index() == 0) c.shared.launch = read_launch(c.p);
   for_each(f.size, [&](int32_t i) {
     const RowGroup& group = c.p.schedule.groups[i];
     f.requests[i].qo_begin = group.qo_begin;
     f.requests[i].qo_len = group.qo_len;
-    f.requests[i].shareable =
-        shareable_pages(c.p, group, 0);  // at most: whether its first entry is a page is not asked
+    f.requests[i].shareable = shareable_pages(c.p, group);  // at most: the other CTAs look at the pages
     c.p.schedule.nodes[i].leader = -1;
   });
   __syncthreads();
-  const bool wrong = c.shared.errors != 0;  // metadata that is wrong has no forest
-  if (!receive_attachments(c, f) || wrong) return;
+  if (!receive_attachments(c, f)) return;
   find_nodes(m);
   add_up_nodes(c, f);
   decide(c, f);
   add_row_groups(c, m);
-  link_forest(c, m);
 }
 
 }  // namespace attn

@@ -8,10 +8,11 @@
 //   decide  the first CTA makes a forest of that, decides which nodes pay, and adds their row groups (forest.cuh)
 //   place   row groups become row tiles, each with its cost, on one line (schedule.h)
 //   cut     the line is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
-//   write   header and levels
+//   write   header, levels, and the links of rows to the row groups of the forest
 // A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share; what comes before an
 // element of such a loop is a running sum of the CTA. Row groups and row tiles lie in the schedule itself, in global
 // memory; shared memory holds the forest, the first row tile of each group and the first row tiles' places on the line.
+#include "planner/cuts.h"
 #include "planner/device/context.cuh"
 #include "planner/device/forest.cuh"
 #include "planner/groups.h"
@@ -23,8 +24,10 @@ namespace attn {
 __device__ __forceinline__ void link_rows(PlanContext& c) {
   uint32_t errors = 0;
   int32_t num_merge_rows = 0;
+#pragma unroll 1
   for (int32_t g = warp_index(); g < c.planned.num_groups; g += kPlanWarps) {
     const RowGroup group = c.p.schedule.groups[g];
+#pragma unroll 1
     for (int32_t row = lane_index(); row < group.qo_len; row += 32)
       num_merge_rows = max_of(num_merge_rows, link_row(c.p, group, g, row, errors));
   }
@@ -38,6 +41,7 @@ __device__ __forceinline__ void read_groups(PlanContext& c) {
   const int32_t num_requests = count_groups(p);
   uint32_t errors = 0;
   if (p.num_levels > 1) {
+#pragma unroll 1
     for (int64_t i = thread_index(); i < static_cast<int64_t>(p.num_levels) * p.config.max_merge_rows;
          i += kPlanThreads)
       p.schedule.links[i] = RowLink{-1, 0};
@@ -50,9 +54,11 @@ __device__ __forceinline__ void read_groups(PlanContext& c) {
       num_chunks = count_chunks(p, group);
     }
     const int32_t first = running_sum(c.shared, num_chunks, c.planned.num_groups);
+#pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk)
       p.schedule.groups[first + chunk] = make_chunk(p, group, i, chunk, num_chunks, first + chunk);
     if (!p.config.batch_invariant || i >= num_requests) return;
+#pragma unroll 1
     for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; chunk < p.config.max_links; ++chunk)
       p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + i] = RowLink{-1, 0};
   });
@@ -94,6 +100,7 @@ __device__ __forceinline__ void count_tiles(PlanContext& c) {
 /// The row group that row tile `tile` belongs to: the last one whose first tile is at or before it.
 __device__ __forceinline__ int32_t find_group(const PlanContext& c, int32_t tile) {
   int32_t low = 0;
+#pragma unroll 1
   for (int32_t high = c.planned.num_groups; high - low > 1;) {
     const int32_t middle = low + (high - low) / 2;
     if (c.tile_begin[middle] <= tile)
@@ -126,6 +133,15 @@ __device__ __forceinline__ void place_tiles(PlanContext& c) {
   __syncthreads();
 }
 
+/// The best even cut of a shared prefix; each warp finds it, a lane looks at one number of parts.
+__device__ __forceinline__ EvenCut best_even_cut(const PlanParams& p, const SharedPairs& pairs) {
+  static_assert(kMaxAlignedParts == 32, "a lane each");
+  const EvenCut cut = cut_evenly(p, pairs, lane_index() + 1);
+  const int32_t cost = __reduce_min_sync(kAllLanes, cut.cost);
+  const int32_t best = __ffs(static_cast<int32_t>(__ballot_sync(kAllLanes, cut.cost == cost))) - 1;
+  return EvenCut{best + 1, __shfl_sync(kAllLanes, cut.kv_tiles, best), __shfl_sync(kAllLanes, cut.share, best), cost};
+}
+
 /// Cuts the line: finds the positions of CTAs.
 __device__ __forceinline__ void cut_line(PlanContext& c) {
   const PlanParams& p = c.p;
@@ -143,9 +159,7 @@ __device__ __forceinline__ void cut_line(PlanContext& c) {
   if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
     const int32_t tile = c.tile_begin[planned.num_groups - 1];
     const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * p.config.num_kv_heads};
-    for_each(kMaxAlignedParts, [&](int32_t i) { c.shared.cuts[i] = cut_evenly(p, pairs, i + 1); });
-    __syncthreads();
-    align_prefix(p, pairs, c.shared.cuts, planned);
+    align_prefix(p, pairs, best_even_cut(p, pairs), planned);
   }
   for_each(p.config.num_ctas + 1,
            [&](int32_t cta) { p.schedule.positions[cta] = find_position(p, tiles, planned, c.total_cost, cta); });
@@ -179,14 +193,15 @@ __device__ __forceinline__ void plan(const PlanParams& p, char* memory) {
     shared.num_merge_rows = shared.longest_small_pair = shared.has_largest_tiles = 0;
     shared.longest_pair = -1;
     shared.max_depth = shared.states = shared.saved = shared.max_taken_depth = 0;
-    if (kSeeksForest) shared.launch = read_launch(p);
   }
   __syncthreads();
   read_groups(c);
-  if constexpr (kSeeksForest) add_forest(c, ForestMemory(forest, forest_size));
+  const ForestMemory m(forest, forest_size);
+  if constexpr (kSeeksForest) add_forest(c, m);
   place_tiles(c);
   cut_line(c);
   write_plan(c);
+  if constexpr (kSeeksForest) link_forest(c, m);
 }
 
 }  // namespace attn

@@ -51,7 +51,6 @@ __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t
 
 /// What a searching CTA knows of the requests.
 struct SearchContext {
-  const PlanParams& p;
   const PageTable& table;
   int64_t* table_begin;  // of each request, in shared memory
   int32_t* shareable;    // leading pages that it can share
@@ -108,7 +107,7 @@ __device__ __forceinline__ int32_t common_pages(const SearchContext& s, SearchTe
       same[k] = __ldg(s.entry(a, page)) == __ldg(s.entry(b, page));
     }
 #pragma unroll
-    for (int32_t k = kBatch - 1; k >= 0; --k) {
+    for (int32_t k = 0; k < kBatch; ++k) {
       if (!same[k]) differs = min_of(differs, first + k * team.kThreads);
     }
     differs = __reduce_min_sync(kAllLanes, differs);
@@ -130,23 +129,25 @@ __device__ __forceinline__ int32_t next_candidate(const SearchContext& s, Search
                                                   int32_t other, int32_t pages, Candidates& candidates) {
   constexpr int32_t kBatch = 4;  // requests whose loads a thread has under way at once
   const int32_t wanted = __ldg(s.entry(request, pages));
+  const auto candidate = [&](int32_t number) {
+    return candidates.first + (number * team.kThreads + team.thread) * candidates.step;
+  };
   int32_t next = request;
 #pragma unroll 1
-  for (int32_t number = 0;; number += kBatch) {
-    const int32_t begin = candidates.first + (number * team.kThreads + team.thread) * candidates.step;
-    if (begin - team.thread * candidates.step >= request) break;
-    bool may_share[kBatch];
+  for (int32_t first = 0; first * team.kThreads * candidates.step < request; first += kBatch) {
+    int32_t found[kBatch];
 #pragma unroll
     for (int32_t k = 0; k < kBatch; ++k) {
-      const int32_t i = begin + k * team.kThreads * candidates.step;
-      may_share[k] = i < request && (candidates.left >> (number + k) & 1) != 0 && s.shareable[i] > pages &&
-                     __ldg(s.entry(i, pages)) == wanted;
+      const int32_t i = candidate(first + k);
+      found[k] = ~wanted;
+      if (i < request && (candidates.left >> (first + k) & 1) != 0 && s.shareable[i] > pages)
+        found[k] = __ldg(s.entry(i, pages));
     }
 #pragma unroll
-    for (int32_t k = kBatch - 1; k >= 0; --k) {
-      const int32_t i = begin + k * team.kThreads * candidates.step;
-      if (!may_share[k])
-        candidates.left &= ~(1u << (number + k));
+    for (int32_t k = 0; k < kBatch; ++k) {
+      const int32_t i = candidate(first + k);
+      if (found[k] != wanted)
+        candidates.left &= ~(1u << (first + k));
       else if (i > other)
         next = min_of(next, i);
     }
@@ -176,17 +177,18 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
   const int32_t size = level.num_groups;
   SearchShared& shared = *reinterpret_cast<SearchShared*>(memory);
   int64_t* table_begin = reinterpret_cast<int64_t*>(&shared + 1);
-  const SearchContext s{p, level.table, table_begin, reinterpret_cast<int32_t*>(table_begin + size)};
-  if (thread_index() == 0) {
-    shared.launch = read_launch(p);
-    shared.best = 0;
-  }
+  const SearchContext s{level.table, table_begin, reinterpret_cast<int32_t*>(table_begin + size)};
+  const uint64_t own_launch = thread_index() == 0 ? read_launch(p) : 0;  // under way while requests are read
   for_each(size, [&](int32_t i) {
     uint32_t errors = 0;  // the first CTA sees them too
     const RowGroup group = read_row_group(p, GroupPlace{0, i}, errors);
     s.table_begin[i] = group.table_begin;
-    s.shareable[i] = shareable_pages(p, group, read_first_entry(level.table, group.table_begin));
+    s.shareable[i] = begins_with_page(level.table, group) ? shareable_pages(p, group) : 0;
   });
+  if (thread_index() == 0) {
+    shared.launch = own_launch;
+    shared.best = 0;
+  }
   __syncthreads();
   const uint64_t launch = shared.launch;
   const int32_t own = static_cast<int32_t>(blockIdx.x) - 1;

@@ -144,7 +144,7 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
     const RowGroup& group = p.schedule.groups[i];
     f.requests[i].qo_begin = group.qo_begin;
     f.requests[i].qo_len = group.qo_len;
-    f.requests[i].shareable = shareable_pages(p, group, read_first_entry(p.levels[0].table, group.table_begin));
+    f.requests[i].shareable = begins_with_page(p.levels[0].table, group) ? shareable_pages(p, group) : 0;
     tables.begin[static_cast<size_t>(i)] = group.table_begin;
   }
   if (!find_attachments(tables, f)) return;

@@ -81,9 +81,12 @@ void plan_on_host(const PlanParams& p) {
   if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
     const int32_t tile = p.schedule.groups[planned.num_groups - 1].tile_begin;
     const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * config.num_kv_heads};
-    EvenCut cuts[kMaxAlignedParts];
-    for (int32_t parts = 1; parts <= kMaxAlignedParts; ++parts) cuts[parts - 1] = cut_evenly(p, pairs, parts);
-    align_prefix(p, pairs, cuts, planned);
+    EvenCut best = cut_evenly(p, pairs, 1);
+    for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) {
+      const EvenCut cut = cut_evenly(p, pairs, parts);
+      if (cut.cost < best.cost) best = cut;
+    }
+    align_prefix(p, pairs, best, planned);
   }
   for (int32_t cta = 0; cta <= config.num_ctas; ++cta)
     p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
