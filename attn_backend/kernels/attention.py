@@ -54,7 +54,7 @@ class Attention:
         max_levels: most levels of a composition. More than one costs a state of head_dim + 1 floats for each of max_levels * max_rows * num_qo_heads.
         num_ctas: parts that the work is split into; default: what the device holds at once.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
-            views of 2 to 1024 requests (480 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
+            views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
             whose rows fill the largest row tile. "always": takes whatever there is room for, for tests.
         batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.

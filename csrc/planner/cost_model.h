@@ -52,29 +52,34 @@ ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t 
 
 /// A plan as far as it is known; what write_header() is told.
 struct Planned {
-  int32_t num_groups;
-  int32_t num_tiles;
-  int32_t num_merge_rows;
-  int32_t num_links;
-  int32_t num_requests;  // that the forest was sought in
-  int64_t share;
-  int32_t longest_pair;  // the largest longest_pair() of all row groups
-  int32_t has_largest_tiles;
-  int32_t whole_pairs;   // no (row tile, head) is shared by CTAs
-  int32_t flags;         // ScheduleFlag bits
-  int32_t aligned_tile;  // as in ScheduleHeader, from align_prefix()
-  int32_t aligned_cta;
-  int32_t aligned_parts;
-  int32_t aligned_kv_tiles;  // of each part but the first, which has what is left
-  uint32_t errors;
+  int32_t num_groups = 0;
+  int32_t num_tiles = 0;
+  int32_t num_merge_rows = 0;
+  int32_t num_links = 0;
+  int32_t num_requests = 0;  // that the forest was sought in
+  int64_t share = 0;
+  int32_t longest_pair = -1;       // the largest longest_pair() of row groups with the largest kind of row tile
+  int32_t longest_small_pair = 0;  // and of all others
+  int32_t has_largest_tiles = 0;
+  int32_t whole_pairs = 0;   // no (row tile, head) is shared by CTAs
+  int32_t flags = 0;         // ScheduleFlag bits
+  int32_t aligned_tile = 0;  // as in ScheduleHeader, from align_prefix()
+  int32_t aligned_cta = 0;
+  int32_t aligned_parts = 0;
+  int32_t aligned_kv_tiles = 0;  // of each part but the first, which has what is left
+  uint32_t errors = 0;
 };
 
-/// A pair of a row group that sees all of its tokens: its cost, and in the lowest bits the kind of its row tile. The
-/// largest number is that of the longest pair.
+/// Whether one shared prefix is all that a forest has become.
+ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
+  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1;
+}
+
+/// Cost of a pair of a row group that sees all of its tokens.
 ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
-  const int64_t cost =
-      pair_cost(p.config, cost_kind(group.kind, group.state_begin), p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1);
-  return static_cast<int32_t>(min_of<int64_t>(cost, kMaxInt32 / kNumTileKinds)) * kNumTileKinds + group.kind;
+  const int32_t num_kv_tiles = p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1;
+  return static_cast<int32_t>(
+      min_of(pair_cost(p.config, cost_kind(group.kind, group.state_begin), num_kv_tiles), kMaxInt32));
 }
 
 /// KV tiles of a wide row tile that a CTA computes in the time of a merge, about.
@@ -92,10 +97,10 @@ struct Handing {
 /// a CTA, of EqualShares.
 ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t total_cost, int64_t most_pairs) {
   const ScheduleConfig& config = p.config;
-  const int32_t kind = planned.longest_pair % kNumTileKinds;
-  const int64_t longest = planned.longest_pair / kNumTileKinds;
+  const int32_t kind = config.max_kind;
+  const int64_t longest = planned.longest_pair;
   Handing handing{config.batch_invariant != 0, false};
-  if (config.turns == 0 || kind != config.max_kind) return handing;
+  if (config.turns == 0 || longest < planned.longest_small_pair) return handing;
   const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
   const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
   const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
@@ -109,15 +114,9 @@ ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t to
   return handing;
 }
 
-/// Whether hand_out() asks for the longest pair. Few plans of decodes do.
-ATTN_HD bool needs_longest_pair(const PlanParams& p, const Planned& planned) {
-  return p.config.turns > 0 && planned.has_largest_tiles &&
-         (planned.num_merge_rows == 0 || planned.num_tiles >= 2 * planned.num_groups);
-}
-
 /// Share and flags, when everything before them is known.
-ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, const EqualShares& equal,
-                         Planned& planned) {
+ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
+  const EqualShares equal = equal_shares(p, planned.num_tiles, total_cost);
   planned.share = cta_share(p, first, planned.num_tiles, total_cost, equal);
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;

@@ -135,6 +135,7 @@ ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
 
 /// Chunks of a request's row group; at least 1.
 ATTN_HD int32_t count_chunks(const PlanParams& p, const RowGroup& group) {
+  if (!p.config.batch_invariant) return 1;
   return max_of(static_cast<int32_t>(ceil_div<int64_t>(group.kv_len, chunk_tokens(p, group))), 1);
 }
 

@@ -28,11 +28,10 @@ struct PlanParams {
   int32_t num_levels;
   // From here on: prepare_plan (planning.h).
   int32_t seeks_forest;
-  int32_t position_threads;  // of the device planner's first CTA: they find positions
-  FastDivisor kv_tile;       // config.kv_tile
-  FastDivisor group_size;    // config.group_size
-  FastDivisor page_size;     // of the first level
-  FastDivisor num_ctas;      // config.num_ctas
+  FastDivisor kv_tile;     // config.kv_tile
+  FastDivisor group_size;  // config.group_size
+  FastDivisor page_size;   // of the first level
+  FastDivisor num_ctas;    // config.num_ctas
   FastDivisor kv_tile_cost[kNumCostKinds];
 };
 

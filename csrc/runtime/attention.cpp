@@ -36,7 +36,7 @@ constexpr int32_t max_forest_requests(int32_t shared_bytes) {
   while (requests > 0 && plan_forest_shared_bytes(requests) > shared_bytes) requests -= 32;
   return requests;
 }
-static_assert(max_forest_requests(163 * 1024) == kMaxForestRequests && max_forest_requests(99 * 1024) == 480,
+static_assert(max_forest_requests(163 * 1024) == kMaxForestRequests && max_forest_requests(99 * 1024) == 736,
               "an A100's blocks, and those of GPUs with the least memory");
 
 /// `forest_requests`: as many as a forest may be sought in.
@@ -182,7 +182,7 @@ uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
   prepare_plan(params);
   uint32_t errors = 0;
   if (config_.on_cuda) {
-    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, static_cast<uint32_t>(plan_threads(params))};
+    driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};
     if (params.seeks_forest) shape.shared_bytes = plan_forest_shared_bytes(params.levels[0].num_groups);
     driver::launch(params.seeks_forest ? plan_forest_kernel_ : plan_kernel_, shape, &params, stream);
   } else {

@@ -34,7 +34,7 @@ attn::PlanParams planned_params;
 
 void run_cta(int32_t block, uint32_t seed) {
   emulation::run_cta(
-      block, attn::plan_ctas(planned_params), attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block),
+      block, attn::plan_ctas(planned_params), attn::kPlanThreads, seed + static_cast<uint32_t>(block),
       [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
 }
 

@@ -258,7 +258,7 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
 def test_forest_of_very_many_requests(device: torch.device, num_requests: int) -> None:
     """Above 1024 requests no forest is sought."""
     if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 163 * 1024:
-        pytest.skip("this GPU's blocks have shared memory for the forest of 480 requests")
+        pytest.skip("this GPU's blocks have shared memory for the forest of 736 requests")
     rng = numpy.random.default_rng(0)
     pages = [[i % 3, 3 + i % 31, 34 + i % 217, 1000 + i] for i in range(num_requests)]
     batch = Batch(16, [1] * num_requests, [50 + i % 14 for i in range(num_requests)], pages, 1000 + num_requests)

@@ -173,6 +173,10 @@ T atomicExch(T* address, T value) {
   return was;
 }
 template <class T>
+T atomicAdd(T* address, T value) {
+  return atomicExch(address, static_cast<T>(*address + value));
+}
+template <class T>
 T atomicMax(T* address, T value) {
   return *address < value ? atomicExch(address, value) : *address;
 }
