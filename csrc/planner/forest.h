@@ -159,8 +159,8 @@ struct NodeCost {
   int64_t added;
 };
 
-/// Of a node that reads its pages for `weight` (see ForestNode) and leaves `states` row states. What it adds is its row
-/// tiles and the states.
+/// The cost of a node that saves `weight` for each KV tile and leaves `states` row states. It adds row tiles of its own
+/// and those states.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
   const RowsCost rows = rows_cost(p.config, node.rows, true);
   const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;

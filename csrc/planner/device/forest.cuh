@@ -11,8 +11,8 @@ namespace attn {
 /// Shared memory of a forest.
 struct ForestMemory {
   Forest forest;
-  // Scratch. Paths of nodes, while they are found: element i is the path_key() of the deepest node on request i's own
-  // path, element size + n that of the next node up from node n.
+  // Scratch. The nodes on the path of each leader, while they are found: element i is the path_key() of the deepest
+  // node on the path of request i, element size + n that of the next node up from node n; -1: there is none.
   int32_t* path;   // [2 * size]
   int32_t* place;  // [size]: element of `path` that a request has come to; -1: it has found its node
   int32_t* taken;  // [size]: the taken nodes, in the order of their row groups
@@ -27,13 +27,15 @@ struct ForestMemory {
   }
 };
 
-/// Whether a request may attach there: lengths that changed since another CTA read them may contradict what it found.
+/// Whether a request may attach there. Where lengths changed between the reads of two CTAs, what one found may
+/// contradict what the other read.
 __device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
   return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
          attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
 }
 
-/// Receives where requests attach. Returns whether any does, and everything is right so far: else there is no forest.
+/// Receives where requests attach. Returns whether there is a forest: some request attaches, and there was no error so
+/// far.
 __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest& f) {
   const uint64_t launch = c.shared.launch;
   const uint64_t deadline = ptx::global_timer() + ptx::kMostWait;
@@ -51,8 +53,10 @@ __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest
   return attaches && c.shared.errors == 0;
 }
 
-/// Finds the node where each request attaches, and the parents of nodes. All requests of a leader's path tell its
-/// deepest place; those at the deepest node have found theirs, the others tell the place above that node, and so on up.
+/// Finds the node where each request attaches, and the parents of nodes. Requests that attach to the same leader are on
+/// one path; they go up along it until each has found its node. In a round every request offers itself to the place
+/// that it has come to, at first that of the path's deepest node. The request with the most pages names the node there:
+/// requests with as many pages stay, all others go on to the place above.
 __device__ __forceinline__ void find_nodes(const ForestMemory& m) {
   const Forest& f = m.forest;
   for_each(f.size, [&](int32_t i) {
@@ -87,7 +91,7 @@ __device__ __forceinline__ void find_nodes(const ForestMemory& m) {
   __syncthreads();
 }
 
-/// Adds up what nodes hold.
+/// Adds up the rows and costs of nodes.
 __device__ __forceinline__ void add_up_nodes(PlanContext& c, const Forest& f) {
   for_each(f.size, [&](int32_t i) {
     const ForestRequest& request = f.requests[i];
