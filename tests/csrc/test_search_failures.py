@@ -69,7 +69,7 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
         alone = host_planner.plan(library, make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False), view)
         lost = int(rng.integers(1, 1 + min(len(batch.pages), 128)))
         planned = host_planner.plan(library, attention, view, seed, workspace=workspace, lost=lost)
-        assert planned.errors == _SEARCH_FAILED
+        assert planned.errors == (_SEARCH_FAILED if len(batch.pages) > 1 else 0), seed  # one request is planned without a search
         assert planned.forest == ()
         for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
             assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
