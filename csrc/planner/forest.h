@@ -134,6 +134,15 @@ ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
   return round_up(num_requests * of_request, 16);
 }
 
+/// Dynamic shared memory of the device planner: what every plan needs, the forest, and the first row tile of each row
+/// group.
+constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
+  return kPlanSharedBytes + forest_shared_bytes(num_requests) + num_groups * static_cast<int32_t>(sizeof(int32_t));
+}
+constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
+  return plan_shared_bytes(2 * num_requests, num_requests);
+}
+
 /// What the row tiles of a row group cost together, for each KV head.
 struct RowsCost {
   int32_t kv_tile;  // for each KV tile
