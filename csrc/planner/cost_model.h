@@ -39,7 +39,7 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
 /// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
 /// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a line whose pairs only cost as much
 /// as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs
-/// that share a KV head's tokens read them at the same time (docs/decisions.md).
+/// that share a KV head's tokens read them at the same time (ADR 8).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
                           const EqualShares& equal) {
   const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);

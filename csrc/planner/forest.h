@@ -134,6 +134,15 @@ ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
   return round_up(num_requests * of_request, 16);
 }
 
+/// Dynamic shared memory of the device planner: what every plan needs, the forest, and the first row tile of each row
+/// group.
+constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
+  return kPlanSharedBytes + forest_shared_bytes(num_requests) + num_groups * static_cast<int32_t>(sizeof(int32_t));
+}
+constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
+  return plan_shared_bytes(2 * num_requests, num_requests);
+}
+
 /// What the row tiles of a row group cost together, for each KV head.
 struct RowsCost {
   int32_t kv_tile;  // for each KV tile
@@ -159,8 +168,8 @@ struct NodeCost {
   int64_t added;
 };
 
-/// Of a node that reads its pages for `weight` (see ForestNode) and leaves `states` row states. What it adds is its row
-/// tiles and the states.
+/// The cost of a node that saves `weight` for each KV tile and leaves `states` row states. It adds row tiles of its own
+/// and those states.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
   const RowsCost rows = rows_cost(p.config, node.rows, true);
   const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;
@@ -172,7 +181,7 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t 
 }
 
 /// Beside its children reading the pages themselves. Only rows that are in no deeper node count states: the others
-/// leave two in any case, and what the third costs was not to be seen on a Hopper GPU (docs/decisions.md).
+/// leave two in any case, and what the third costs was not to be seen on a Hopper GPU (ADR 11).
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node) {
   return node_cost(p, node, node.weight, node_states(node.direct_rows, node.begin));
 }

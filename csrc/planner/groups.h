@@ -111,7 +111,7 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
 
 /// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy,
 /// longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens because they are wide,
-/// a CTA starts an item more slowly (docs/decisions.md).
+/// a CTA starts an item more slowly (ADR 10).
 constexpr int32_t kChunkTokens = 768;
 constexpr int32_t kLongChunkTokens = 1024;
 constexpr int32_t kUncutRequest = 1024;  // is one chunk

@@ -7,7 +7,7 @@
 //
 // Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU need not keep to them: its CTAs take
 // one pair after another, in turn, as they come for it. Pairs of a row group are then computed at about the same time,
-// by as many CTAs, and find their K and V in L2 (docs/decisions.md).
+// by as many CTAs, and find their K and V in L2 (ADR 7).
 //
 // A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds
 // (forest.h), or of the KV chunks that a batch invariant plan cuts a request into. Then it leaves a state in each of

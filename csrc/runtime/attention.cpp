@@ -20,15 +20,6 @@ int32_t cascade_states(const AttentionConfig& config) {
   return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));
 }
 
-/// Dynamic shared memory of the device planner: the forest, what every plan needs, and the first row tile of each row
-/// group.
-constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
-  return forest_shared_bytes(num_requests) + kPlanSharedBytes + num_groups * static_cast<int32_t>(sizeof(int32_t));
-}
-constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
-  return plan_shared_bytes(2 * num_requests, num_requests);
-}
-
 /// Requests that the device planner can seek a forest in, with so much shared memory for a block. Larger batches are
 /// planned without.
 constexpr int32_t max_forest_requests(int32_t shared_bytes) {

@@ -36,6 +36,11 @@ void run_cta(int32_t block, uint32_t seed) {
   emulation::run_cta(
       block, attn::plan_ctas(planned_params), attn::kPlanThreads, seed + static_cast<uint32_t>(block),
       [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+  const int32_t bytes = planned_params.seeks_forest
+                            ? attn::plan_forest_shared_bytes(planned_params.levels[0].num_groups)
+                            : attn::plan_shared_bytes(planned_params.config.max_groups, 0);
+  if (memory[bytes] != '\xab' || std::memcmp(memory + bytes, memory + bytes + 1, sizeof(memory) - bytes - 1) != 0)
+    emulation::fail("more shared memory is used than asked for");
 }
 
 }  // namespace

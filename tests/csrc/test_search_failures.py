@@ -63,7 +63,6 @@ def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
 
 def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
     """One CTA's findings get lost: the plan ends, says so, and plans every request for itself. The next one is right again."""
-    failures = 0
     for seed, rng, batch, attention in forests(16):
         view = batch.view(rng, "cpu")
         workspace = poisoned(library, attention, rng)
@@ -71,16 +70,11 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
         alone = host_planner.plan(library, make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False), view)
         lost = int(rng.integers(1, 1 + min(len(batch.pages), 128)))
         planned = host_planner.plan(library, attention, view, seed, workspace=workspace, lost=lost)
-        if planned.errors:
-            failures += 1
-            assert planned.errors == _SEARCH_FAILED
-            assert planned.forest == ()
-            for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
-                assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
-        else:
-            assert schedule_model.same(planned, whole), seed  # nobody waited for that one
+        assert planned.errors == (_SEARCH_FAILED if len(batch.pages) > 1 else 0), seed  # one request is planned without a search
+        assert planned.forest == ()
+        for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
+            assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
-    assert failures > 4
 
 
 def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:

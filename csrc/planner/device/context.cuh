@@ -68,6 +68,20 @@ __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
   if (lane_index() == 0) atomicMax(address, largest);
 }
 
+/// atomicAdd(&(nodes[n].*field), value) for all lanes of a warp with n >= 0. Behind one prefix they all have the same
+/// node: then it is one addition, as those of many threads to one address take a long time.
+template <class Node>
+__device__ __forceinline__ void add_to_node(Node* nodes, int32_t n, int32_t Node::* field, int32_t value) {
+  const int32_t any = __reduce_max_sync(kAllLanes, n);
+  if (any < 0) return;
+  if (__all_sync(kAllLanes, n < 0 || n == any)) {
+    const int32_t sum = __reduce_add_sync(kAllLanes, n < 0 ? 0 : value);
+    if (lane_index() == 0) atomicAdd(&(nodes[any].*field), sum);
+  } else if (n >= 0) {
+    atomicAdd(&(nodes[n].*field), value);
+  }
+}
+
 /// The sum of the lanes' values up to this one's.
 template <class Int>
 __device__ __forceinline__ Int sum_up_to_lane(Int sum) {

@@ -11,8 +11,8 @@ namespace attn {
 /// Shared memory of a forest.
 struct ForestMemory {
   Forest forest;
-  // Scratch. Paths of nodes, while they are found: element i is the path_key() of the deepest node on request i's own
-  // path, element size + n that of the next node up from node n.
+  // Scratch. The nodes on the path of each leader, while they are found: element i is the path_key() of the deepest
+  // node on the path of request i, element size + n that of the next node up from node n; -1: there is none.
   int32_t* path;   // [2 * size]
   int32_t* place;  // [size]: element of `path` that a request has come to; -1: it has found its node
   int32_t* taken;  // [size]: the taken nodes, in the order of their row groups
@@ -27,13 +27,15 @@ struct ForestMemory {
   }
 };
 
-/// Whether a request may attach there: lengths that changed since another CTA read them may contradict what it found.
+/// Whether a request may attach there. Where lengths changed between the reads of two CTAs, what one found may
+/// contradict what the other read.
 __device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
   return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
          attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
 }
 
-/// Receives where requests attach. Returns whether any does, and everything is right so far: else there is no forest.
+/// Receives where requests attach. Returns whether there is a forest: some request attaches, and there was no error so
+/// far.
 __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest& f) {
   const uint64_t launch = c.shared.launch;
   const uint64_t deadline = ptx::global_timer() + ptx::kMostWait;
@@ -51,8 +53,10 @@ __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest
   return attaches && c.shared.errors == 0;
 }
 
-/// Finds the node where each request attaches, and the parents of nodes. All requests of a leader's path tell its
-/// deepest place; those at the deepest node have found theirs, the others tell the place above that node, and so on up.
+/// Finds the node where each request attaches, and the parents of nodes. Requests that attach to the same leader are on
+/// one path; they go up along it until each has found its node. In a round every request offers itself to the place
+/// that it has come to, at first that of the path's deepest node. The request with the most pages names the node there:
+/// requests with as many pages stay, all others go on to the place above.
 __device__ __forceinline__ void find_nodes(const ForestMemory& m) {
   const Forest& f = m.forest;
   for_each(f.size, [&](int32_t i) {
@@ -87,25 +91,24 @@ __device__ __forceinline__ void find_nodes(const ForestMemory& m) {
   __syncthreads();
 }
 
-/// Adds up what nodes hold.
+/// Adds up the rows and costs of nodes.
 __device__ __forceinline__ void add_up_nodes(PlanContext& c, const Forest& f) {
-  for_each(f.size, [&](int32_t i) {
-    const ForestRequest& request = f.requests[i];
-    if (request.innermost >= 0) {
-      atomicAdd(&f.nodes[request.innermost].weight, rows_cost(c.p.config, request.qo_len, false).kv_tile);
-      atomicAdd(&f.nodes[request.innermost].direct_rows, request.qo_len);
-    }
+  for_each_together(f.size, [&](int32_t i) {
+    const bool exists = i < f.size;
+    int32_t n = exists ? f.requests[i].innermost : -1;
+    const int32_t rows = exists ? f.requests[i].qo_len : 0;
+    add_to_node(f.nodes, n, &ForestNode::weight, rows_cost(c.p.config, rows, false).kv_tile);
+    add_to_node(f.nodes, n, &ForestNode::direct_rows, rows);
 #pragma unroll 1
-    for (int32_t n = request.innermost; n >= 0; n = f.nodes[n].parent) {
-      atomicAdd(&f.nodes[n].rows, request.qo_len);
-      atomicAdd(&f.nodes[n].num_requests, 1);
+    for (; __any_sync(kAllLanes, n >= 0); n = n >= 0 ? f.nodes[n].parent : -1) {
+      add_to_node(f.nodes, n, &ForestNode::rows, rows);
+      add_to_node(f.nodes, n, &ForestNode::num_requests, 1);
     }
-    if (!f.is_node(i)) return;
     int32_t depth = 0;
 #pragma unroll 1
-    for (int32_t n = i; n >= 0; n = f.nodes[n].parent) ++depth;
-    f.nodes[i].depth = depth;
-    atomicMax(&c.shared.max_depth, depth);
+    for (int32_t at = exists && f.is_node(i) ? i : -1; at >= 0; at = f.nodes[at].parent) ++depth;
+    if (depth > 0) f.nodes[i].depth = depth;
+    shared_max(&c.shared.max_depth, depth);
   });
   __syncthreads();
   for_each(f.size, [&](int32_t n) {
@@ -151,6 +154,7 @@ __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemor
   int32_t totals[] = {0, f.size, 0};
   for_each_together(f.size, [&](int32_t i) {
     bool is_taken = false;
+    int32_t taken_depth = 0;
     int32_t values[] = {0, 0, 0};
     if (i < f.size) {
       ForestRequest& request = f.requests[i];
@@ -159,8 +163,9 @@ __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemor
       values[kMergeRows] = request.top >= 0 ? request.qo_len : 0;
       values[kGroups] = is_taken;
       values[kNodeRows] = is_taken ? f.nodes[i].rows : 0;
-      if (request.top >= 0) atomicMax(&c.shared.max_taken_depth, f.nodes[request.top].taken_depth);
+      if (request.top >= 0) taken_depth = f.nodes[request.top].taken_depth;
     }
+    shared_max(&c.shared.max_taken_depth, taken_depth);
     running_sums(c.shared, values, totals);
     if (i < f.size) f.requests[i].merge_begin = f.requests[i].top >= 0 ? values[kMergeRows] : -1;
     if (!is_taken) return;

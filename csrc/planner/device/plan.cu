@@ -53,7 +53,8 @@ __device__ __forceinline__ void read_groups(PlanContext& c) {
       group = read_row_group(p, find_level(p, i), errors);
       num_chunks = count_chunks(p, group);
     }
-    const int32_t first = running_sum(c.shared, num_chunks, c.planned.num_groups);
+    // Without chunks row groups are where their requests are, which spares the sum.
+    const int32_t first = p.config.batch_invariant ? running_sum(c.shared, num_chunks, c.planned.num_groups) : i;
 #pragma unroll 1
     for (int32_t chunk = 0; chunk < num_chunks; ++chunk)
       p.schedule.groups[first + chunk] = make_chunk(p, group, i, chunk, num_chunks, first + chunk);
@@ -62,6 +63,7 @@ __device__ __forceinline__ void read_groups(PlanContext& c) {
     for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; chunk < p.config.max_links; ++chunk)
       p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + i] = RowLink{-1, 0};
   });
+  if (!p.config.batch_invariant) c.planned.num_groups = num_requests;
   report(c.shared, errors);
   c.planned.num_links = p.num_levels;
   if (p.config.batch_invariant && c.planned.num_groups > num_requests) {
