@@ -230,7 +230,7 @@ FAULTS = (
         "]",
         CUBINS,
     ),
-    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(Path(code_address.__file__).read_bytes())\n", "", CUBINS),
+    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(code_address.recipe())\n", "", CUBINS),
 )
 
 

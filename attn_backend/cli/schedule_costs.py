@@ -1,4 +1,4 @@
-"""What a schedule costs: its line of work, what each CTA does of it, and the tokens that are read."""
+"""The costs of a schedule: of all its work, of each CTA's part, and the tokens that are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.schedule import Schedule
 
 @dataclass(frozen=True)
 class Part:
-    """What one CTA does in one row group; begin and end in cost units from the start of the CTA."""
+    """The work of one CTA in one row group; begin and end in cost units from the start of the CTA."""
 
     cta: int
     group: int

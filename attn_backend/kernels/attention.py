@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
+from ..settings import Settings
 from . import manifest
-from .cubins import arch_of, find_kernel
+from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
 from .structs import pack, unpack, values_of
@@ -67,7 +67,7 @@ class Attention:
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
-        return object.__new__(_DebugAttention if cls is Attention and os.environ.get("ATTN_BACKEND_DEBUG") == "1" else cls)
+        return object.__new__(_DebugAttention if cls is Attention and Settings.read().debug else cls)
 
     def __init__(
         self,
@@ -127,7 +127,11 @@ class Attention:
             batch_invariant=batch_invariant,
             on_cuda=device.type == "cuda",
         )
-        self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+        try:
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+        except RuntimeError as error:
+            forget_kernels(error)
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:

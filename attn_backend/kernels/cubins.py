@@ -72,7 +72,7 @@ def cache_key(source: str, arch: str, compiler: str) -> str:
     digest = hashlib.sha256(source.encode())
     for path in sorted(_included(source, set())):
         digest.update(str(path.relative_to(source_root())).encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(Path(code_address.__file__).read_bytes())
+    digest.update(code_address.recipe())
     digest.update("\0".join([arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))]).encode())
     return digest.hexdigest()[:24]
 
@@ -146,11 +146,21 @@ def _warn_once(text: str) -> None:
 
 @cache
 def find_kernel(name: str, arch: str) -> Path:
-    """The cubin of a kernel, seen to be whole: from the package, from the cache, or compiled now.
+    """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or compiled now.
 
     Raises:
         RuntimeError: it is nowhere and cannot be compiled.
     """
+    return code_address.usable(_whole_kernel(name, arch))
+
+
+def forget_kernels(error: RuntimeError) -> None:
+    """After a failure to load: find_kernel then gives plain cubins, if completed ones may be the reason. Otherwise raises the error."""
+    code_address.do_without(error)
+    find_kernel.cache_clear()
+
+
+def _whole_kernel(name: str, arch: str) -> Path:
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
         return compile_kernel(name, arch)[0]

@@ -15,7 +15,7 @@ namespace attn {
 
 /// Costs that a schedule is made by. On a GPU the small kinds of row tiles wait for memory and cost about the same; a
 /// pair of a large one costs as much as two of its KV tiles more, one whose rows leave states as three to six
-/// (docs/decisions.md). On a CPU cost follows the rows.
+/// (ADR 6). On a CPU cost follows the rows.
 struct KernelCosts {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];

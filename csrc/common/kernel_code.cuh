@@ -1,5 +1,5 @@
 // Prefetches kernels' code to L2. Otherwise multiprocessors fetch it line by line from memory, because what runs
-// between two launches evicts it (docs/decisions.md).
+// between two launches evicts it (ADR 20).
 #pragma once
 
 #include "common/kernel_code.h"

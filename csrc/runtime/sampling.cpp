@@ -128,7 +128,7 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a
+/// CTAs for each row, from measurements (ADR 24): as many as give every multiprocessor two, or one where a
 /// warp would have less than two segments; but two for a row as long as that fills the GPU no more than once. Each warp
 /// should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {

@@ -23,7 +23,7 @@ from attn_backend import BSRView, KVCache, PageTable, sample
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")

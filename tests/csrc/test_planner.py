@@ -12,6 +12,7 @@ import host_planner
 import pytest
 import schedule_model
 import torch
+from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import Schedule
@@ -108,8 +109,10 @@ def test_pairs_stay_whole_where_a_merge_takes_longer(device: torch.device, qo_le
 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("valid", [True, False])
-@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], ids=["plain", "cascade", "always", "invariant"])
+@pytest.mark.parametrize("valid", mostly_slow([True, False], fast=1))
+@pytest.mark.parametrize(
+    "options", mostly_slow([{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], fast=1), ids=["plain", "cascade", "always", "invariant"]
+)
 def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, valid: bool, options: dict[str, object], tmp_path: Path) -> None:
     """On a GPU: the device planner against the host planner, on the same batches with the same configuration."""
     library = host_planner.build(tmp_path)
@@ -126,7 +129,7 @@ def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("valid", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", mostly_slow(SHAPES, fast=2))
 def test_compositions_agree_with_model_and_host_planner(device: torch.device, shape: tuple[int, int, int, int | None], valid: bool, tmp_path: Path) -> None:
     library = host_planner.build(tmp_path)
     attention = make_attention(shape, device, max_levels=4)

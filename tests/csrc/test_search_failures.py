@@ -18,7 +18,7 @@ from attn_backend import Attention, BSRView
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.kernels.structs import unpack
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 _SEARCH_FAILED = 1 << 7  # ScheduleError
 _GUARD = 4096  # bytes behind the schedule that no plan may touch

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
@@ -47,7 +48,7 @@ class Batch:
 
 
 class Plan:
-    """The layers of one key: they share what is planned at each step."""
+    """What the layers of one key share: the plan of each step."""
 
     def __init__(self, key: PlanKey, attention: Attention) -> None:
         self.key = key
@@ -251,7 +252,17 @@ class SGLangAttentionBackend(AttentionBackend):
         return plan.large
 
     def _make_attention(self, key: PlanKey, max_rows: int, max_batch: int) -> Attention:
-        return key.make_attention(self.dtype, self.device, max_rows, max_batch, compat.deterministic())
+        return Attention(
+            key.num_qo_heads,
+            key.num_kv_heads,
+            key.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            cascade=use_cascade(),
+            batch_invariant=compat.deterministic(),
+        )
 
     def _allocate_buffers(self) -> None:
         self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.memory import outside_memory_pools
@@ -70,7 +71,20 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         self.plans = outside_memory_pools(
-            lambda: {key: key.make_attention(kv_cache_spec.dtype, device, max_rows, max_batch, batch_invariant) for key in keys},
+            lambda: {
+                key: Attention(
+                    key.num_qo_heads,
+                    key.num_kv_heads,
+                    key.head_dim,
+                    dtype=kv_cache_spec.dtype,
+                    device=device,
+                    max_rows=max_rows,
+                    max_batch=max_batch,
+                    cascade=use_cascade(),
+                    batch_invariant=batch_invariant,
+                )
+                for key in keys
+            },
             device,
         )
         sampler.install(device, vllm_config)

@@ -195,7 +195,7 @@ struct SharedPair {
 };
 
 /// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
-/// costs more the more code the kernel has (docs/decisions.md).
+/// costs more the more code the kernel has (ADR 22).
 template <class Element>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.

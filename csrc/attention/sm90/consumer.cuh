@@ -361,7 +361,7 @@ struct Consumer {
       ptx::wgmma_settle(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
       // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
-      // (docs/decisions.md).
+      // (ADR 15).
       for (int left = item.num_kv_tiles;; token += kTokens) {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];

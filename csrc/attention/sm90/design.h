@@ -9,7 +9,7 @@ namespace attn::sm90 {
 
 constexpr KernelCosts kCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
 
-/// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (docs/decisions.md).
+/// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (ADR 6).
 constexpr KernelCosts costs_of_whole_pairs() {
   KernelCosts costs = kCosts;
   costs.pair[0] = costs.pair[1] = costs.pair[kNumTileKinds] = costs.pair[kNumTileKinds + 1] = 8;

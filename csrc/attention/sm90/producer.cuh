@@ -2,7 +2,7 @@
 // there is room.
 //
 // Each of its four warps loads half of the tokens of every KV tile, of K or of V. There are two ways, and a kernel for
-// each, because a launch costs more the more code a kernel has, whether it runs or not (docs/decisions.md):
+// each, because a launch costs more the more code a kernel has, whether it runs or not (ADR 19):
 // - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
 // - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
 //   no multiple of 16 bytes (RowCopier).
@@ -182,7 +182,7 @@ struct RowCopier {
         gather<KTile<Traits>>(shared, box, head, part);
       }
     }
-    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
+    // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
   }
 

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from attn_backend.adapters import plan_key
 from attn_backend.adapters.sglang import NAME, compat
 from attn_backend.adapters.sglang import backend as sglang_backend
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
@@ -99,7 +98,7 @@ def test_sliding_windows(page_size: int, hybrid: bool, device: str, dtype: torch
 
 def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:
     """Five requests behind the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node has."""
-    monkeypatch.setattr(plan_key, "use_cascade", lambda: cascade)
+    monkeypatch.setattr(sglang_backend, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())
     outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
     engine.share_prefix(0, [1, 2, 3, 4])

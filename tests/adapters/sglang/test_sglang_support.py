@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape, model_config
 from sglang.srt import runtime_context, server_args
@@ -19,7 +19,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from attn_backend.adapters import plan_key
 from attn_backend.adapters.sglang import NAME, backend, compat, register
 
 
@@ -67,7 +66,7 @@ def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """cascade and batch_invariant of every Attention that a backend makes."""
     arguments_of: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(plan_key, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
+    monkeypatch.setattr(backend, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
     return arguments_of
 
 

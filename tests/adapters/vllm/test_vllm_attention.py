@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
-from attn_backend.adapters import plan_key
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys, workspace_maxima
 from attn_backend.kernels.attention import Attention
@@ -110,7 +110,7 @@ def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, c
     """Requests behind the same 12 pages, with cascade off and on."""
     outputs = []
     for mode in (False, cascade):
-        monkeypatch.setattr(plan_key, "use_cascade", lambda mode=mode: mode)
+        monkeypatch.setattr(vllm_metadata, "use_cascade", lambda mode=mode: mode)
         torch.manual_seed(0)
         batch = make_batch(query_lens, [12 * PAGE + own_len for own_len in own_lens], shared_pages=12, table_width=16)
         impl, cache = make_impl(), make_cache("NHD")
@@ -317,7 +317,7 @@ def test_implementations_behind_a_composite() -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 def test_what_the_environment_says(variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(plan_key, "Attention", lambda *heads, **arguments: made.append(arguments))
+    monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **arguments: made.append(arguments))
     monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
     if variable is not None:
         monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)

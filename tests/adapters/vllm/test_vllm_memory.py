@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm_layer import make_builder, make_impl, make_spec
 
-from attn_backend.adapters import plan_key
 from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm import sampler
 from attn_backend.adapters.vllm.memory import outside_memory_pools
@@ -75,7 +74,7 @@ def test_workspaces_of_plans(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[torch.device] = []
     monkeypatch.setattr(vllm_metadata, "warn_if_untried", lambda device, logger: asked.append(device))
     monkeypatch.setattr(sampler, "install", lambda device, config: False)
-    monkeypatch.setattr(plan_key, "Attention", lambda *heads, **options: gpu.pools)
+    monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **options: gpu.pools)
     with gpu.use_pool():
         builder = make_builder([make_impl(), make_impl(sliding_window=8)], device="cuda:0")
     assert list(builder.plans.values()) == [0, 0]
