@@ -31,7 +31,6 @@ _CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeBy
 _MAX_CPU_HEAD_DIM = 256
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CTAS = 4096
-_MAX_HEADS = 2**16
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 _MAX_CPU_BATCH = 2**20
@@ -333,8 +332,9 @@ def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Returns num_qo_heads, num_kv_heads, head_dim."""
-    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, _MAX_HEADS)
-    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, _MAX_HEADS)
+    max_heads = values_of("Limit")["kMaxHeads"]
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
+    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
     if num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
     head_dim = check_int("head_dim", head_dim, 1)

@@ -102,7 +102,7 @@ Array<StructRow> struct_tables() {
                       WorkspaceSize>();
 }
 
-/// The values of enumerations, by their names in C++; designs by those of their folders.
+/// The values of enumerations, by their names in C++; designs by those of their folders; and limits that Python checks.
 Array<ValueRow> enum_values() {
   Array<ValueRow> values;
   const auto add = [&](const char* enumeration, const char* name, auto value) {
@@ -132,6 +132,8 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(NodeReason, kNodeTooDeep);
   ATTN_VALUE(NodeReason, kForestSavesTooLittle);
 #undef ATTN_VALUE
+  add("Limit", "kMaxHeads", kMaxHeads);
+  add("Limit", "kMaxLevels", kMaxLevels);
   for (int32_t i = 0; i < kNumDesigns; ++i) add("KernelDesign", kDesigns[i]->name, i);
   return values;
 }

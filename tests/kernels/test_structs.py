@@ -12,6 +12,7 @@ import torch
 from attn_backend import Attention
 from attn_backend.kernels import attention, manifest, schedule
 from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
+from attn_backend.metadata.composition import MAX_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
@@ -64,6 +65,7 @@ def test_names_of_values_are_those_of_the_library() -> None:
     assert set(attention._DTYPES.values()) == values_of("DataType").keys()
     assert set(attention._CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
+    assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS
     for columns, struct in ((schedule.GROUP_COLUMNS, "RowGroup"), (schedule.TILE_COLUMNS, "RowTile")):
         assert set(columns) < set(dtype_of(struct).names)
 
