@@ -186,11 +186,11 @@ FAULTS = (
         (DEVICE, "-k", "random_cases and hopper"),
     ),
     Fault(
-        "pairs in turn: another row tile",
+        "work queue: another row tile",
         "csrc/planner/schedule.h",
         "2 * group.tile_begin + of_group - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
-        (DEVICE, "-k", "in_turn"),
+        (DEVICE, "-k", "work_queue"),
     ),
     Fault(
         "device sampling: another bit of the mask",

@@ -44,7 +44,9 @@ class ScheduleCosts:
         cost_kind = schedule.cost_kinds()
         kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[cost_kind], torch.tensor(schedule.pair_cost)[cost_kind]
         head_cost = pair_cost + num_kv_tiles * kv_tile_cost
-        parts = _in_turn(schedule, num_kv_heads, head_cost) if schedule.in_turn else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
+        parts = (
+            _from_queue(schedule, num_kv_heads, head_cost) if schedule.uses_queue else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
+        )
         ctas = torch.zeros(schedule.num_ctas, dtype=torch.int64)
         for part in parts:
             ctas[part.cta] = part.end
@@ -60,7 +62,7 @@ class ScheduleCosts:
         return float(self.ctas.max() / self.ctas.double().mean()) if self.ctas.any() else 1.0
 
 
-def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
+def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
     """Group by group, there the last row tile first, there head by head. CTAs begin with the first pairs, go on with as many in the opposite order, and ask
     which is next when they take one (Turns in csrc/attention/sm90/producer.cuh)."""
     tiles = defaultdict(list)

@@ -125,8 +125,8 @@ class Schedule:
         forest: the shared prefixes that were found.
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
-        in_turn: whether a GPU's CTAs take pairs in turn; the intervals are then of whole pairs, and nobody need keep to them.
-        num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
+        uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole pairs and need not be kept.
+        num_ctas, kv_tile, max_kind, max_tiles, min_queue_pairs, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
     """
 
     groups: torch.Tensor
@@ -139,12 +139,12 @@ class Schedule:
     forest: tuple[PrefixNode, ...]
     errors: int
     levels: tuple[tuple[int, int, int, int], ...]
-    in_turn: bool
+    uses_queue: bool
     num_ctas: int
     kv_tile: int
     max_kind: int
     max_tiles: int
-    turns: int
+    min_queue_pairs: int
     min_share: int
     kv_tile_cost: tuple[int, ...]
     pair_cost: tuple[int, ...]
@@ -178,12 +178,12 @@ class Schedule:
                 (level["entry_step"].item(), level["visibility"]["causal"].item(), level["visibility"]["window_left"].item(), level["group_begin"].item())
                 for level in header["levels"][: header["num_levels"]]
             ),
-            in_turn=bool(header["flags"] & values_of("ScheduleFlag")["kInTurn"]),
+            uses_queue=bool(header["flags"] & values_of("ScheduleFlag")["kUsesQueue"]),
             num_ctas=int(config["num_ctas"]),
             kv_tile=int(config["kv_tile"]),
             max_kind=int(config["max_kind"]),
             max_tiles=int(config["max_tiles"]),
-            turns=int(config["turns"]),
+            min_queue_pairs=int(config["min_queue_pairs"]),
             min_share=int(config["min_share"]),
             kv_tile_cost=tuple(config["kv_tile_cost"].tolist()),
             pair_cost=tuple(config["pair_cost"].tolist()),

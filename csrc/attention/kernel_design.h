@@ -19,10 +19,10 @@ namespace attn {
 struct KernelCosts {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];
-  int32_t turns;      // longest pairs in a CTA's share with which pairs are taken in turn; 0: the kernel cannot
-  int32_t min_share;  // shares smaller than this are not worth a CTA
-  int32_t state;      // of a row state of one KV head, in 64ths of the above (benchmarks/cascade_costs.py)
-  int32_t forest;     // what a forest must save over all KV heads
+  int32_t min_queue_pairs;  // as in ScheduleConfig; 0: the kernel has no work queue
+  int32_t min_share;        // shares smaller than this are not worth a CTA
+  int32_t state;            // of a row state of one KV head, in 64ths of the above (benchmarks/cascade_costs.py)
+  int32_t forest;           // what a forest must save over all KV heads
 };
 
 /// What the forest counts on: requests' KV tiles cost no less than those of the smallest kind

@@ -16,7 +16,7 @@ struct WorkCursor {
   __device__ __forceinline__ WorkCursor(const Schedule& schedule, int32_t cta)
       : now(schedule.positions[cta]), end(schedule.positions[cta + 1]) {}
 
-  __device__ __forceinline__ bool is_in_turn() const { return (now.flags & kInTurn) != 0; }
+  __device__ __forceinline__ bool uses_queue() const { return (now.flags & kUsesQueue) != 0; }
 
   /// Goes to a whole pair from the work queue.
   __device__ __forceinline__ void take(const Position& pair) {

@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// What the place of a CTA's interval on the line depends on.
+/// What the place of a CTA's interval in the list of work depends on.
 struct PlacedTile {
   int64_t cost_begin;
   int32_t cost_kind;
@@ -19,12 +19,12 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32
   return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
 }
 
-/// Of a row tile that is on the line, of row group `group`.
+/// Of a row tile in the list of work; `group`: its row group.
 ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
   return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
 }
 
-/// What each CTA gets if all get the same of a line of row tiles.
+/// What each CTA gets if a list of row tiles is shared equally.
 struct EqualShares {
   int64_t cost;
   int64_t pairs;  // (row tile, head) pairs, if they take about the same time
@@ -36,8 +36,8 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
                      divide(num_pairs + p.config.num_ctas - 1, p.num_ctas)};
 }
 
-/// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
-/// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a line whose pairs only cost as much
+/// Cost that each CTA gets of a list of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
+/// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a list whose pairs only cost as much
 /// as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs
 /// that share a KV head's tokens read them at the same time (ADR 8).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
@@ -82,25 +82,26 @@ ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
       min_of(pair_cost(p.config, cost_kind(group.kind, group.state_begin), num_kv_tiles), kMaxInt32));
 }
 
-/// KV tiles of a wide row tile that a CTA computes in the time of a merge, about.
+/// KV tiles of a large row tile that a CTA computes in about the time of a merge.
 constexpr int32_t kMergeKvTiles = 5;
 
-/// How pairs are handed out.
-struct Handing {
+/// How pairs are distributed to CTAs.
+struct PairDistribution {
   bool whole;  // no (row tile, head) is cut
-  bool in_turn;
+  bool uses_queue;
 };
 
 /// Pairs of the largest row tiles stay whole where CTAs then end no further apart than what cutting costs: a merge, and
-/// what comes before a pair's KV tiles once more. If there are more of them than CTAs these take them in turn; row
-/// groups must have several row tiles, or a CTA would wait for what is next longer than it computes. `most_pairs`: of
-/// a CTA, of EqualShares.
-ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t total_cost, int64_t most_pairs) {
+/// what comes before a pair's KV tiles once more. If there are more of them than CTAs, they go to the work queue; row
+/// groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
+/// `most_pairs`: of a CTA, of EqualShares.
+ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& planned, int64_t total_cost,
+                                          int64_t most_pairs) {
   const ScheduleConfig& config = p.config;
   const int32_t kind = config.max_kind;
   const int64_t longest = planned.longest_pair;
-  Handing handing{config.batch_invariant != 0, false};
-  if (config.turns == 0 || longest < planned.longest_small_pair) return handing;
+  PairDistribution distribution{config.batch_invariant != 0, false};
+  if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return distribution;
   const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
   const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
   const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
@@ -108,10 +109,11 @@ ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t to
       longest <= planned.share &&
       longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
   const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
-  const bool has_many = longest * config.turns <= planned.share;
-  handing.in_turn = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
-  handing.whole |= handing.in_turn || (stays_whole && most_pairs == 1);
-  return handing;
+  const bool has_many = longest * config.min_queue_pairs <= planned.share;
+  distribution.uses_queue =
+      planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
+  distribution.whole |= distribution.uses_queue || (stays_whole && most_pairs == 1);
+  return distribution;
 }
 
 /// Share and flags, when everything before them is known.
@@ -121,11 +123,11 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
-  const Handing handing = hand_out(p, planned, total_cost, equal.pairs);
+  const PairDistribution distribution = distribute_pairs(p, planned, total_cost, equal.pairs);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags =
-      (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
-  planned.whole_pairs = handing.whole;
+  planned.flags = (is_plain ? kIsPlain : 0) | (distribution.uses_queue ? kUsesQueue : 0) |
+                  (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  planned.whole_pairs = distribution.whole;
 }
 
 }  // namespace attn

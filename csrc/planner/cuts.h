@@ -11,7 +11,7 @@ namespace attn {
 /// Most CTAs among which a pair is cut evenly: on the device a warp looks at all numbers at once.
 constexpr int32_t kMaxAlignedParts = 32;
 
-/// One shared prefix, whose row tiles are the last of the line from `tile` on: its pairs may be cut evenly, each among
+/// One shared prefix, whose row tiles are the last of the list from `tile` on: its pairs may be cut evenly, each among
 /// the same number of CTAs. A CTA then has one part, and loads Q and leaves states once; the parts of row tiles that
 /// see the same tokens run side by side, and find them in L2.
 struct SharedPairs {
@@ -33,7 +33,7 @@ struct EvenCut {
 /// branches: a GPU divides twice at the same time.
 ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
   constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
-  const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the line
+  const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list
   const uint32_t divisor = static_cast<uint32_t>(max_of(others, 1));
   const uint32_t cost_before = static_cast<uint32_t>(shared.first.cost_begin);
   const uint32_t share = (cost_before + divisor - 1) / divisor;
@@ -48,7 +48,7 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
                  whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }
 
-/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a
+/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the list is cut into equal shares and a
 /// CTA that starts inside a pair pays its cost again. `best`: the cut of the least cost and, of those, of the fewest
 /// parts.
 ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
@@ -58,11 +58,11 @@ ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const 
   planned.aligned_kv_tiles = best.kv_tiles;
   planned.aligned_cta = p.config.num_ctas - shared.count * best.parts;
   planned.share = best.share;
-  planned.flags &= ~kInTurn;
+  planned.flags &= ~kUsesQueue;
   planned.whole_pairs = p.config.batch_invariant;
 }
 
-/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost on the line, of those that an interval
+/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost in the list, of those that an interval
 /// may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
 template <class Tiles>
 ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost,

@@ -19,7 +19,7 @@ constexpr int32_t kPlanSharedBytes = 18 * 1024;
 /// Row tiles of a plan in which a forest is sought: fewer, so that the cost of a KV tile of all of them is an int32.
 constexpr int32_t kMaxForestTiles = 1 << 21;
 
-/// Row tiles whose place on the line it keeps in shared memory.
+/// Row tiles whose place in the list of work the first CTA keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
 
 /// CTAs of the device planner: the first, and one for each request or some requests.

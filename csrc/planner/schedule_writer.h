@@ -23,7 +23,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.flags = planned.flags;
   header.whole_pairs = planned.whole_pairs;
   header.num_requests = planned.num_requests;
-  header.pairs_taken = 0;
+  header.queue_head = 0;
   header.aligned_tile = planned.aligned_tile;
   header.aligned_cta = planned.aligned_cta;
   header.aligned_parts = planned.aligned_parts;

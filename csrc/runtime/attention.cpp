@@ -66,7 +66,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.max_tiles = narrow("row tiles of max_rows * max_levels * (query heads of one KV head)",
                               max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind));
   const KernelCosts& costs = config.batch_invariant ? design.invariant_costs : design.costs;
-  schedule.turns = costs.turns;
+  schedule.min_queue_pairs = costs.min_queue_pairs;
   schedule.min_share = costs.min_share;
   schedule.state_cost = costs.state;
   schedule.cascade_cost = costs.forest;

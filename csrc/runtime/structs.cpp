@@ -21,7 +21,7 @@ ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(num_entries
 
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
             ATTN_FIELD(num_merge_rows), ATTN_FIELD(num_links), ATTN_FIELD(flags), ATTN_FIELD(whole_pairs),
-            ATTN_FIELD(num_requests), ATTN_FIELD(pairs_taken), ATTN_FIELD(aligned_tile), ATTN_FIELD(aligned_cta),
+            ATTN_FIELD(num_requests), ATTN_FIELD(queue_head), ATTN_FIELD(aligned_tile), ATTN_FIELD(aligned_cta),
             ATTN_FIELD(aligned_parts), ATTN_FIELD(unused), ATTN_FIELD(share), ATTN_FIELD(kv_tile_cost),
             ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
 
@@ -42,7 +42,7 @@ ATTN_STRUCT(PrefixNode, ATTN_FIELD(leader), ATTN_FIELD(parent), ATTN_FIELD(begin
 ATTN_STRUCT(ScheduleConfig, ATTN_FIELD(num_kv_heads), ATTN_FIELD(group_size), ATTN_FIELD(kv_tile), ATTN_FIELD(max_kind),
             ATTN_FIELD(num_ctas), ATTN_FIELD(max_groups), ATTN_FIELD(max_rows), ATTN_FIELD(max_tiles),
             ATTN_FIELD(max_states), ATTN_FIELD(max_merge_rows), ATTN_FIELD(max_links), ATTN_FIELD(max_nodes),
-            ATTN_FIELD(cascade), ATTN_FIELD(batch_invariant), ATTN_FIELD(turns), ATTN_FIELD(min_share),
+            ATTN_FIELD(cascade), ATTN_FIELD(batch_invariant), ATTN_FIELD(min_queue_pairs), ATTN_FIELD(min_share),
             ATTN_FIELD(kv_tile_cost), ATTN_FIELD(pair_cost), ATTN_FIELD(state_cost), ATTN_FIELD(cascade_cost));
 
 ATTN_STRUCT(ScheduleLayout, ATTN_FIELD(groups), ATTN_FIELD(tiles), ATTN_FIELD(positions), ATTN_FIELD(links),
@@ -116,7 +116,7 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(CascadeMode, kCascadeByCost);
   ATTN_VALUE(CascadeMode, kCascadeAlways);
   ATTN_VALUE(ScheduleFlag, kIsPlain);
-  ATTN_VALUE(ScheduleFlag, kInTurn);
+  ATTN_VALUE(ScheduleFlag, kUsesQueue);
   ATTN_VALUE(ScheduleFlag, kHasLargestTiles);
   ATTN_VALUE(ScheduleError, kQoIndptrInvalid);
   ATTN_VALUE(ScheduleError, kKvIndptrInvalid);

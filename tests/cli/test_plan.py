@@ -157,7 +157,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
                 expected[cta] += schedule.kv_tile_cost[kind]
             for cta in set(owners):
                 expected[cta] += schedule.pair_cost[kind]
-    if schedule.in_turn:
+    if schedule.uses_queue:
         assert sum(expected) == costs.total == int(costs.ctas.sum())
         assert int(costs.ctas.max() - costs.ctas.min()) <= max(part.end - part.begin for part in costs.parts)
         return

@@ -167,15 +167,16 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
 /// As the Hopper kernel's CTAs: each its interval, in any order; or, where pairs are taken in turn, each pair by
 /// anyone.
 void walk_schedule(const AttentionParams& params) {
-  const bool in_turn = WorkCursor(params.schedule, 0).is_in_turn();
+  const bool uses_queue = WorkCursor(params.schedule, 0).uses_queue();
   const int32_t num_tiles = params.schedule.header->num_tiles;
-  std::vector<int32_t> order(static_cast<size_t>(in_turn ? num_tiles * params.num_kv_heads : params.num_ctas));
+  std::vector<int32_t> order(static_cast<size_t>(uses_queue ? num_tiles * params.num_kv_heads : params.num_ctas));
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
   for (const int32_t number : order) {
-    blockIdx.x = in_turn ? static_cast<int32_t>(emulation::random()) % params.num_ctas : number;
+    blockIdx.x = uses_queue ? static_cast<int32_t>(emulation::random()) % params.num_ctas : number;
     WorkCursor cursor(params.schedule, blockIdx.x);
-    if (in_turn) cursor.take(pair_in_turn(params.schedule, params.group_size, params.num_kv_heads, num_tiles, number));
+    if (uses_queue)
+      cursor.take(queued_pair(params.schedule, params.group_size, params.num_kv_heads, num_tiles, number));
     walk(params, cursor);
   }
 }

@@ -84,14 +84,14 @@ def test_every_kind_of_row_tile(library: ctypes.CDLL, kernel: str, qo_lens: tupl
         case_tensors.check_padding(case)
 
 
-def test_pairs_in_turn(library: ctypes.CDLL) -> None:
+def test_pairs_from_the_work_queue(library: ctypes.CDLL) -> None:
     """Each pair once, whoever takes it."""
     for number, (qo_lens, kv_lens) in enumerate((((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))):
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=4, num_ctas=8)
         case = case_tensors.build(spec, CPU)
         attention = DeviceAttention(library, case.attention(kernel="hopper"), "hopper", number)
         attention.plan(case.view)
-        assert attention.schedule().in_turn
+        assert attention.schedule().uses_queue
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
 

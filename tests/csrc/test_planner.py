@@ -60,7 +60,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
 
 
 @pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "in_turn"),
+    ("qo_lens", "kv_lens", "uses_queue"),
     [
         ((512,) * 32, (512,) * 32, True),
         ((700, 20, 1, 300, 2000) * 8, (700, 20, 900, 300, 2500) * 8, True),
@@ -76,7 +76,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
         ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
     ],
 )
-def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], in_turn: bool) -> None:
+def test_pairs_come_from_the_work_queue(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], uses_queue: bool) -> None:
     """By the Hopper kernel, where the batch computes more than it reads; a CPU plans as for it."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -87,8 +87,8 @@ def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...],
     view = BSRView(qo_indptr, PageTable.block_table(pages, lengths, 16))
     attention.plan(view)
     schedule = attention.schedule()
-    assert schedule.in_turn == in_turn
-    if in_turn:
+    assert schedule.uses_queue == uses_queue
+    if uses_queue:
         assert (schedule.positions[:, 2] == 0).all()
     assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
 
@@ -215,10 +215,10 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert partial_slots <= 2 * schedule.num_ctas
 
     # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole
-    # pairs where they are taken in turn.
+    # pairs where there is a work queue.
     heaviest = max(
         (
-            schedule.kv_tile_cost[kind] * (tile[5] if schedule.in_turn else 1) + 2 * schedule.pair_cost[kind]
+            schedule.kv_tile_cost[kind] * (tile[5] if schedule.uses_queue else 1) + 2 * schedule.pair_cost[kind]
             for kind, tile in zip(cost_kinds, tiles, strict=True)
         ),
         default=0,

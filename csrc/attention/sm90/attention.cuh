@@ -39,7 +39,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
   }
   __syncthreads();
-  const bool has_work = cursor.is_in_turn()
+  const bool has_work = cursor.uses_queue()
                             ? static_cast<int32_t>(blockIdx.x) <
                                   params.attention.schedule.header->num_tiles * params.attention.num_kv_heads
                             : !cursor.done();

@@ -358,7 +358,7 @@ struct Consumer {
       bool have_maxima = false;  // all rows of the warp
 
       ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(s[0]);
+      ptx::wgmma_fence_operand(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
       // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
       // (ADR 15).
@@ -373,10 +373,10 @@ struct Consumer {
           raised = state.raise_maximum(0, s[0], correction);
         }
         exponentiate(state, s, added);
-        ptx::wgmma_settle(s[0]);  // the exponentials before the wait
+        ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
         if (!is_first) {
           ptx::wgmma_wait<0>();
-          ptx::wgmma_settle(state.o[0]);
+          ptx::wgmma_fence_operand(state.o[0]);
           free_tile(values);
           if constexpr (kKeepsMaxima) {
             if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
@@ -390,7 +390,7 @@ struct Consumer {
         state.sum[0][1] += added[1];
         free_tile(kv);
         next_tile();
-        ptx::wgmma_settle(s[0]);  // p is still read before the wait
+        ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
         pack(s, p);
         values = kv;
         next_tile();
@@ -401,7 +401,7 @@ struct Consumer {
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
         ptx::wgmma_wait<1>();
-        ptx::wgmma_settle(s[0]);
+        ptx::wgmma_fence_operand(s[0]);
       }
 
       typename Shared::QPlace next = place;
@@ -418,7 +418,7 @@ struct Consumer {
       // Without a next item these scores are not used, but a branch here would serialise the products.
       if constexpr (Shared::kQSlots > 1) multiply_keys(s, query(next.slot), kv.slot);
       ptx::wgmma_wait<Shared::kQSlots - 1>();
-      ptx::wgmma_settle(state.o[0]);
+      ptx::wgmma_fence_operand(state.o[0]);
       free_tile(values);
 
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile

@@ -362,8 +362,8 @@ class WorkQueue {
     take(cursor, pair);
     // All CTAs together ask once for each pair that was not fixed: the counter wraps to 0 for the next launch.
     if (ptx::thread_id() == 0) {
-      next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken,
-                                                                    num_pairs() - params_.num_ctas - 1));
+      next_ = 2 * params_.num_ctas +
+              static_cast<int32_t>(atomicInc(&params_.schedule.header->queue_head, num_pairs() - params_.num_ctas - 1));
     }
   }
 
@@ -371,7 +371,7 @@ class WorkQueue {
   __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
 
   __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) const {
-    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+    cursor.take(queued_pair(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
   }
 
   const AttentionParams& params_;
@@ -402,7 +402,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
   const int32_t flags = cursor.now.flags;
   WorkQueue<Traits> queue(params, shared);
-  if (flags & kInTurn) queue.begin(cursor);
+  if (flags & kUsesQueue) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
@@ -437,10 +437,10 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
       if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
-    if (flags & kInTurn) queue.next(cursor);
+    if (flags & kUsesQueue) queue.next(cursor);
     if (cursor.done()) break;
     // The pairs of a row tile are consecutive. RowCopier has no registers to keep the tile.
-    if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }
   if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);

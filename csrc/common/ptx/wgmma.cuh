@@ -23,7 +23,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 /// What is computed of these values before stays before, what is computed after stays after: around waits for products.
 template <int kBlocks>
-__device__ __forceinline__ void wgmma_settle(float (&c)[kBlocks][4]) {
+__device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
     asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");

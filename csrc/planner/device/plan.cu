@@ -6,12 +6,12 @@
 //   search  with cascade on, the other CTAs compare page tables and tell the first one which requests share leading
 //           pages (prefix_search.cuh)
 //   decide  the first CTA makes a forest of that, decides which nodes pay, and adds their row groups (forest.cuh)
-//   place   row groups become row tiles, each with its cost, on one line (schedule.h)
-//   cut     the line is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
+//   place   row groups become row tiles, each with its cost, in one list (schedule.h)
+//   cut     the list is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
 //   write   header, levels, and the links of rows to the row groups of the forest
 // A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share; what comes before an
 // element of such a loop is a running sum of the CTA. Row groups and row tiles lie in the schedule itself, in global
-// memory; shared memory holds the forest, the first row tile of each group and the first row tiles' places on the line.
+// memory; shared memory holds the forest, the first row tile of each group and the first row tiles' places in the list.
 #include "planner/cuts.h"
 #include "planner/device/context.cuh"
 #include "planner/device/forest.cuh"
@@ -113,7 +113,7 @@ __device__ __forceinline__ int32_t find_group(const PlanContext& c, int32_t tile
   return low;
 }
 
-/// Places the row tiles of all row groups on the line, a thread a tile.
+/// Places the row tiles of all row groups in the list of work, one thread for each tile.
 __device__ __forceinline__ void place_tiles(PlanContext& c) {
   count_tiles(c);
   __syncthreads();
@@ -144,8 +144,8 @@ __device__ __forceinline__ EvenCut best_even_cut(const PlanParams& p, const Shar
   return EvenCut{best + 1, __shfl_sync(kAllLanes, cut.kv_tiles, best), __shfl_sync(kAllLanes, cut.share, best), cost};
 }
 
-/// Cuts the line: finds the positions of CTAs.
-__device__ __forceinline__ void cut_line(PlanContext& c) {
+/// Cuts the list of work: finds the positions of CTAs.
+__device__ __forceinline__ void cut_work(PlanContext& c) {
   const PlanParams& p = c.p;
   Planned& planned = c.planned;
   planned.longest_pair = c.shared.longest_pair;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void plan(const PlanParams& p, char* memory) {
   const ForestMemory m(forest, forest_size);
   if constexpr (kSeeksForest) add_forest(c, m);
   place_tiles(c);
-  cut_line(c);
+  cut_work(c);
   write_plan(c);
   if constexpr (kSeeksForest) link_forest(c, m);
 }
