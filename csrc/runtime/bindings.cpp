@@ -50,7 +50,7 @@ Bytes pack(const Struct& value) {
 }
 
 /// `config`: AttentionConfig. `files`: KernelFiles.
-int64_t attention_create(Bytes config, Map<String, String> files) {
+int64_t attention_create(const Bytes& config, const Map<String, String>& files) {
   const AttentionConfig c = unpack<AttentionConfig>(config);
   narrow("num_qo_heads", c.num_qo_heads, 1, kMaxHeads);
   narrow("num_kv_heads", c.num_kv_heads, 1, kMaxHeads);
@@ -87,7 +87,7 @@ void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
 /// Takes a level of a composition, a BSR view: its LevelOptions and its tensors. With the last one, plans. The caller
 /// sees to index < num_levels <= max_levels, and calls abandon_plan() if anything fails. Returns ScheduleError bits
 /// (always 0 on CUDA, where they stay on the device).
-int64_t plan_level(int64_t handle, Bytes level_options, TensorView qo_indptr, Optional<TensorView> row_list,
+int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_indptr, Optional<TensorView> row_list,
                    Optional<TensorView> indices, Optional<TensorView> indptr, Optional<TensorView> last_page_len,
                    Optional<TensorView> kv_lens, Optional<TensorView> rows) {
   Attention& attention = object(handle);
