@@ -64,7 +64,7 @@ class ScheduleCosts:
 
 def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
     """Group by group, there the last row tile first, there head by head. CTAs begin with the first pairs, go on with as many in the opposite order, and ask
-    which is next when they take one (Turns in csrc/attention/sm90/producer.cuh)."""
+    which is next when they take one (WorkQueue in csrc/attention/sm90/producer.cuh)."""
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
         tiles[group].append(tile)

@@ -67,7 +67,7 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                     target = out / arch / f"{name}.cubin"
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, target)
-        except BaseException:  # as from the keyboard, which the compilers do not hear
+        except BaseException:  # such as KeyboardInterrupt, which does not reach the compilers
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 cuda_compiler.stop()

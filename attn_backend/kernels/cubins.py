@@ -42,9 +42,9 @@ def arch_of(capability: tuple[int, int]) -> str:
         ValueError: older than Ampere.
     """
     if capability == (9, 0):
-        return "sm_90a"
+        return manifest.SM90
     if capability >= (8, 0):
-        return "sm_80"
+        return manifest.SM80
     raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
 
 
@@ -52,9 +52,11 @@ def flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
     root = source_root()
     common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{root}", "-Xptxas=-v"]
-    if arch == "sm_90a":
-        return [*common, "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-    return [*common, "-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"]
+    of_arch = {
+        manifest.SM90: ["-gencode=arch=compute_90a,code=sm_90a", "-cubin"],
+        manifest.SM80: ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"],
+    }
+    return [*common, *of_arch[arch]]
 
 
 def _included(source: str, seen: set[Path]) -> set[Path]:

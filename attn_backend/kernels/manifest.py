@@ -141,7 +141,8 @@ def _sampling_kernels() -> list[Kernel]:
         made.append(Kernel(few_sampling_name(element), (SM90,), include + few))
     made.append(Kernel(sampling_name("probs"), ARCHS, include + _SAMPLING.substitute(prefix="", ctas=2, call="sample<attn::ProbSource<false>, false>")))
     # Two of these on a multiprocessor would spill registers on Ampere.
-    for arch, ctas in ((SM90, 2), (SM80, 1)):
+    for arch in ARCHS:
+        ctas = 1 if arch == SM80 else 2
         text = '#include "sampling/device/speculative.cuh"\n' + _SAMPLING.substitute(prefix="", ctas=ctas, call="speculate")
         made.append(Kernel(sampling_name("speculative"), (arch,), text))
     return made

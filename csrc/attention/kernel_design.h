@@ -13,9 +13,9 @@
 
 namespace attn {
 
-/// Costs that a schedule is made by. On a GPU the small kinds of row tiles wait for memory and cost about the same; a
-/// pair of a large one costs as much as two of its KV tiles more, one whose rows leave states as three to six
-/// (ADR 6). On a CPU cost follows the rows.
+/// The costs that a schedule is made from. On a GPU the small kinds of row tiles wait for memory and cost about the
+/// same; a pair of a large one costs two more of its KV tiles, or three to six if its rows leave states (ADR 6). On a
+/// CPU cost follows the rows.
 struct KernelCosts {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];
@@ -25,7 +25,7 @@ struct KernelCosts {
   int32_t forest;           // what a forest must save over all KV heads
 };
 
-/// What the forest counts on: requests' KV tiles cost no less than those of the smallest kind
+/// The forest relies on this: requests' KV tiles cost no less than those of the smallest kind
 /// (node_cost_beside_none()).
 constexpr bool smallest_kind_is_cheapest(const KernelCosts& costs) {
   for (int32_t kind = 1; kind < kNumTileKinds; ++kind) {

@@ -81,7 +81,7 @@ struct OutputTarget {
   bool to_states;       // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;  // first row of the partial slot
 
-  /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, behind it.
+  /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
                                           int32_t kv_head_, bool starts_inside, bool ends_inside)
       : params(params_), rows(rows_), kv_head(kv_head_) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kR
   }
 }
 
-/// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows
-/// of `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
+/// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
+/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
 template <class Tile, class Element, int kColumns, int kRowBlocks, bool kManyLevels>
 __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state,
                                                 const OutputTarget<Element, kManyLevels>& target, int32_t first_row,

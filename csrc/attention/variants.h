@@ -1,10 +1,10 @@
 // Variants: what is compiled into the attention kernels to change scores between Q K^T and the softmax.
 //
-// A variant is a struct with
+// A variant is a struct (tests/csrc/slanted_variant.h is one) with
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
 // - a constructor from (Params, KV head): one is made for each (row tile, KV head);
 // - transforms_logits(): whether logits() changes anything; uniform over a launch;
-// - logits(logit, row, kv_position): what becomes of q . k * sm_scale, as a natural logarithm;
+// - logits(logit, row, kv_position): the transformed logit; q . k * sm_scale goes in, natural units in and out;
 // - kHasMask, and if it is true sees(row, kv_position): whether a score counts.
 //
 // A row sees an interval of tokens by its level's Visibility, which plans know: kernels skip KV tiles outside it and
@@ -18,11 +18,12 @@
 
 namespace attn {
 
-/// Where a row of scores stands; made once for each row of a KV tile.
+/// The coordinates of a row of scores; made once for each row of a KV tile.
 struct ScoreRow {
   int32_t row;  // of Q
   int32_t qo_head;
-  int32_t position;  // see Visibility
+  int32_t position;  // of the query among the tokens of its row group: the request's own in a plain schedule, not in a
+                     // node of the forest, a chunk or a level of a composition
 };
 
 /// A variant's Params, whichever it is.
@@ -46,7 +47,7 @@ struct VariantParams {
 /// cap * tanh(logit / cap): Gemma 2, Grok.
 ATTN_HD float soft_cap(float logit, float cap) {
 #if defined(__CUDA_ARCH__)
-  // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6, in seven instructions: each is there once for every score that a
+  // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6, in seven instructions: each is emitted once for every score that a
   // thread holds. (PTX as in common/ptx/math.cuh, which is not for headers that g++ reads, too.)
   const float exponent = logit * __fdividef(2.0f * kLog2E, cap);
   float power, inverse;

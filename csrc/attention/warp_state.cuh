@@ -14,7 +14,7 @@ namespace attn {
 
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
 /// that start at 2t (mma.cuh, C operand).
-/// Element_: that P and V are multiplied as, and O is written as. kColumns: of V and O.
+/// Element_: the type in which P and V are multiplied and O is written. kColumns: of V and O.
 template <class Element_, int kColumns, int kRowBlocks>
 struct WarpState {
   using Element = Element_;
@@ -243,8 +243,8 @@ __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float
   }
 }
 
-/// Of a lane's scores of a row, of which every eight columns hold the first two: a bit for each of those in the first
-/// `columns` columns.
+/// A lane's scores are two of every eight columns: returns a bit for each that lies in the first `columns` columns,
+/// counted from the lane's own first column.
 __device__ __forceinline__ uint32_t scores_before(int32_t columns) {
   const int32_t count = columns <= 0 ? 0 : min_of(columns / 8 * 2 + min_of(columns % 8, 2), 32);
   return static_cast<uint32_t>((1ull << count) - 1);

@@ -2,7 +2,7 @@
 // head) pair after another.
 //
 // kManyLevels, here and in what includes this: whether the schedule may have row lists and rows in several row groups.
-// The others, plain schedules, cost less without (ADR 14).
+// Schedules with neither (plain ones) cost less in code without them (ADR 14).
 #pragma once
 
 #include "attention/variants.h"

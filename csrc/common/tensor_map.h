@@ -10,8 +10,8 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-/// A tensor of 2-byte elements, and boxes of it of box[0] x box[1] x 1 x 1 elements that TMA loads, with chunks of 128
-/// bytes permuted. Strides in elements; that of the first dimension is 1.
+/// A tensor of 2-byte elements, and the boxes of it that TMA loads or stores, with chunks of 128 bytes
+/// permuted. Strides in elements; that of the first dimension is 1.
 struct Tensor4d {
   const void* data;
   bool is_bf16;

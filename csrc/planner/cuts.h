@@ -29,8 +29,8 @@ struct EvenCut {
   static constexpr int32_t kNoCut = kMaxInt32;
 };
 
-/// Lines that cost more than kMostCost, seconds of a GPU, are not cut evenly: no product exceeds 32 bits. Without
-/// branches: a GPU divides twice at the same time.
+/// Lists that cost more than kMostCost (seconds of GPU time) are not cut evenly: no product exceeds 32 bits. Free of
+/// branches, so that a GPU overlaps the two divisions.
 ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
   constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
   const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list

@@ -32,7 +32,7 @@ constexpr int32_t kMaxComparisons = 16;
 /// each of its warps.
 constexpr int32_t kFewPages = 1024;
 
-/// Whether a request is, in a batch of so many requests that each has a CTA.
+/// Whether a request with so many pages is compared with all before it: only in batches where each request has a CTA.
 ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) {
   return num_requests <= kMaxSearchCtas && pages <= kFewPages;
 }
@@ -181,7 +181,7 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t 
 }
 
 /// Beside its children reading the pages themselves. Only rows that are in no deeper node count states: the others
-/// leave two in any case, and what the third costs was not to be seen on a Hopper GPU (ADR 11).
+/// leave two in any case, and what the third costs was not measurable on a Hopper GPU (ADR 11).
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node) {
   return node_cost(p, node, node.weight, node_states(node.direct_rows, node.begin));
 }

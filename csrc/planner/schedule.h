@@ -26,7 +26,7 @@ constexpr int32_t kMaxLevels = 8;
 /// Most KV tiles of a pair that may be uncut (is_uncut()): keeps its arithmetic in 32 bits.
 constexpr int32_t kMaxUncutKvTiles = 64;
 
-/// Most row groups that a row is in: a warp looks after them, a lane each.
+/// Most row groups that a row is in: one warp handles them, one lane each.
 constexpr int32_t kMaxLinks = 32;
 
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
@@ -63,8 +63,8 @@ struct RowGroup {
   int32_t tile_begin;   // index of its first RowTile
   int32_t level;
   int32_t kind;         // of its row tiles
-  int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head) (params.h), to be
-                        // merged; -1: its rows are in no other group
+  int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head)
+                        // (attention/params.h), to be merged; -1: its rows are in no other group
   int32_t unused;
 };
 
@@ -124,10 +124,10 @@ struct ScheduleHeader {
   int32_t flags;           // ScheduleFlag bits
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
-  uint32_t queue_head;     // pairs taken beside the first two of each CTA; 0 between launches
-  int32_t aligned_tile;   // row tiles from here on are cut evenly (align_prefix() in planning.h); num_tiles if none are
-  int32_t aligned_cta;    // the first CTA that runs them
-  int32_t aligned_parts;  // CTAs of each of their pairs
+  uint32_t queue_head;     // requests made to the work queue; 0 between launches
+  int32_t aligned_tile;    // row tiles from here on are cut evenly (align_prefix() in cuts.h); num_tiles if none are
+  int32_t aligned_cta;     // the first CTA that runs them
+  int32_t aligned_parts;   // CTAs of each of their pairs
   int32_t unused;
   int64_t share;                        // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
@@ -150,7 +150,7 @@ enum NodeReason : int32_t {
   kForestSavesTooLittle = 4
 };
 
-/// A node of the prefix forest (forest.h), for those who look at a plan. Node n, if there is one, is named after the
+/// A node of the prefix forest (forest.h), for inspecting a plan. Node n, if there is one, is named after the
 /// smallest request that joins the others at it.
 struct PrefixNode {
   int32_t leader;      // smallest request of all that share its pages; -1: there is no node of this number
@@ -262,7 +262,7 @@ struct Schedule {
   int32_t* rows;                // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;            // [max_nodes]
   AttachmentSlot* attachments;  // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of
-                                // its next launch; before the first one anything
+                                // its next launch; arbitrary before the first launch
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
@@ -278,8 +278,8 @@ struct Schedule {
   }
 };
 
-/// Pair number `pair` of the work queue: group by group, in a group the row tile first that
-/// sees most, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
+/// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most
+/// tokens, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
 ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
                              int32_t num_tiles, int32_t pair) {
   const int32_t tile = pair / num_kv_heads;
@@ -302,8 +302,8 @@ ATTN_HD bool is_uncut(int32_t pair_cost, int32_t kv_tile_cost, int32_t num_kv_ti
          pair_cost + num_kv_tiles * kv_tile_cost <= share;
 }
 
-/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position
-/// (planning.h) does, turned round.
+/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: the inverse of
+/// find_position() (cuts.h).
 struct CtaRange {
   int32_t begin;
   int32_t end;

@@ -36,7 +36,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
 }
 
 /// Whether the rows of a forest of one node are all rows of the requests, in their order: its row group needs no list,
-/// without which Q of the largest row tiles comes faster (ADR 13). Only if they fill such tiles: behind the
+/// without which Q of the largest row tiles loads faster (ADR 13). Only if they fill such tiles: behind the
 /// last row Q may hold anything.
 ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned) {
   if (!has_one_prefix(p, planned)) return false;

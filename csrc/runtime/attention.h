@@ -76,7 +76,7 @@ class Attention {
     Attention& attention_;
   };
 
-  /// Levels of a new plan follow: enters, and forgets the plan before. plan() leaves.
+  /// Begins a new plan: enters, and forgets the plan before. plan() leaves.
   void begin_plan();
 
   /// If this thread began a plan: leaves. Forgets the plan before, unless another thread uses the object.

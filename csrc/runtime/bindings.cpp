@@ -77,11 +77,11 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
   object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
 }
 
-/// ScheduleConfig, and ScheduleLayout: with them a reader finds his way in the workspace.
+/// ScheduleConfig, and ScheduleLayout: with them a reader can locate everything in the workspace.
 Bytes schedule_config(int64_t handle) { return pack(object(handle).schedule_config()); }
 Bytes schedule_layout(int64_t handle) { return pack(object(handle).layout()); }
 
-/// Ends a plan whose levels did not all come: what was planned before is no plan any more.
+/// Ends a plan some of whose levels are missing; the previous plan is dropped, too.
 void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
 
 /// Takes a level of a composition, a BSR view: its LevelOptions and its tensors. With the last one, plans. The caller

@@ -40,7 +40,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map);
 /// and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
 
-/// Where the code of a kernel lies, if its source and cubin say (attn/kernel_code.h).
+/// Where the code of a kernel lies, if its source and cubin say (common/kernel_code.h).
 KernelCode find_code(const Kernel& kernel);
 
 /// Lets launches of this kernel have clusters of up to 16 CTAs.

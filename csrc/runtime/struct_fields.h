@@ -52,7 +52,7 @@ constexpr Field make_field(const char* name, size_t offset) {
 /// Bytes between two fields, or behind the last, that belong to none.
 constexpr Field padding(size_t bytes) { return Field{nullptr, nullptr, bytes, 0, 0}; }
 
-/// Whether the table says of each byte of the struct what it is.
+/// Whether the table accounts for every byte of the struct.
 template <class Struct>
 constexpr bool is_covered() {
   size_t end = 0;

@@ -1,8 +1,8 @@
 // One work item of the schedule: a row tile's rows x a run of KV tiles of one KV head; and the merge of split pairs.
 //
-// Tokens go through in blocks. A block's keys and values are packed for the engine once; then panels of a few rows each
-// take scores, online softmax and output. Scores are kept in powers of 2. An engine (float32_engine.h, amx_engine.h)
-// owns the layouts and the two matrix products.
+// Tokens are processed in blocks. A block's keys and values are packed for the engine once; then scores, online softmax
+// and output are computed panel by panel, a few rows at a time. Scores are kept in powers of 2. An engine
+// (float32_engine.h, amx_engine.h) owns the layouts and the two matrix products.
 #pragma once
 
 #include <cmath>
@@ -340,8 +340,8 @@ class AttentionKernel {
     const TokenRange existing{columns.begin, min_of(columns.end, block.end)};
     const TokenRange certain = visibility_.seen_by_all(position(row), position(row + panel.rows - 1), existing);
     const bool all_seen = certain.begin <= columns.begin && certain.end >= columns.end;
-    // The factor to powers of 2 is applied while reading a score, unless the variant wants the logit or the factor
-    // would spoil -inf.
+    // The factor to powers of 2 is applied while reading a score, unless the variant needs the logit itself, or the
+    // factor would corrupt -inf.
     const bool finish = variant_.transforms_logits() || !(params_.sm_scale > 0.0f);
     const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
     for (int r = 0; r < panel.rows; ++r) {

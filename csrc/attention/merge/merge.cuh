@@ -1,6 +1,6 @@
 // Merges the states of a row, one warp a row and head.
 //
-// Rows of one row group: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y)
+// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged. Block (x, y)
 // serves the pair in whose middle CTA x's interval ends, if that is where the pair's first part ends; rows of the tile
 // go round robin over the blocks of a column. Any grid with num_ctas columns works.
 // Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several
@@ -49,7 +49,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// The parts of a row's result for one head. Lane l of the warp looks after link l: the parts of one row group, the
+/// The parts of a row's result for one head. Lane l of the warp handles link l: the parts of one row group, the
 /// first in `first_state`, the others where the CTAs from `first_cta` on started. Rows of one row group have one link.
 struct Parts {
   int32_t count;    // of all links
@@ -137,7 +137,7 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
   }
 }
 
-/// The parts of a row of several row groups. Takes part as a whole warp; fills `row` too.
+/// The parts of a row of several row groups. All lanes of the warp must call it; fills `row` too.
 __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
   const ScheduleHeader& header = *params.schedule.header;
   const int32_t lane = threadIdx.x % 32;

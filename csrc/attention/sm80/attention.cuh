@@ -207,7 +207,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
 template <class Traits>
 __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks start as CTAs of this one end
+  ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {

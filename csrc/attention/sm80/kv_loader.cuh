@@ -98,7 +98,7 @@ struct KvLoader {
   LoadedTileStore<kManyLevels> store;
   int32_t entry;   // of the page table, for this thread's token
   bool more;       // the cursor is inside the interval
-  bool published;  // so was it when addresses were published last: there is a KV tile to be copied
+  bool published;  // value of `more` when addresses were last published: there is a KV tile to be copied
 
   __device__ __forceinline__ KvLoader(const AttentionParams& params_, const Visibility& first_visibility_,
                                       const WorkCursor& first, char* shared_)
@@ -172,9 +172,9 @@ struct KvLoader {
     ptx::cp_async_commit();
   }
 
-  /// This thread's token. One that no row of the row tile sees is replaced by the nearest that some row does: what the
-  /// cache holds there (NaN, or the page of another request) must not reach the output, and what is copied instead is
-  /// masked.
+  /// This thread's token. One that no row of the row tile sees is replaced by the nearest token that some row sees:
+  /// what the cache holds there (NaN, or the page of another request) must not reach the output, and what is copied
+  /// instead is masked.
   __device__ __forceinline__ int32_t token() const {
     const LoadedTile& tile = store.get();
     const int32_t t = tile.first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;

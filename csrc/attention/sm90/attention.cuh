@@ -26,7 +26,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
   }
   if (!params.attention.after_append) ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks start as CTAs of this one end
+  ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
                                   params.attention.schedule.header->num_tiles * params.attention.num_kv_heads
                             : !cursor.done();
   if (!has_work) {
-    ptx::wait_for_previous_grid();  // as all CTAs do: what follows this grid may rely on what came before it
+    ptx::wait_for_previous_grid();  // every CTA waits, so that later grids may rely on the grids before this one
     return;
   }
 

@@ -1,13 +1,13 @@
 // The two consumer warpgroups compute work items from what the producer has loaded.
 //
-// Row tiles of 32 rows and more are multiplied with wgmma. Of 128 rows each warpgroup has 64; row tiles of 32 and 64
-// rows are computed by the first warpgroup alone. While the tensor cores add P V of one KV tile, the warpgroup takes
-// most exponentials of the next:
+// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; row tiles
+// of 32 and 64 rows are computed by the first warpgroup alone. While the tensor cores add P V of one KV tile, the
+// warpgroup computes most of the next tile's exponentials:
 //
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
-// Nothing orders the two warpgroups: the products of one overlap with the softmax of the other.
+// The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
 //
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
@@ -49,7 +49,7 @@ template <class Tile, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last,
                                           int lane) {
   constexpr int kChunks = Tile::kRowChunks;
-#pragma unroll kChunks <= 16 ? 4 : 2  // wide heads leave registers for two rows at a time
+#pragma unroll kChunks <= 16 ? 4 : 2  // wide heads leave registers for only two rows at a time
   for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
     const int row = first_row + i / kChunks;
     if (row < first || row >= last)
@@ -189,7 +189,7 @@ struct Consumer {
 
   /// Online softmax with lazy maxima: a row keeps the maximum of the first KV tile in which it sees anything, until the
   /// probabilities of a lane's columns sum to more than this, or to NaN. The limit is far below what an element can
-  /// hold, and results are as exact relative to a maximum that is too small.
+  /// hold, and a maximum that is too small costs no accuracy.
   static constexpr float kMostAdded = 4096.0f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
@@ -213,7 +213,7 @@ struct Consumer {
       again[half] |= __shfl_xor_sync(0xffffffffu, again[half], 2);
       maximum[half] = state.maximum[0][half];
     }
-    // All tokens twice: first for the maxima, then for the probabilities.
+    // Visits all tokens twice: first for the maxima, then for the probabilities.
 #pragma unroll 1
     for (int i = 0; i < 2 * kTokens; i += kStep) {
       const int token = i % kTokens;
@@ -260,7 +260,7 @@ struct Consumer {
     }
   }
 
-  // These take all parts of the tile at a place.
+  // These act on all parts of the tile at `place`.
   __device__ __forceinline__ bool is_tile_full(typename Shared::KvPlace place) const {
     bool full = true;
 #pragma unroll
@@ -336,7 +336,7 @@ struct Consumer {
     ptx::bulk_wait_read();  // then the tile may be filled again
   }
 
-  /// Computes the items from `place` on that this warpgroup multiplies, up to the first that it does not; moves `place`
+  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
   /// there. The scores of an item's first KV tile are multiplied together with the last values of the item before, and
   /// are ready when its output has been written.
   __device__ __forceinline__ void run_wgmma_items(typename Shared::QPlace& place) {

@@ -21,12 +21,12 @@ struct HopperParams {
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
-  TensorMap o;  // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: what a
-                // consumer warp has of a row tile for wgmma
-  TensorMap q;  // boxes of 128 / group_size rows: one of the largest row tiles
-  TensorMap q_row;        // boxes of one row
-  KernelCode code;        // of the kernel itself, ...
-  KernelCode merge_code;  // ... and of the one that runs next
+  TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
+                    // consumer warp's rows of a row tile for wgmma
+  TensorMap q;      // boxes of 128 / group_size rows: one of the largest row tiles
+  TensorMap q_row;  // boxes of one row
+  KernelCode code;  // of this kernel
+  KernelCode merge_code;  // of the merge kernel, which runs next
 };
 
 }  // namespace attn

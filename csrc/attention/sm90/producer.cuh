@@ -6,7 +6,7 @@
 // - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
 // - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
 //   no multiple of 16 bytes (RowCopier).
-// The warps of V load Q, too: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
+// The warps that load V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
 #pragma once
 
 #include "attention/output.cuh"
@@ -55,7 +55,7 @@ struct BoxCopier {
   using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
   const HopperParams& params;
   const Share<Traits>& share;
-  int32_t token = 0;  // of the box, first
+  int32_t token = 0;  // first token of the lane's box
   int32_t entry = 0;
   bool wanted = false;
 
@@ -122,7 +122,7 @@ struct RowCopier {
   static constexpr bool kFindsRuns = Shared::kTuning.finds_runs;
   const HopperParams& params;
   const Share<Traits>& share;
-  int32_t token = 0;  // of the lane, first
+  int32_t token = 0;  // first token of the lane
   int32_t entry[kLaneTokens] = {};
   bool wanted[kLaneTokens] = {};
 
@@ -204,7 +204,7 @@ struct RowCopier {
   template <class Tile>
   __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
-    constexpr int kBatch = 8;  // passes whose rows the lanes exchange together, so that they wait once for all of them
+    constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
     const int lane = ptx::lane_id();
     const int chunk = lane % Tile::kRowChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
@@ -338,7 +338,7 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   place.next();
 }
 
-/// The CTA's end of the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
+/// A CTA's access to the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
 /// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
 /// the opposite order, because the first pairs take longest.
 template <class Traits>
@@ -360,7 +360,8 @@ class WorkQueue {
     number_ ^= 1;
     if (pair >= num_pairs()) return;
     take(cursor, pair);
-    // All CTAs together ask once for each pair that was not fixed: the counter wraps to 0 for the next launch.
+    // Each CTA asks once for every pair that it takes after its first: num_pairs - num_ctas requests in all, after
+    // which the counter is 0 again.
     if (ptx::thread_id() == 0) {
       next_ = 2 * params_.num_ctas +
               static_cast<int32_t>(atomicInc(&params_.schedule.header->queue_head, num_pairs() - params_.num_ctas - 1));
@@ -409,7 +410,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
-  int32_t tiles_after_mma = 0;    // KV tiles for which `few` still holds after an item for mma.sync
+  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `few` still applies
   while (!cursor.done()) {
     if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
@@ -427,9 +428,10 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
       // issued first, because they have few entries to wait for.
       if (Copier::kGathers && !last) look_up();
       wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
-      // Where slots have no parts, one warpgroup only waits for an item's last tile while the other frees it for both.
-      // It must see that tile before its slot is filled again. While few parts are in use, that would need parts of the
-      // next item to be free, which no consumer reaches before all have met at the end of this one.
+      // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on its
+      // barrier. That one must observe the phase before the slot is refilled. While few parts are in flight, refilling
+      // it requires freed parts of the next item, which no consumer reaches before all have synchronised at the end of
+      // this one.
       if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
@@ -439,7 +441,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
     cursor.next_pair(params.num_kv_heads);
     if (flags & kUsesQueue) queue.next(cursor);
     if (cursor.done()) break;
-    // The pairs of a row tile are consecutive. RowCopier has no registers to keep the tile.
+    // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it.
     if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }

@@ -40,8 +40,8 @@ struct Tuning {
 };
 
 /// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
-/// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: a
-/// warpgroup that only waits for a tile would hold up nothing. keeps_maxima and finds_runs take registers that the
+/// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
+/// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
 /// output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims) {
   constexpr Tuning kTunings[] = {

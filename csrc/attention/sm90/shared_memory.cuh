@@ -66,8 +66,8 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
-  /// At q_full all threads of the producer's warps that load V arrive, and once more the thread that publishes the
-  /// item. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
+  /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
+  /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);

@@ -69,8 +69,8 @@ struct WorkItem {
   int32_t kind;
   int32_t kv_head;
   Visibility visibility;  // of its level
-  int32_t starts_inside;  // KV tiles of its row tile and head lie before it
-  int32_t ends_inside;    // or behind it
+  int32_t starts_inside;  // KV tiles of the same pair lie before this item
+  int32_t ends_inside;    // or after it
 
   WorkItem() = default;
 

@@ -11,8 +11,8 @@
 
 namespace attn {
 
-/// What is sent in this launch carries its number with some bits turned over, so that a workspace filled with one value
-/// holds none of it. The number is the same for all CTAs: the first one counts it on when it has heard from all others
+/// Messages carry the launch number with some bits inverted, so that a workspace filled with one value holds no valid
+/// message. The number is the same for all CTAs: the first one increments it when all messages have arrived
 /// (docs/adr/0001).
 constexpr uint64_t kTurnedBits = 0x9e3779b97f4a7c15;
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ void send_attachment(const PlanParams& p, uint64_t la
       ptx::Mail{launch, static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader)});
 }
 
-/// Waits until `deadline` for where a request attaches. Returns whether it came: what a slot held before the launch is
-/// not believed, whoever wrote it.
+/// Waits until `deadline` for where a request attaches. Returns whether it arrived; what a slot held before the launch
+/// is ignored.
 __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t launch, int32_t request,
                                                    uint64_t deadline, Attachment& attachment) {
   ptx::Mail mail;
@@ -63,7 +63,7 @@ struct SearchContext {
 struct SearchShared {
   uint64_t launch;
   int32_t best;                   // path_key() of where the only request of a CTA attaches
-  int32_t minima[2][kPlanWarps];  // of each team: of every second use one
+  int32_t minima[2][kPlanWarps];  // of each team; two sets, used alternately
 };
 
 /// Threads that look for where a request attaches: whole warps.
@@ -155,7 +155,7 @@ __device__ __forceinline__ int32_t next_candidate(const SearchContext& s, Search
   return team.minimum(next);
 }
 
-/// Where a request attaches among its candidates. `most_comparisons`: with as many of them it is compared.
+/// Where a request attaches among its candidates. `most_comparisons`: the most candidates that it is compared with.
 template <int32_t kWarps>
 __device__ __forceinline__ Attachment attach(const SearchContext& s, SearchTeam<kWarps>& team, int32_t request,
                                              Candidates candidates, int32_t most_comparisons) {
