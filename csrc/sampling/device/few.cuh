@@ -5,7 +5,7 @@
 // the row goes the usual way (sampling.cuh).
 #pragma once
 
-#include "common/ptx/cluster_mail.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "sampling/device/candidates.cuh"
 
@@ -69,11 +69,11 @@ struct FewSurvivors {
 
   __device__ __forceinline__ Memory& memory() const { return *reinterpret_cast<Memory*>(shared.keys); }
   __device__ __forceinline__ Survivors& survivors() const { return *reinterpret_cast<Survivors*>(memory().list); }
-  __device__ __forceinline__ uint32_t mailbox() const {
-    return ptx::shared_address(&shared.mailboxes[0]);
+  __device__ __forceinline__ uint32_t received_mbarrier() const {
+    return ptx::shared_address(&shared.mbarriers[0]);
   }  // of candidates, in the first CTA
-  __device__ __forceinline__ uint32_t answer() const {
-    return ptx::shared_address(&shared.mailboxes[1]);
+  __device__ __forceinline__ uint32_t answer_mbarrier() const {
+    return ptx::shared_address(&shared.mbarriers[1]);
   }  // of whether they were enough, in the others
   /// Where something of this CTA's lies in the first one.
   template <class T>
@@ -101,8 +101,8 @@ struct FewSurvivors {
   __device__ __forceinline__ void prepare() const {
     if (row.rank == 0) memory().bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-      ptx::mailbox_init(mailbox(), num_warps());
-      ptx::mailbox_init(answer(), 1);
+      ptx::cluster_mbarrier_init(received_mbarrier(), num_warps());
+      ptx::cluster_mbarrier_init(answer_mbarrier(), 1);
       shared.num_listed = 0;
     }
   }
@@ -165,7 +165,7 @@ struct FewSurvivors {
     uint32_t bound = warp_bound(lane_key, lanes_at_bound(top_k));
     const uint32_t best_key = ptx::warp_max(lane_key);
     const float least = key_value(bound);
-    const uint32_t to = ptx::cluster_address(mailbox(), 0);
+    const uint32_t to = ptx::cluster_address(received_mbarrier(), 0);
     const uint32_t places = in_first(memory().list + warp_of_row() * room());
     const uint32_t before = (1u << row.lane()) - 1;
     int32_t count = 0;
@@ -184,7 +184,7 @@ struct FewSurvivors {
           const int32_t token = vector_token(round, i / Source::kVectorTokens) + i % Source::kVectorTokens;
           const uint32_t key = order_key(pick(v, i));
           if (at < room())
-            ptx::mailbox_send(to, places + at * 8, static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(token));
+            ptx::store_async(to, places + at * 8, static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(token));
           else
             left_out = max_of(left_out, key);
         }
@@ -200,15 +200,15 @@ struct FewSurvivors {
       count = room();
     }
     if (row.lane() == 0)
-      ptx::mailbox_send(to, in_first(memory().told + warp_of_row()), static_cast<uint64_t>(best_key) << 32 | bound,
-                        static_cast<uint64_t>(count));
+      ptx::store_async(to, in_first(memory().told + warp_of_row()), static_cast<uint64_t>(best_key) << 32 | bound,
+                       static_cast<uint64_t>(count));
     return sizeof(Told) + 8 * count;
   }
 
   /// Sends the masses of whole segments, which a warp reads one by one, to the first CTA: as they are defined. Returns
   /// how many bytes.
   __device__ __forceinline__ uint32_t send_masses(float temperature) const {
-    const uint32_t to = ptx::cluster_address(mailbox(), 0);
+    const uint32_t to = ptx::cluster_address(received_mbarrier(), 0);
     uint32_t bytes = 0;
 #pragma unroll 1
     for (int32_t segment = warp_of_row(); segment < row.num_segments(); segment += num_warps()) {
@@ -219,7 +219,7 @@ struct FewSurvivors {
       const uint32_t key = ptx::warp_max(row.lane_max_key(v));
       const uint64_t mass =
           row.is_drawable(key) ? row.warp_mass(v, Weights(key_value(key), temperature_scale(temperature))) : 0;
-      if (row.lane() == 0) ptx::mailbox_send(to, in_first(memory().masses + segment), mass, key);
+      if (row.lane() == 0) ptx::store_async(to, in_first(memory().masses + segment), mass, key);
       bytes += sizeof(SegmentMass);
     }
     return bytes;
@@ -372,7 +372,7 @@ struct FewSurvivors {
     typename Source::Vector raw[Source::kVectors];
     load(0, raw);
     const RowParameters own(row.params, row.row);
-    ptx::cluster_wait();  // the mailboxes are there
+    ptx::cluster_wait();  // the mbarriers are there
     float v[kLaneTokens];
     uint32_t lane_key = 0;
 #pragma unroll 1
@@ -385,24 +385,24 @@ struct FewSurvivors {
     if (!suits(own)) return false;
     uint32_t bytes = send_candidates(static_cast<int32_t>(own.top_k.value()), lane_key, v);
     if (needs_row_mass(own)) bytes += send_masses(own.temperature);
-    if (row.lane() == 0) ptx::mailbox_announce(ptx::cluster_address(mailbox(), 0), bytes);
+    if (row.lane() == 0) ptx::cluster_mbarrier_arrive_expect(ptx::cluster_address(received_mbarrier(), 0), bytes);
     if (row.rank != 0) {
-      const bool is_answered = ptx::mailbox_wait(answer());
+      const bool is_answered = ptx::cluster_mbarrier_wait(answer_mbarrier());
       return __syncthreads_and(is_answered) != 0 && shared.is_enough != 0;
     }
     const RowDraw draw(row.params, row.row);  // needed late
     const RowSettings settings = row_settings(own, row.params.vocab);
     __syncthreads();  // the bins are empty
-    const bool all_came = __syncthreads_and(ptx::mailbox_wait(mailbox())) != 0;
+    const bool all_came = __syncthreads_and(ptx::cluster_mbarrier_wait(received_mbarrier())) != 0;
     int32_t num_survivors = 0;
     float reference = 0.0f;
     const bool is_enough = all_came && list_survivors(settings, num_survivors, reference);
     if (is_enough) __syncthreads();                                              // survivors are listed
     const int32_t told_cta = row.warp() == kSamplingWarps - 1 ? row.lane() : 0;  // the last warp has the least to do
     if (0 < told_cta && told_cta < row.num_ctas) {
-      const uint32_t to = ptx::cluster_address(answer(), told_cta);
-      ptx::mailbox_send(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), told_cta), is_enough ? 1 : 0);
-      ptx::mailbox_announce(to, 8);
+      const uint32_t to = ptx::cluster_address(answer_mbarrier(), told_cta);
+      ptx::store_async(to, ptx::cluster_address(ptx::shared_address(&shared.is_enough), told_cta), is_enough ? 1 : 0);
+      ptx::cluster_mbarrier_arrive_expect(to, 8);
     }
     if (!is_enough) return false;
     const Weights weights(reference, settings.scale, settings.floor);

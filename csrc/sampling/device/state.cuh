@@ -113,7 +113,7 @@ struct SamplingShared {
   uint32_t race_magic;  // 0x4b00
   uint32_t race_bound;  // order_key() of what some racer of the CTA has reached, or a little less
   Search search;
-  uint64_t mailboxes[2];  // sampling_few.cuh
+  uint64_t mbarriers[2];  // few.cuh
   uint64_t is_enough;
 
   // While the row races candidates and bins are of no use. In their place: vectors of each thread on their way, the
