@@ -1,34 +1,40 @@
-// Variants: what is compiled into the attention kernels to change scores between Q K^T and the softmax.
+// Variants: what is compiled into the attention kernels to make attention mean something else than softmax(Q K^T) V.
 //
-// A variant is a struct (tests/csrc/slanted_variant.h is one) with
+// A variant is a struct derived from VariantBase that has any of
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
-// - a constructor from (Params, KV head): one is made for each (row tile, KV head);
-// - transforms_logits(): whether logits() changes anything; uniform over a launch;
-// - logits(logit, row, kv_position): the transformed logit; q . k * sm_scale goes in, natural units in and out;
-// - kHasMask, and if it is true sees(row, kv_position): whether a score counts.
+// - float logits(float logit, const ScoreRow& row, int32_t kv_position) const: the transformed logit; q . k * sm_scale
+//   goes in, natural units in and out;
+// - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
+// - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
+//   complete;
+// - static constexpr bool kUsesSoftmax = false: logits() returns weights; the output is the sum of weight times value.
+// It is constructed from (const Params&, KV head) for each (row tile, KV head), and must not keep what it is not given:
+// its Params outlive it.
 //
 // A row sees an interval of tokens by its level's Visibility, which plans know: kernels skip KV tiles outside it and
-// mask only those at its ends. sees() is asked for every score inside it, and only if kHasMask.
+// mask only those at its ends. mask() is asked for every score inside it. Both hooks are also called for rows and
+// tokens that do not exist; what they return is then not used, but they must not read outside their tensors
+// (ParamTensor clamps).
 #pragma once
-
-#include <cstring>
 
 #include "common/math.h"
 #include "common/platform.h"
 
 namespace attn {
 
-/// The coordinates of a row of scores; made once for each row of a KV tile.
+/// Coordinates of a row of scores.
 struct ScoreRow {
-  int32_t row;  // of Q
+  int32_t row;       // of Q
+  int32_t request;   // its place in the batch
   int32_t qo_head;
-  int32_t position;  // of the query among the tokens of its row group: the request's own in a plain schedule, not in a
-                     // node of the forest, a chunk or a level of a composition
+  int32_t position;  // of the query among the tokens of its request, or as the level says (Level::positions)
+  int32_t index;     // of the query among those of its request
+  int32_t kv_len;    // tokens of its request
 };
 
 /// A variant's Params, whichever it is.
 struct VariantParams {
-  static constexpr int kBytes = 64;
+  static constexpr int kBytes = 256;
   alignas(16) unsigned char bytes[kBytes];
 
   template <class Params>
@@ -40,8 +46,67 @@ struct VariantParams {
   template <class Params>
   void set(const Params& params) {
     static_assert(sizeof(Params) <= kBytes && alignof(Params) <= 16, "larger data belongs behind a pointer");
-    std::memcpy(bytes, &params, sizeof(Params));
+    __builtin_memcpy(bytes, &params, sizeof(Params));
   }
+};
+
+/// A tensor among a variant's Params. An index outside it is clamped to it: variants are also asked about tokens that
+/// do not exist.
+template <class T, int kDims>
+struct ParamTensor {
+  const T* data;
+  int32_t sizes[kDims];
+  int32_t strides[kDims];  // in elements
+
+  template <class... Indices>
+  ATTN_HD T operator()(Indices... indices) const {
+    static_assert(sizeof...(Indices) == kDims, "an index for each dimension");
+    const int32_t at[] = {static_cast<int32_t>(indices)...};
+    int64_t element = 0;
+    for (int i = 0; i < kDims; ++i) element += static_cast<int64_t>(clamp(at[i], 0, sizes[i] - 1)) * strides[i];
+    return data[element];
+  }
+};
+
+/// What a variant has if it does not say otherwise.
+struct VariantBase {
+  struct Params {};
+  static constexpr bool kUsesSoftmax = true;
+};
+
+/// Which hooks a variant has.
+template <class Variant>
+struct VariantHooks {
+ private:
+  template <class V>
+  static constexpr bool has_logits(decltype(&V::logits)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_logits(...) {
+    return false;
+  }
+  template <class V>
+  static constexpr bool has_mask(decltype(&V::mask)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_mask(...) {
+    return false;
+  }
+  template <class V>
+  static constexpr bool has_output(decltype(&V::output)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_output(...) {
+    return false;
+  }
+
+ public:
+  static constexpr bool kLogits = has_logits<Variant>(nullptr);
+  static constexpr bool kMask = has_mask<Variant>(nullptr);
+  static constexpr bool kOutput = has_output<Variant>(nullptr);
 };
 
 /// cap * tanh(logit / cap): Gemma 2, Grok.
@@ -60,17 +125,23 @@ ATTN_HD float soft_cap(float logit, float cap) {
 }
 
 /// What all models of the standard kernels need: a soft cap, which may be off.
-struct StandardVariant {
+struct StandardVariant : VariantBase {
   struct Params {
     float logits_soft_cap;  // 0: off
   };
-  static constexpr bool kHasMask = false;
 
   float cap;
 
   ATTN_HD StandardVariant(const Params& params, int32_t /*kv_head*/) : cap(params.logits_soft_cap) {}
-  ATTN_HD bool transforms_logits() const { return cap > 0.0f; }
   ATTN_HD float logits(float logit, const ScoreRow&, int32_t /*kv_position*/) const { return soft_cap(logit, cap); }
+  ATTN_HD bool transforms_logits() const { return cap > 0.0f; }  // only this variant may say so at run time
 };
+
+/// Whether logits() is to be called; uniform over a launch.
+ATTN_HD bool transforms_logits(const StandardVariant& variant) { return variant.transforms_logits(); }
+template <class Variant>
+ATTN_HD constexpr bool transforms_logits(const Variant&) {
+  return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;
+}
 
 }  // namespace attn
