@@ -13,7 +13,7 @@ SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 CUDA_HEAD_DIMS = (64, 128, 256)
-VARIANTS = {"standard": "StandardVariant"}
+VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 
 
 @dataclass(frozen=True)

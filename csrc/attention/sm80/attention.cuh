@@ -123,7 +123,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
                                         TokenRange{0, row_tile.kv_end});
   }
 
-  const LaneRows<Layout::kRowBlocks> lane_rows(
+  const LaneRows<Variant, Layout::kRowBlocks> lane_rows(
       params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
       cursor.now.head, warp.first_row);
   const uint32_t q =
