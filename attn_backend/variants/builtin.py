@@ -120,8 +120,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def sigmoid(bias: float | None = 0.0) -> Variant:
-    """Weights sigmoid(s + bias), which are not normalised: no softmax. FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row is the
-    sum of weight times value.
+    """Weights sigmoid(s + bias), which are not normalised: no softmax. FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row
+    is the sum of weight times value.
 
     Args:
         bias: added to each score; None: the parameter "bias" of each run.
@@ -198,13 +198,13 @@ def document(document_ids: Tensor | None = None) -> Variant:
 def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
     """Several items behind one prompt, scored in one pass: FlashInfer's multi-item scoring.
 
-    k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q - prefix_len[b]]): a token of an item sees the prompt and the tokens of its
-    item up to itself, without the delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
+    k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q - prefix_len[b]]): a token of an item sees the prompt and the
+    tokens of its item up to itself, without the delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
 
     Args:
         prefix_len: int32 [batch]: tokens of the prompt.
-        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token behind the prompt its position in its item, where the delimiter before
-            an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
+        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token behind the prompt its position in its item, where the
+            delimiter before an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
     """
     lens, positions = prefix_len, token_pos_in_items
 
@@ -247,7 +247,7 @@ def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = 
     """Any mask, a bit for each query and token: bit i * kv_len + k of a request's bytes, for its i-th query; FlashInfer's packed_custom_mask.
 
     Args:
-        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., bitorder="little").
+        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
         mask_indptr: int32 [batch + 1]: where each request's bytes begin. At most 2^31 bytes in all.
     """
 
@@ -268,7 +268,7 @@ def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = No
     """A mask over a request's own queries: each sees all tokens before them, and of them what its bits say. For speculative trees.
 
     Args:
-        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., bitorder="little").
+        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
         mask_indptr: int32 [batch + 1]: where each request's bytes begin.
     """
 

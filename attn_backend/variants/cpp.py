@@ -69,7 +69,7 @@ class _Statements:
     def returned(self, result: Node) -> str:
         nodes = list(nodes_of(result))
         uses = Counter(arg for node in nodes for arg in node.args)
-        lines = []
+        lines: list[str] = []
         for node in nodes:
             text = self._text(node)
             is_plain = node.is_constant or node.op in ("variable", "scalar", "size")
@@ -172,10 +172,7 @@ def _float(value: float) -> str:
 
 def source_of(bodies: Sequence[Body]) -> str:
     """The whole file: UserVariant is the one body, or has one part for each of several."""
-    if len(bodies) == 1:
-        text = _struct("UserVariant", bodies[0])
-    else:
-        text = _combined(bodies)
+    text = _struct("UserVariant", bodies[0]) if len(bodies) == 1 else _combined(bodies)
     return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
 
 
@@ -188,7 +185,7 @@ def _struct(name: str, body: Body) -> str:
         struct += "  struct Params {\n" + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params) + "  };\n"
     if not body.uses_softmax and "kUsesSoftmax" not in body.code:
         struct += "  static constexpr bool kUsesSoftmax = false;\n"
-    return f"{struct}\n{members}\n{constructor}\n{body.code}}};\n"
+    return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
 
 
 def _combined(bodies: Sequence[Body]) -> str:

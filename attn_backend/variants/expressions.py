@@ -30,8 +30,8 @@ class Node:
     """One operation; made by `node()` only, so that nodes of the same meaning are the same object.
 
     Args:
-        op: the operation: one of ARITHMETIC, COMPARISONS, ..., or "constant", "variable" (`value` is its name), "cast", "select", "load" (`value` is the name of
-            a tensor), "scalar" (of a parameter), "size" (`value` is the name of a tensor and the number of a dimension).
+        op: the operation: one of ARITHMETIC, COMPARISONS, ..., or "constant", "variable" (`value` is its name), "cast", "select", "load" (`value` is the name
+            of a tensor), "scalar" (of a parameter), "size" (`value` is the name of a tensor and the number of a dimension).
         kind: type of its result.
         args: what it is computed from.
         value: of a constant; or as `op` says.

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, TracebackType
@@ -50,10 +51,8 @@ class _Copier:
             return type(value)(map(self.copy, value)) if any(map(callable, value)) else value
         if type(value) is dict:
             return {key: self.copy(v) for key, v in value.items()} if any(map(callable, value.values())) else value
-        call = getattr(type(value), "__call__", None)
-        if isinstance(call, FunctionType) and not isinstance(value, type) and not _is_foreign(call.__code__):
-            return MethodType(self.copy(call), value)
-        return value
+        call = _call_of(value)
+        return value if call is None else MethodType(self.copy(call), value)
 
     def _function(self, function: FunctionType) -> FunctionType:
         if _is_foreign(function.__code__) and not function.__closure__:
@@ -69,10 +68,8 @@ class _Copier:
                 self.found.add(name)
                 cell.cell_contents = self._values[name]
                 continue
-            try:
+            with suppress(ValueError):  # not assigned yet
                 cell.cell_contents = self.copy(old.cell_contents)
-            except ValueError:
-                pass  # not assigned yet
         if namespace is not function.__globals__:
             for name in _global_names(code):
                 if name in self._values:
@@ -99,8 +96,8 @@ def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
             waiting += [value.func, *value.args, *value.keywords.values()]
             yield from value.keywords.items()
         if not isinstance(value, FunctionType):
-            call = getattr(type(value), "__call__", None)
-            waiting += list(value) if type(value) in (tuple, list) else [MethodType(call, value)] if isinstance(call, FunctionType) else []
+            call = _call_of(value)
+            waiting += list(value) if type(value) in (tuple, list) else [] if call is None else [MethodType(call, value)]
             continue
         for name, found in _free_variables(value):
             yield name, found
@@ -109,10 +106,8 @@ def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
 
 def _free_variables(function: FunctionType) -> Iterator[tuple[str, object]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
-        except ValueError:
-            pass  # not assigned yet
     if not _is_foreign(function.__code__):
         yield from ((name, function.__globals__[name]) for name in _global_names(function.__code__) if name in function.__globals__)
 
@@ -124,6 +119,12 @@ def _global_names(code: CodeType) -> set[str]:
         if isinstance(inside, CodeType):
             names |= _global_names(inside)
     return names
+
+
+def _call_of(value: object) -> FunctionType | None:
+    """__call__ of an object of a user's class."""
+    call = getattr(type(value), "__call__", None)  # noqa: B004
+    return call if isinstance(call, FunctionType) and not _is_foreign(call.__code__) else None
 
 
 def _is_foreign(code: CodeType) -> bool:

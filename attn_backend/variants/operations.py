@@ -20,8 +20,8 @@ RANDOM = frozenset(("rand", "randn", "randint", "randperm", "rand_like", "randn_
 
 # What messages say that there is.
 KNOWN = (
-    "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, logical_and, "
-    "logical_or, logical_not, casts, and indices of tensors"
+    "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
+    "logical_and, logical_or, logical_not, casts, and indices of tensors"
 )
 
 _KINDS = {torch.float32: Kind.FLOAT, torch.int32: Kind.INT, torch.int64: Kind.INT, torch.bool: Kind.BOOL}
@@ -55,7 +55,7 @@ def _subtract(a: Node, b: Node, *, alpha: Node | None = None) -> Node:
     return arithmetic("sub", a, b if alpha is None else arithmetic("mul", b, alpha))
 
 
-def _clamp(a: Node, min: Node | None = None, max: Node | None = None) -> Node:  # noqa: A002: as torch calls them
+def _clamp(a: Node, min: Node | None = None, max: Node | None = None) -> Node:
     if min is not None:
         a = arithmetic("max", a, min)
     return a if max is None else arithmetic("min", a, max)

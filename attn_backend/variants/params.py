@@ -35,9 +35,15 @@ _CPP_ELEMENTS = {
 }
 _CPP_SCALARS = {float: "float", int: "int32_t"}
 _FLOATS = (float, torch.float32, torch.float16, torch.bfloat16)
-_CPP_WORDS = frozenset(
-    ["alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch", "char", "class", "compl", "const", "constexpr", "const_cast", "continue", "decltype", "default", "delete", "do", "double", "dynamic_cast", "else", "enum", "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq", "nullptr", "operator", "or", "or_eq", "private", "protected", "public", "register", "reinterpret_cast", "return", "short", "signed", "sizeof", "static", "static_assert", "static_cast", "struct", "switch", "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile", "wchar_t", "while", "xor", "xor_eq", "attn", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint8_t", "logit", "row", "kv_position", "kv_head", "value", "column", "params", "Params", "kUsesSoftmax", "query", "key", "value", "logits", "mask", "output", "abs", "ceil", "exp", "exp2", "floor", "floor_divide", "floor_modulo", "infinity", "log", "log2", "max", "min", "quick_divide", "select", "sigmoid", "soft_cap", "sqrt", "tanh", "ParamTensor", "ScoreRow"]
-)
+# Keywords of C++, and names that mean something in a variant.
+_CPP_WORDS = """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr const_cast continue decltype default delete do double
+    dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or
+    or_eq private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template this throw true
+    try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
+    attn int32_t int64_t uint32_t uint64_t uint8_t ParamTensor ScoreRow Params params kUsesSoftmax query key value logits mask output logit row kv_position
+    kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log log2 max min quick_divide select sigmoid soft_cap sqrt tanh
+"""
 
 Dtype = torch.dtype | type[float] | type[int]
 
@@ -113,20 +119,20 @@ class Param(BaseModel):
     def describe(self) -> str:
         if not self.is_tensor:
             return "a number that a float32 holds" if self.dtype is float else "an int that an int32 holds"
-        return f"a {dtype_name(self.dtype)} tensor of {self.ndim} dimension{'' if self.ndim == 1 else 's'}"
+        return f"{'an' if dtype_name(self.dtype)[0] == 'i' else 'a'} {dtype_name(self.dtype)} tensor of {self.ndim} dimension{'' if self.ndim == 1 else 's'}"
 
 
 def is_cpp_word(name: str) -> bool:
     """Whether a name means something else in a variant's C++."""
-    return name in _CPP_WORDS or "__" in name or bool(re.fullmatch(r"t\d+|_[A-Z].*", name))
+    return name in _CPP_WORDS.split() or "__" in name or bool(re.fullmatch(r"t\d+|_[A-Z].*", name))
 
 
 def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> tuple[Param, ...]:
     """From Params, or from {name: dtype or (dtype, ndim)}; `argument` is its name."""
     if isinstance(tensors, Mapping):
         params = []
-        for name, dtype in tensors.items():
-            dtype, ndim = dtype if isinstance(dtype, tuple) and len(dtype) == 2 else (dtype, None)
+        for name, declared in tensors.items():
+            dtype, ndim = declared if isinstance(declared, tuple) and len(declared) == 2 else (declared, None)
             try:
                 params.append(Param(name, dtype, ndim))
             except ValueError as error:
@@ -198,10 +204,10 @@ def check_value(name: str, param: Param, value: object, device: torch.device | N
             raise ValueError(f"{name} is {describe(value)}, must have sizes and strides below 2^31")
         return value
     if param.dtype is int:
-        if not isinstance(value, Integral) or isinstance(value, bool) or not -MAX_INT32 - 1 <= value <= MAX_INT32:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not -MAX_INT32 - 1 <= int(value) <= MAX_INT32:
             _refuse(name, param, value)
         return int(value)
-    if not isinstance(value, Real) or isinstance(value, bool) or (math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max):
+    if not isinstance(value, Real) or isinstance(value, bool) or torch.finfo(torch.float32).max < abs(float(value)) < math.inf:
         _refuse(name, param, value)
     return float(value)
 

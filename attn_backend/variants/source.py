@@ -85,13 +85,13 @@ def _outside_of_braces(text: str, name: str) -> str:
     """What is inside of braces becomes spaces, too."""
     depth = 0
     characters = []
-    for i, character in enumerate(text):
+    for character in text:
         depth -= character == "}"
         if depth < 0:
             break
         characters.append(character if depth == 0 or character == "\n" else " ")
         depth += character == "{"
     if depth:
-        line = text.count("\n", 0, i) + 1
+        line = 1 + characters.count("\n")
         raise ValueError(f"cpp has a brace without its partner\n  {source_name(name)}:{line}")
     return "".join(characters)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import operations
-from .expressions import ExpressionError, Kind, Node, arithmetic, compare, constant, is_never_negative, node, select
+from .expressions import COMPARISONS, ExpressionError, Kind, Node, arithmetic, compare, constant, is_never_negative, node, select
 from .functions import TracingError, captured, check_signature, error_at_definition, error_from, error_here, with_names
 from .params import Param
 
@@ -164,7 +164,53 @@ class Tracer(TorchFunctionMode):
             self.refuse(f"arguments that are not known here: {error}")
 
 
-class Value:
+class _Operators:
+    """The operators of Python, for which it looks on the class."""
+
+    tracer: Tracer
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self.tracer.refuse("an in-place write ([...] =); kernels only read their tensors")
+
+    __hash__ = object.__hash__
+
+
+def _add_operators() -> None:
+    def forward(name: str) -> Callable[..., Any]:
+        return lambda self, other: self.tracer.apply(name, self, other)
+
+    def backward(name: str) -> Callable[..., Any]:
+        return lambda self, other: self.tracer.apply(name, other, self)
+
+    def alone(name: str) -> Callable[..., Any]:
+        return lambda self: self.tracer.apply(name, self)
+
+    def in_place(name: str) -> Callable[..., Any]:
+        return lambda self, _: self.tracer.refuse(f"an in-place write ({name}); must make a new value: x = x + ...")
+
+    def to_python(name: str) -> Callable[..., Any]:
+        return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); must be torch operations throughout")
+
+    for name in operations.BINARY:
+        setattr(_Operators, f"__{name}__", forward(name))
+        setattr(_Operators, f"__r{name}__", backward(name))
+    for name in operations.IN_PLACE:
+        setattr(_Operators, name, in_place(name))
+    for name in COMPARISONS:
+        setattr(_Operators, f"__{name}__", forward(name))
+    for name in ("neg", "invert", "abs"):
+        setattr(_Operators, f"__{name}__", alone(name))
+    for name in ("int", "float", "index", "len", "iter", "complex", "round", "contains", "array"):
+        setattr(_Operators, f"__{name}__", to_python(name))
+
+
+_add_operators()
+
+
+class Value(_Operators):
     """A number that only the kernel knows; behaves as a tensor without dimensions."""
 
     shape = torch.Size([])
@@ -189,7 +235,7 @@ class Value:
     def __repr__(self) -> str:
         return f"<{self.node.kind.name.lower()} that only the kernel knows>"
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304
         self.tracer.refuse(f"{_BRANCH} (if, and, or, not, min(), max() or a chained comparison); must be torch.where, &, |, ~, torch.minimum or torch.maximum")
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -209,7 +255,7 @@ class Value:
         return lambda *args, **kwargs: self.tracer.apply(name, self, *args, **kwargs)
 
 
-class Table:
+class Table(_Operators):
     """A tensor parameter, some of whose dimensions may have an index already."""
 
     def __init__(self, tracer: Tracer, param: Param, free: tuple[int, ...], indices: Mapping[int, Node]) -> None:
@@ -268,8 +314,8 @@ class Table:
     def _whole(self, *_: Any, **__: Any) -> NoReturn:
         self.tracer.refuse(f"{self.param.name} is used with {len(self.free)} dimension(s) without an index; must have an integer for each")
 
-    def __setitem__(self, index: object, value: object) -> NoReturn:
-        self.tracer.refuse(f"an in-place write to {self.param.name}; kernels only read their parameters")
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304
+        self._whole()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -292,45 +338,3 @@ def _flat(value: object) -> Iterator[object]:
             yield from _flat(part)
     else:
         yield value
-
-
-def _add_operators() -> None:
-    """The operators of Python, which look for methods on the class."""
-
-    def forward(name: str) -> Callable[..., Any]:
-        return lambda self, other: self.tracer.apply(name, self, other)
-
-    def backward(name: str) -> Callable[..., Any]:
-        return lambda self, other: self.tracer.apply(name, other, self)
-
-    def in_place(name: str) -> Callable[..., Any]:
-        def refuse(self: Any, _: object) -> NoReturn:
-            self.tracer.refuse(f"an in-place write ({name}); must make a new value: x = x + ...")
-
-        return refuse
-
-    def to_python(name: str) -> Callable[..., Any]:
-        def refuse(self: Any, *_: object) -> NoReturn:
-            self.tracer.refuse(f"{_TO_PYTHON} ({name}); must be torch operations throughout")
-
-        return refuse
-
-    for cls in (Value, Table):
-        for name in operations.BINARY:
-            setattr(cls, f"__{name}__", forward(name))
-            setattr(cls, f"__r{name}__", backward(name))
-        for name in operations.IN_PLACE:
-            setattr(cls, name, in_place(name))
-        for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-            setattr(cls, f"__{name}__", forward(name))
-        for name in ("neg", "invert", "abs"):
-            setattr(cls, f"__{name}__", lambda self, name=name: self.tracer.apply(name, self))
-        cls.__pos__ = lambda self: self
-        for name in ("int", "float", "index", "len", "iter", "complex", "round", "contains", "array"):
-            setattr(cls, f"__{name}__", to_python(f"{name}()"))
-        cls.__hash__ = object.__hash__
-    Value.__setitem__ = in_place("[...] =")
-    Table.__bool__ = Table._whole
-
-
-_add_operators()

@@ -34,8 +34,8 @@ class Variant:
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
         has_logits, has_mask, has_output: which hooks there are.
-        causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the mask
-            hook.
+        causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
+            mask hook.
         params_bytes: sizeof(UserVariant::Params).
         user_sources: the user's C++ by the name that compilers call it in errors.
     """
@@ -51,6 +51,11 @@ class Variant:
     window_left: int
     params_bytes: int
     user_sources: Mapping[str, str]
+    _bodies: tuple[Body, ...]
+    _references: tuple[Reference | None, ...]
+    _layout: Layout
+    _given: tuple[str, ...]  # names of the parameters that are given to each run
+    _on_device: dict[tuple[int, torch.device], Tensor]  # bound tensors by their place among params
 
     def __init__(
         self, parts: Sequence[Variant] = (), *, body: Body | None = None, causal: bool = False, window_left: int = -1, reference: Reference | None = None,
@@ -59,7 +64,7 @@ class Variant:
         """Not for users: of one body, or of several variants."""
         bodies = (body,) if body is not None else tuple(body for part in parts for body in part._bodies)
         references = (reference,) if body is not None else tuple(reference for part in parts for reference in part._references)
-        fields: dict[str, Any] = dict(_bodies=bodies, _references=references, causal=causal, window_left=window_left)
+        fields: dict[str, Any] = {"_bodies": bodies, "_references": references, "causal": causal, "window_left": window_left}
         fields["name"] = _clean(name if name is not None else "_and_".join(body.name for body in bodies))
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
         for hook_name in ("logits", "mask", "output"):
@@ -94,21 +99,21 @@ class Variant:
         score_mod: Callable[..., Any] | None = None,
         mask_mod: Callable[..., Any] | None = None,
         *,
-        tensors: Mapping[str, Any] | Sequence[Param] = {},  # noqa: B006: never changed
+        tensors: Mapping[str, Any] | Sequence[Param] = {},
         name: str | None = None,
     ) -> Variant:
         """Traces functions in flex_attention's signatures.
 
-        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request (query i of n stands at kv_len - n + i); all are
-        int32. score is q . k * sm_scale, in float32. Each function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down), torch.where,
-        minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil, casts, and tensors indexed by integers.
+        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request (query i of n stands at kv_len - n + i); all
+        are int32. score is q . k * sm_scale, in float32. Each function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
+        torch.where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil, casts, and tensors indexed by integers.
 
         Args:
             score_mod: (score, b, h, q_idx, kv_idx) -> score.
             mask_mod: (b, h, q_idx, kv_idx) -> whether the query attends to the token.
-            tensors: free variables of the functions that are given to each run: {name: dtype or (dtype, ndim)}, by default of one dimension, or `float` or `int` for
-                a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements are read when a kernel runs
-                (on another device, from a copy that is made once). Other numbers become constants, and tensors without dimensions, too.
+            tensors: free variables of the functions that are given to each run: {name: dtype or (dtype, ndim)}, by default of one dimension, or `float` or
+                `int` for a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements are read when
+                a kernel runs (on another device, from a copy that is made once). Numbers become constants, and CPU tensors without dimensions, too.
             name: default: from the functions' names.
 
         Raises:
@@ -226,8 +231,8 @@ class Variant:
         """The bytes of UserVariant::Params. Tensors lie in it as addresses: they must live until the kernels that read them have run.
 
         Args:
-            args: of each parameter that is given at run time, by its name: a tensor on `device` of the declared dtype and number of dimensions, with any strides,
-                of at least one element; or a number.
+            args: of each parameter that is given at run time, by its name: a tensor on `device` of the declared dtype and number of dimensions, with any
+                strides, of at least one element; or a number.
             device: of the kernels.
 
         Raises:
@@ -239,20 +244,23 @@ class Variant:
             self._bound_on(i, param, device) if param.value is not None else check_value(f"variant_args[{param.name!r}]", param, args[param.name], device)
             for i, param in enumerate(self.params)
         ]
-        packed: bytes = self._layout.pack(values)
-        return packed
+        return self._layout.pack(values)
 
     def reference(self) -> ReferenceFunctions | None:
         """The variant by torch; None if it has C++ of which nothing else is known."""
-        return None if None in self._references else ReferenceFunctions(self._references)
+        known = tuple(reference for reference in self._references if reference is not None)
+        return ReferenceFunctions(known) if len(known) == len(self._references) else None
 
     def _bound_on(self, i: int, param: Param, device: torch.device) -> Tensor | float | int:
         """The value of params[i], where the device reads it; copies are kept."""
         if not isinstance(param.value, Tensor):
-            return param.value  # type: ignore[no-any-return]
+            value: float | int = param.value
+            return value
         if (i, device) not in self._on_device:
-            self._on_device[i, device] = check_value(param.name, param, param.value.to(device), device)
-        return self._on_device[i, device]  # type: ignore[no-any-return]
+            tensor = param.value.to(device)
+            check_value(param.name, param, tensor, device)
+            self._on_device[i, device] = tensor
+        return self._on_device[i, device]
 
     def _refuse_names(self, args: Mapping[str, Any]) -> NoReturn:
         params = {param.name: param for param in self.params if param.value is None}
