@@ -67,7 +67,7 @@ def _bits(x: object, bitorder: object) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.is_complex():
         refuse("x", x, "a vector of booleans or integers")
     if bitorder not in ("big", "little"):
-        refuse("bitorder", repr(bitorder), "'big' or 'little'")
+        refuse("bitorder", bitorder, "'big' or 'little'")
     return (x != 0).to(torch.uint8)
 
 

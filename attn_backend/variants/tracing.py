@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -154,14 +153,24 @@ class Tracer(TorchFunctionMode):
     def refuse(self, message: str) -> NoReturn:
         raise error_here(f"{self.what} cannot be traced: {message}")
 
-    @contextmanager
-    def at_users_line(self) -> Iterator[None]:
-        try:
-            yield
-        except ExpressionError as error:
-            self.refuse(str(error))
-        except TypeError as error:  # arguments that an operation does not take
-            self.refuse(f"arguments that are not known here: {error}")
+    def at_users_line(self) -> _AtUsersLine:
+        return _AtUsersLine(self)
+
+
+class _AtUsersLine:
+    """Refuses what operations refuse, with the user's line. (No @contextmanager: its frames would be between here and the user's.)"""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ExpressionError):
+            self._tracer.refuse(str(error))
+        if isinstance(error, TypeError):  # arguments that an operation does not take
+            self._tracer.refuse(f"arguments that are not known here: {error}")
 
 
 class _Operators:

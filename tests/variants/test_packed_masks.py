@@ -31,7 +31,7 @@ def test_segment_packbits(device: torch.device, dtype: torch.dtype, bitorder: An
         assert new_indptr.dtype == dtype
         assert new_indptr.tolist() == [0, *numpy.cumsum([-(-n // 8) for n in lens]).tolist()]
         expected = [numpy.packbits(part.numpy(), bitorder=bitorder).tolist() for part in x[: sum(lens)].split(lens)] if lens else []
-        assert packed.tolist() == sum(expected, [])
+        assert packed.tolist() == [byte for part in expected for byte in part]
 
 
 def test_refusals() -> None:
@@ -39,7 +39,7 @@ def test_refusals() -> None:
     for call, message in (
         (lambda: packbits(torch.zeros(4)), "x is a float32 tensor .*, must be a vector of booleans or integers"),
         (lambda: packbits(x.view(2, 2)), "x is a bool tensor of shape"),
-        (lambda: packbits(x, "middle"), "bitorder is 'middle', must be 'big' or 'little'"),  # type: ignore[arg-type]
+        (lambda: packbits(x, "middle"), "bitorder is .middle., must be 'big' or 'little'"),  # type: ignore[arg-type]
         (lambda: segment_packbits(x, indptr.float()), "indptr is a float32 tensor"),
         (lambda: segment_packbits(x, indptr[:0]), "indptr is a int64 tensor .*, must be of at least one element"),
         (lambda: segment_packbits(x[:3], indptr), r"indptr\[-1\] is 4, must be at most len\(x\) = 3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,13 @@ BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
     "custom_mask": (builtin.custom_mask(), packed(square=False)),
     "tree_mask": (builtin.tree_mask(), packed(square=True)),
     "combined": (
-        builtin.soft_cap(4.0) & builtin.causal() & builtin.alibi() & builtin.sliding_window(30) & builtin.soft_cap(8.0) & builtin.tree_mask() & builtin.sigmoid(),
+        builtin.soft_cap(4.0)
+        & builtin.causal()
+        & builtin.alibi()
+        & builtin.sliding_window(30)
+        & builtin.soft_cap(8.0)
+        & builtin.tree_mask()
+        & builtin.sigmoid(),
         {"slopes": builtin.alibi_slopes(H), **packed(square=True)},
     ),
 }

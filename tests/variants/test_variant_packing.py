@@ -15,7 +15,7 @@ from compiled_variants import COMPILER, CSRC
 from attn_backend.variants import Param, Variant, builtin
 
 CPU = torch.device("cpu")
-HOOK = "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit; }"
+HOOK = "float logits(float logit, const ScoreRow&, int32_t) const { return logit; }"
 PARAMS = [
     Param("first", int),
     Param("table", torch.float16, 3),
@@ -116,7 +116,9 @@ def test_wrong_tensors(args: dict[str, Any], message: str) -> None:
         builtin.alibi().pack(args, CPU)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(float, "a"), (float, True), (float, 1e39), (float, torch.zeros(1)), (int, 0.5), (int, 2**31), (int, True), (int, None)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(float, "a"), (float, True), (float, 1e39), (float, torch.zeros(1)), (int, 0.5), (int, 2**31), (int, True), (int, None)]
+)
 def test_wrong_numbers(dtype: Any, value: Any) -> None:
     variant = Variant.from_source(HOOK, {"number": dtype}, name="mine")
     must = "a number that a float32 holds" if dtype is float else "an int that an int32 holds"

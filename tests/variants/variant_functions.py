@@ -1,5 +1,5 @@
 """Functions in flex_attention's signatures, and what they need: the cases of the tests. Many follow the examples that flex_attention's users know."""
-# ruff: noqa: F821, E731
+# ruff: noqa: F821
 
 from __future__ import annotations
 
