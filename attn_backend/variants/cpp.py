@@ -18,7 +18,7 @@ _TYPES = {Kind.BOOL: "bool", Kind.INT: "int32_t", Kind.FLOAT: "float"}
 _VARIABLES = {"score": "logit", "b": "row.request", "h": "row.qo_head", "q_idx": "row.position", "kv_idx": "kv_position"}
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
-    **{"and": "&", "or": "|", "xor": "^", "shift_left": "<<", "shift_right": ">>", "divide": "/"},
+    **{"and": "&", "or": "|", "xor": "^", "shift_right": ">>", "divide": "/"},
 }
 _PREFIXES = {"not": "!", "invert": "~", "negate": "-"}
 _MAX_EXPRESSION = 90  # characters, then a value gets a name
@@ -109,6 +109,8 @@ class _Statements:
                 return self._division_by_constant(node.op, *args)
             case "xor" if node.kind == Kind.BOOL:
                 return f"{self._operand(args[0])} != {self._operand(args[1])}"
+            case "shift_left":  # of negative numbers, too
+                return f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << {self._operand(args[1])})"
             case op if op in _SYMBOLS:
                 return f"{self._operand(args[0])} {_SYMBOLS[op]} {self._operand(args[1])}"
             case op if op in _PREFIXES:

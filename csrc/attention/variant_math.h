@@ -1,6 +1,6 @@
 // The functions that variants call: those that Python functions are traced into, and what a variant in C++ may want.
 // Right to about 1e-6 (tanh on a GPU: of 1, not of itself). There they are short; g++ vectorises loops over
-// them with -fno-math-errno -fno-trapping-math.
+// them with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
 #pragma once
 
 #include "common/math.h"
