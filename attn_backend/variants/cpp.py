@@ -187,7 +187,17 @@ def _struct(name: str, body: Body) -> str:
         struct += "  struct Params {\n" + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params) + "  };\n"
     if not body.uses_softmax and "kUsesSoftmax" not in body.code:
         struct += "  static constexpr bool kUsesSoftmax = false;\n"
+    if not _mask_reads_head(body):
+        struct += "  static constexpr bool kMaskReadsHead = false;\n"
     return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
+
+
+def _mask_reads_head(body: Body) -> bool:
+    """Whether the mask may differ from head to head. A user's C++ is taken to read what it names anywhere."""
+    if "mask" not in body.hooks:
+        return False
+    is_users = "#line" in body.code
+    return "head" in (body.code if is_users else body.code[body.code.index(" mask(") :])
 
 
 def _combined(bodies: Sequence[Body]) -> str:
@@ -202,6 +212,8 @@ def _combined(bodies: Sequence[Body]) -> str:
         text += "  struct Params {\n" + "".join(f"    {_struct_name(name)}::Params {name};\n" for name in with_params) + "  };\n"
     if not all(body.uses_softmax for body in bodies):
         text += "  static constexpr bool kUsesSoftmax = false;\n"
+    if not any(map(_mask_reads_head, bodies)):
+        text += "  static constexpr bool kMaskReadsHead = false;\n"
     text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
     initial = [f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)" for name in names]
     text += f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t kv_head)\n      : {', '.join(initial)} {{}}\n\n"
