@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Real
@@ -19,6 +19,7 @@ from ..metadata.composition import MAX_LEVELS
 from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import manifest
+from .attention_variant import AttentionVariant, Variant
 from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -59,6 +60,7 @@ class Attention:
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
         kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
             kernel, to look at its schedules.
+        variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -84,6 +86,7 @@ class Attention:
         cascade: bool | Literal["always"] = True,
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
+        variant: Variant | None = None,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -106,6 +109,7 @@ class Attention:
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
         self._sm_scale = head_dim**-0.5
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
@@ -126,12 +130,14 @@ class Attention:
             device=device.index or 0,
             batch_invariant=batch_invariant,
             on_cuda=device.type == "cuda",
+            has_variant=variant is not None,
+            uses_softmax=variant is None or variant.uses_softmax,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         except RuntimeError as error:
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
@@ -174,9 +180,10 @@ class Attention:
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
+                causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view)
                 errors = self._plan_level(
                     self._handle,
-                    _level_options(level, len(levels), table.page_size, view.window_left, table.entry_step, view.causal),
+                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -211,6 +218,7 @@ class Attention:
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
+        variant_args: Mapping[str, Tensor | float | int] | None = None,
     ) -> Tensor:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
@@ -220,10 +228,12 @@ class Attention:
             out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
-            logits_soft_cap: cap * tanh(logit / cap) when above 0.
+            logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined with soft_cap.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
                 kernel then starts while that one still runs, and has read the schedule by the time the new tokens are in the cache. Only the Hopper kernel
                 makes use of it.
+            variant_args: the variant's parameters by their names, tensors on this device or numbers. A captured CUDA graph has the numbers and the tensors'
+                addresses, as they were: change what tensors hold, not which they are.
 
         Returns:
             out.
@@ -242,9 +252,13 @@ class Attention:
                 check_plain("out", out)
             if lse is not None:
                 check_plain("lse", lse)
+            if self._variant is not None or variant_args is not None:
+                self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
             errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
-        except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+        except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
+            if self._variant is not None and self._load_late(self._variant.late_kernel(error)):
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
@@ -260,6 +274,20 @@ class Attention:
                 check_page_ids(view, kv.num_pages)
             raise ValueError(describe_errors(errors))
         return out
+
+    def _bind(self, variant_args: Mapping[str, Tensor | float | int] | None) -> None:
+        """Gives the runs that follow the variant's arguments."""
+        if self._variant is None:
+            refuse("variant_args", variant_args, "None: this Attention has no variant")
+        packed = self._variant.pack_if_new(variant_args)
+        if packed is not None:
+            self._library.set_variant_params(self._handle, packed)
+
+    def _load_late(self, kernel: str) -> bool:
+        """Loads a kernel that a run found missing, if it names one."""
+        if kernel and self._variant is not None:
+            self._library.load_attention_kernel(self._handle, kernel, self._variant.file_of(kernel))
+        return bool(kernel)
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
@@ -389,12 +417,16 @@ def _choose_design(kernel: str | None, device: torch.device) -> manifest.Design 
     return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
 
 
-def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, str]:
-    """Cubins of plan, merge and attention, by the names that csrc/ has for them; none on a CPU."""
+def _kernel_files(
+    design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None
+) -> dict[str, str]:
+    """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
+    files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":
-        return {}
+        return files
     element = _DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
-    names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
+    if variant is None:
+        names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
-    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items()}
+    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from string import Template
+from typing import Protocol
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
+ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 CUDA_HEAD_DIMS = (64, 128, 256)
 VARIANTS = {"standard": "StandardVariant"}
+LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
+USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,42 @@ def kernels(arch: str) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
 
 
+class VariantSource(Protocol):
+    """What kernels are made of: a name ([a-z0-9_]+), and C++ that defines attn::UserVariant (csrc/attention/variants.h)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+def variant_text(variant: VariantSource) -> str:
+    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names it, and not a file of ours."""
+    return f'#line 1 "{variant_place(variant.name)}"\n{variant.source.rstrip()}\n#line 1 "attn_backend"\n'
+
+
+def variant_place(name: str) -> str:
+    """What the compiler takes for the file of a variant's source."""
+    return f"<variant {name}>"
+
+
+def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource) -> dict[str, Kernel]:
+    """A variant's kernels of a design, by the names that design.h has for them."""
+    text = variant_text(variant)
+    return {
+        kernel: Kernel(attention_name(stem, element, head_dim, variant.name), (arch,), text + attention_source(stem, element, head_dim, USER_VARIANT))
+        for kernel, stem in design.cubins.items()
+    }
+
+
+def attention_source(design: str, element: str, head_dim: int, variant_type: str) -> str:
+    """design: of Design.cubins."""
+    element_types = f"attn::{CUDA_ELEMENTS[element]}, attn::{CUDA_ELEMENTS[element]}"
+    traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+    template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
+    return template.substitute(traits=traits, copier=copier)
+
+
 _SM80_ATTENTION = Template("""\
 #include "attention/sm80/attention.cuh"
 
@@ -115,11 +155,9 @@ def _attention_kernels() -> list[Kernel]:
     for element, element_type in CUDA_ELEMENTS.items():
         for head_dim in CUDA_HEAD_DIMS:
             for variant, variant_type in VARIANTS.items():
-                element_types = f"attn::{element_type}, attn::{element_type}"
-                traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
-                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(traits=traits)))
-                for design, copier in (("sm90", "BoxCopier"), ("sm90_gather", "RowCopier")):
-                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(traits=traits, copier=copier)))
+                for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
+                    name = attention_name(design, element, head_dim, variant)
+                    made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
         made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
     return made
 
