@@ -15,6 +15,7 @@ from attn_backend import Attention, BSRView, Composition, KVCache
 
 # What the generic attention kernel is compiled for there.
 GENERIC = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256))
+VARIANTS = ("standard", "slanted", "squared", "placed")
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -34,7 +35,8 @@ class _Attention(ctypes.Structure):
         ("sm_scale", ctypes.c_double),
         ("variant_value", ctypes.c_double),
         ("is_bf16", ctypes.c_int64),
-        ("is_slanted", ctypes.c_int64),
+        ("variant", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -62,9 +64,11 @@ class DeviceAttention:
         lse: Tensor | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        slope: float | None = None,
+        variant: str = "standard",
+        slope: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """slope: of SlantedVariant (tests/csrc/slanted_variant.h), which is run instead of the standard one."""
+        """variant: one of VARIANTS (tests/csrc/slanted_variant.h). slope: of the slanted one. sinks: float32 [heads]."""
         attention = self._attention
         out = torch.empty_like(q) if out is None else out
         config = attention._library.schedule_config(attention._handle)
@@ -75,9 +79,10 @@ class DeviceAttention:
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
             (ctypes.c_int64 * 4)(q.shape[0], kv.k.shape[0], q.shape[2], self._page_size),
             q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-            logits_soft_cap if slope is None else slope,
+            slope if variant in ("slanted", "placed") else logits_soft_cap,
             q.dtype == torch.bfloat16,
-            slope is not None,
+            VARIANTS.index(variant),
+            None if sinks is None else sinks.data_ptr(),
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())
         blocks_y = 1 + self._seed % 4

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import oracle
@@ -69,13 +70,13 @@ class Problem:
         room = {"max_rows": len(self.q) + 1, "max_batch": len(self.batch.qo_lens) + 1} | changes
         return make_attention(self.shape, self.q.device, **room)
 
-    def run(self, attention: Attention, view: BSRView) -> tuple[Tensor, Tensor]:
-        """Plans and runs into `out` and `lse`; returns copies of them."""
+    def run(self, attention: Attention, view: BSRView, **options: object) -> tuple[Tensor, Tensor]:
+        """Plans and runs into `out` and `lse`; returns copies of them. options: of Attention.run."""
         attention.plan(view)
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
         shape = self.shape
-        attention.run(self.q, self.memory.kv, out=self.out, lse=self.lse, sm_scale=shape.sm_scale, logits_soft_cap=shape.logits_soft_cap)
+        attention.run(self.q, self.memory.kv, out=self.out, lse=self.lse, sm_scale=shape.sm_scale, logits_soft_cap=shape.logits_soft_cap, **options)  # type: ignore[arg-type]
         return self.out.clone(), self.lse.clone()
 
     def select(self, requests: list[int]) -> Problem:
@@ -84,8 +85,8 @@ class Problem:
         chosen = replace(memory, pages=[memory.pages[i] for i in requests], slots=[memory.slots[i] for i in requests])
         return replace(self, batch=self.batch.select(requests), memory=chosen, q=self.q[rows], out=self.out[rows], lse=self.lse[rows])
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """float64 o and lse of the batch's rows."""
+    def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
         shape, batch, memory = self.shape, self.batch, self.memory
         return oracle.paged_attention(
             self.q[: batch.rows],
@@ -96,7 +97,7 @@ class Problem:
             sm_scale=shape.sm_scale,
             causal=batch.causal,
             window_left=batch.window_left,
-            logits_soft_cap=shape.logits_soft_cap,
+            **{"logits_soft_cap": shape.logits_soft_cap, **changes},
         )
 
     def check(self, expected: tuple[Tensor, Tensor] | None = None) -> None:

@@ -142,6 +142,12 @@ class _Levels:
             max_rows=max_rows if view.rows is None else min(max_rows, view.rows.shape[0]),
             num_groups=view.batch_size,
             visibility={"causal": view.causal, "window_left": view.window_left},
+            kv_offsets=self._keep(view.kv_offsets),
+            positions={
+                "positions": self._keep(view.positions),
+                "requests": self._keep(view.requests),
+                "num_rows": 0 if view.positions is None else len(view.positions),
+            },
             kv_length=self._array(None),  # prepare_plan() chooses it
         )
 

@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Coordinates of scores, as variants see them (csrc/attention/variants.h): int64 tensors that broadcast to [heads, rows, tokens], or numbers."""
+
+    request: int
+    row: Tensor  # of Q
+    index: Tensor  # of the row in its request
+    position: Tensor
+    head: Tensor
+    kv_head: Tensor
+    token: Tensor
+    kv_len: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant's hooks on whole matrices in float64."""
+
+    logits: Callable[[Tensor, Pairs], Tensor] = lambda logits, _pairs: logits  # [heads, rows, tokens]
+    mask: Callable[[Pairs], Any] = lambda _pairs: True
+    output: Callable[[Tensor, Pairs], Tensor] = lambda o, _pairs: o  # [heads, rows, head_dim]
+    uses_softmax: bool = True
 
 
 def attention(
@@ -15,16 +43,22 @@ def attention(
     causal: bool = True,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    variant: Variant | None = None,
+    sinks: Tensor | None = None,
+    request: int = 0,
+    first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """One request: q [rows, num_qo_heads, head_dim] over k, v [tokens, num_kv_heads, head_dim], on any device, in any float dtype.
 
     Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim] and lse [rows, num_qo_heads] (natural logarithm); a row that
-    sees no token has o = 0 and lse = -inf.
+    sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: of what variants
+    are told.
     """
+    variant = variant or Variant()
     rows, num_qo_heads, head_dim = q.shape
     tokens, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
-    if rows == 0 or tokens == 0:
+    if rows == 0:
         return q.new_zeros(q.shape, dtype=torch.float64), q.new_full((rows, num_qo_heads), -torch.inf, dtype=torch.float64)
 
     # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows, head_dim].
@@ -32,17 +66,27 @@ def attention(
     logits = queries @ k.double().permute(1, 2, 0) * (head_dim**-0.5 if sm_scale is None else sm_scale)
     if logits_soft_cap > 0:
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
-    logits = logits.view(num_kv_heads, group_size, rows, tokens)
-    hidden = hidden_pairs(rows, tokens, causal, window_left, q.device)
-    logits.masked_fill_(hidden, -torch.inf)
-
-    peak = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp(logits - peak.clamp_min(torch.finfo(torch.float64).min))  # a row that sees nothing: exp(-inf) = 0
-    total = weights.sum(dim=-1, keepdim=True)
-    lse = (peak + torch.log(total)).squeeze(-1)
-    weights = weights / total.clamp_min(1e-300)
+    logits = logits.view(num_qo_heads, rows, tokens)
+    index, head = torch.arange(rows, device=q.device)[None, :, None], torch.arange(num_qo_heads, device=q.device)[:, None, None]
+    token = torch.arange(tokens, device=q.device)
+    pairs = Pairs(request, first_row + index, index, tokens - rows + index, head, head // group_size, token, tokens)
+    logits = variant.logits(logits, pairs)
+    hidden = hidden_pairs(rows, tokens, causal, window_left, q.device) | ~torch.as_tensor(variant.mask(pairs), device=q.device)
+    if variant.uses_softmax:
+        logits = logits.masked_fill(hidden, -torch.inf)
+        sink = torch.full((num_qo_heads, 1, 1), -torch.inf, dtype=torch.float64, device=q.device) if sinks is None else sinks.double().view(-1, 1, 1)
+        peak = torch.cat([logits, sink.expand(-1, rows, 1)], dim=-1).amax(dim=-1, keepdim=True)
+        finite_peak = peak.clamp_min(torch.finfo(torch.float64).min)
+        weights = torch.exp(logits - finite_peak)  # a row that sees nothing: exp(-inf) = 0
+        total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - finite_peak)
+        lse = (peak + torch.log(total)).squeeze(-1)
+        weights = weights / total.clamp_min(1e-300)
+    else:
+        weights = logits.masked_fill(hidden, 0.0)
+        lse = torch.zeros(num_qo_heads, rows, dtype=torch.float64, device=q.device)
     o = weights.view(num_kv_heads, group_size * rows, tokens) @ v.double().transpose(0, 1)
-    return o.view(num_kv_heads, group_size, rows, head_dim).permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(rows, num_qo_heads)
+    o = variant.output(o.view(num_qo_heads, rows, head_dim), pairs)
+    return o.permute(1, 0, 2).reshape(q.shape), lse.permute(1, 0).reshape(rows, num_qo_heads)
 
 
 def hidden_pairs(rows: int, tokens: int, causal: bool, window_left: int, device: torch.device) -> Tensor:
@@ -68,13 +112,15 @@ def paged_attention(
     causal: bool = True,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    variant: Variant | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A batch: request i has the next qo_lens[i] rows of q; its tokens are in the slots slots[i] (int64) of k_slots, v_slots [slots, num_kv_heads, head_dim].
 
     Returns float64 o [sum of qo_lens, num_qo_heads, head_dim] and lse [sum of qo_lens, num_qo_heads].
     """
     outputs, sums, begin = [], [], 0
-    for qo_len, own in zip(qo_lens, slots, strict=True):
+    for request, (qo_len, own) in enumerate(zip(qo_lens, slots, strict=True)):
         o, lse = attention(
             q[begin : begin + qo_len],
             k_slots[own],
@@ -83,6 +129,10 @@ def paged_attention(
             causal=causal,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
+            variant=variant,
+            sinks=sinks,
+            request=request,
+            first_row=begin,
         )
         outputs.append(o)
         sums.append(lse)

@@ -45,7 +45,7 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
         table_begin += begins
         errors |= wrong
         rows = None if view.rows is None else view.rows.tolist()
-        for qo_begin, qo_len, kv_len in of_level:
+        for request, (qo_begin, qo_len, kv_len) in enumerate(of_level):
             kind = next((kind for kind in range(config.max_kind) if 16 << kind >= qo_len * group_size), config.max_kind)
             tile_begin = len(tiles)
             tiles += _row_tiles(view, config, group_size, len(groups), kind, qo_len, kv_len)
@@ -56,7 +56,9 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
                 elif links:
                     links[number][row] = [len(groups), index]
                     num_merge_rows = max(num_merge_rows, row + 1)
-            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind, number * max_rows + qo_begin if links else -1])
+            state_begin = number * max_rows + qo_begin if links else -1
+            offset = 0 if view.kv_offsets is None else _clamp(int(view.kv_offsets[request]), 0, 2**31 - 1 - kv_len)
+            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind, state_begin, offset, offset + kv_len - qo_len, request])
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]

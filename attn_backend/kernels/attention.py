@@ -183,7 +183,7 @@ class Attention:
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view)
                 errors = self._plan_level(
                     self._handle,
-                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal),
+                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, _positions(view)),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -335,9 +335,36 @@ class _DebugAttention(Attention):
 
 
 @lru_cache(maxsize=256)
-def _level_options(index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool) -> bytes:
+def _level_options(
+    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]
+) -> bytes:
     """LevelOptions. They are the same from step to step."""
-    return pack("LevelOptions", index=index, num_levels=num_levels, page_size=page_size, window_left=window_left, entry_step=entry_step, causal=causal)
+    kv_offsets, of_rows, requests, num_rows = positions
+    return pack(
+        "LevelOptions",
+        index=index,
+        num_levels=num_levels,
+        page_size=page_size,
+        window_left=window_left,
+        kv_offsets=kv_offsets,
+        positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
+        entry_step=entry_step,
+        causal=causal,
+    )
+
+
+_NO_POSITIONS = (0, 0, 0, 0)
+
+
+def _positions(view: BSRView) -> tuple[int, int, int, int]:
+    """Addresses of kv_offsets, positions and requests, 0 for none, and the rows of the last two."""
+    if view.kv_offsets is None and view.positions is None and view.requests is None:
+        return _NO_POSITIONS
+    addresses = []
+    for name, tensor in (("kv_offsets", view.kv_offsets), ("positions", view.positions), ("requests", view.requests)):
+        addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
+    of_rows = view.positions if view.positions is not None else view.requests
+    return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
 
 
 def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:

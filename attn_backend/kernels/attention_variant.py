@@ -21,19 +21,13 @@ _NOT_LOADED = "kernel is not loaded: "  # Attention::run (csrc/runtime/attention
 
 
 @runtime_checkable
-class Variant(Protocol):
+class Variant(manifest.VariantSource, Protocol):
     """What an Attention uses of a variant (attn_backend/variants/)."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def source(self) -> str: ...
     @property
     def uses_softmax(self) -> bool: ...
     @property
     def has_mask(self) -> bool: ...
-    @property
-    def has_output(self) -> bool: ...
     @property
     def causal(self) -> bool: ...
     @property

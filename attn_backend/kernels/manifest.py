@@ -56,8 +56,9 @@ def attention_name(design: str, element: str, head_dim: int, variant: str = "sta
     return f"attention_{design}_{element}_d{head_dim}_{variant}"
 
 
-def merge_name(element: str) -> str:
-    return f"merge_{element}"
+def merge_name(element: str, variant: str = "") -> str:
+    """variant: that transforms the output; else one kernel serves all."""
+    return f"merge_{element}_{variant}".rstrip("_")
 
 
 def sampling_name(source: str) -> str:
@@ -76,12 +77,14 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 class VariantSource(Protocol):
-    """What kernels are made of: a name ([a-z0-9_]+), and C++ that defines attn::UserVariant (csrc/attention/variants.h)."""
+    """What kernels are made of: a name ([a-z0-9_]+), and C++ that defines attn::UserVariant (csrc/attention/variants.h); has_output: with a hook for it."""
 
     @property
     def name(self) -> str: ...
     @property
     def source(self) -> str: ...
+    @property
+    def has_output(self) -> bool: ...
 
 
 def variant_text(variant: VariantSource) -> str:
@@ -95,12 +98,15 @@ def variant_place(name: str) -> str:
 
 
 def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource) -> dict[str, Kernel]:
-    """A variant's kernels of a design, by the names that design.h has for them."""
+    """A variant's kernels for a design, by the names that csrc/ has for them."""
     text = variant_text(variant)
-    return {
+    made = {
         kernel: Kernel(attention_name(stem, element, head_dim, variant.name), (arch,), text + attention_source(stem, element, head_dim, USER_VARIANT))
         for kernel, stem in design.cubins.items()
     }
+    if variant.has_output:
+        made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
+    return made
 
 
 def attention_source(design: str, element: str, head_dim: int, variant_type: str) -> str:
@@ -109,6 +115,10 @@ def attention_source(design: str, element: str, head_dim: int, variant_type: str
     traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     return template.substitute(traits=traits, copier=copier)
+
+
+def merge_source(element: str, variant_type: str) -> str:
+    return _MERGE.substitute(element=CUDA_ELEMENTS[element], variant=variant_type)
 
 
 _SM80_ATTENTION = Template("""\
@@ -136,7 +146,7 @@ _MERGE = Template("""\
 #include "common/kernel_code.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::merge<attn::$element>(params);
+  attn::merge<attn::$element, attn::$variant>(params);
 }
 
 extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
@@ -158,7 +168,7 @@ def _attention_kernels() -> list[Kernel]:
                 for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
                     name = attention_name(design, element, head_dim, variant)
                     made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
-        made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
+        made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 
 

@@ -94,7 +94,7 @@ def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
     return tuple(nodes)
 
 
-GROUP_COLUMNS = ("qo_begin", "qo_len", "kv_len", "tile_begin", "level", "kind", "state_begin")
+GROUP_COLUMNS = ("qo_begin", "qo_len", "kv_len", "tile_begin", "level", "kind", "state_begin", "kv_offset", "q_position", "request")
 TILE_COLUMNS = ("group", "kind", "packed_begin", "kv_begin", "kv_end", "num_kv_tiles")
 _POSITION_COLUMNS = ("tile", "head", "kv_tile")
 _LINK_COLUMNS = ("group", "index")
@@ -113,7 +113,7 @@ class Schedule:
     """A schedule, copied to the CPU.
 
     Attributes:
-        groups: int32 [row groups, 7]: GROUP_COLUMNS; level by level.
+        groups: int32 [row groups, 10]: GROUP_COLUMNS; level by level.
         table_begin: int64 [row groups]: where the group's pages start in the page indices.
         tiles: int32 [tiles, 6]: TILE_COLUMNS.
         cost_begin: int64 [tiles]: cost of everything before the tile.

@@ -28,6 +28,10 @@ class BSRView:
         window_left: a row sees no token more than this many tokens before its position; -1: no limit.
         rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
             any request and need not be neighbours. No row may appear twice (not checked). None: row j itself.
+        kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the table. For variants, which are told where tokens
+            and rows stand in their requests: without it the first token is token 0, and a row stands where `causal` takes it to stand.
+        positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request, for variants.
+        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants; without it that of the row group.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -38,6 +42,9 @@ class BSRView:
     causal: bool | None = None
     window_left: int = -1
     rows: Tensor | None = None
+    kv_offsets: Tensor | None = None
+    positions: Tensor | None = None
+    requests: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -59,6 +66,13 @@ class BSRView:
             object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:
             check_same_device("rows", index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"), "the page table", self.table.device)
+        if self.kv_offsets is not None:
+            offsets = index_tensor("kv_offsets", self.kv_offsets, INT32, "[batch]", self.table.batch_size)
+            check_same_device("kv_offsets", offsets, "the page table", self.table.device)
+        num_rows = None if self.positions is None or not isinstance(self.positions, Tensor) else self.positions.numel()
+        for name, of_rows in (("positions", self.positions), ("requests", self.requests)):
+            if of_rows is not None:
+                check_same_device(name, index_tensor(name, of_rows, INT32, "[rows of Q]", num_rows), "the page table", self.table.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/score_row.h"
 #include "attention/shared_tile.cuh"
 #include "attention/warp_state.cuh"
 #include "attention/work_cursor.cuh"
@@ -50,18 +51,55 @@ struct OutputRow {
   }
 };
 
-/// A row of the row tile, as variants see it.
+/// A row of the row tile, as variants see it; the last one for rows that do not exist. `group`: of the tile.
 template <bool kManyLevels>
 __device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
-                                              int32_t kv_head, int32_t tile_row) {
-  const OutputRow row(params, rows, kv_head, tile_row);
-  return ScoreRow{row.row, row.qo_head, rows.position(tile_row, params.group_size)};
+                                              int32_t group, int32_t kv_head, int32_t tile_row) {
+  const OutputRow row(params, rows, kv_head, min_of(tile_row, rows.count - 1));
+  return score_row(params.schedule, group, row.index, row.row, row.qo_head);
 }
+
+/// The rows of a work item whose scores a lane holds, as variants see them: made once for an item. What a variant does
+/// not look at costs nothing.
+template <int kRowBlocks>
+struct LaneRows {
+  ScoreRow rows[kRowBlocks][2];
+  int32_t kv_offset;  // token t of the row group is token kv_offset + t of the request
+
+  /// `first_row`: of the warp.
+  template <bool kManyLevels>
+  __device__ __forceinline__ LaneRows(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,
+                                      int32_t group, int32_t kv_head, int32_t first_row)
+      : kv_offset(params.schedule.groups[group].kv_offset) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        rows[b][half] =
+            score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
+    }
+  }
+};
 
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row
 /// that has seen nothing.
 __device__ __forceinline__ float state_lse(float base, float sum) {
   return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity();
+}
+
+/// What ends a row: what its sum of values is multiplied by, and its lse.
+struct RowEnd {
+  float factor;
+  float lse;
+};
+
+/// As state_lse(), with a sink (a natural logarithm) in the sum.
+__device__ __forceinline__ RowEnd end_row(float base, float sum, float sink) {
+  const float maximum = fmaxf(base, sink * kLog2E);
+  if (maximum == minus_infinity()) return RowEnd{0.0f, minus_infinity()};
+  const float correction = ptx::ex2(base - maximum);
+  const float total = sum * correction + ptx::ex2(sink * kLog2E - maximum);
+  return RowEnd{__fdividef(correction, total), (maximum + ptx::lg2(total)) * kLn2};
 }
 
 /// Where a row goes.
@@ -71,10 +109,11 @@ struct OutputPlace {
 };
 
 /// Where a work item's rows go.
-template <class Element, bool kManyLevels>
+template <class Element, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
+  int32_t group;
   int32_t kv_head;
   bool complete;        // o and lse; otherwise a partial state
   bool to_states;       // of a partial state: the rows' own states, not a partial slot
@@ -82,8 +121,8 @@ struct OutputTarget {
 
   /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
-                                          int32_t kv_head_, bool starts_inside, bool ends_inside)
-      : params(params_), rows(rows_), kv_head(kv_head_) {
+                                          int32_t group_, int32_t kv_head_, bool starts_inside, bool ends_inside)
+      : params(params_), rows(rows_), group(group_), kv_head(kv_head_) {
     bool keeps_states = false;
     if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
     complete = !keeps_states && !starts_inside && !ends_inside;
@@ -98,6 +137,24 @@ struct OutputTarget {
       if (to_states) return row_state_index(params, rows.state_begin + row.index, row.qo_head);
     }
     return partial_row + tile_row;
+  }
+
+  __device__ __forceinline__ bool has_sinks() const { return complete && params.sinks != nullptr; }
+
+  /// Of a row of the tile, if has_sinks().
+  __device__ __forceinline__ RowEnd end_row_with_sink(float base, float sum, int32_t tile_row) const {
+    return end_row(base, sum, __ldg(params.sinks + OutputRow(params, rows, kv_head, tile_row).qo_head));
+  }
+
+  /// The variant's transform of the output of complete rows. `column`: of the first value.
+  template <int kValues>
+  __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
+    if constexpr (VariantHooks<Variant>::kOutput) {
+      const Variant variant(params.variant.as<typename Variant::Params>(), kv_head);
+      const ScoreRow row = score_row(params, rows, group, kv_head, tile_row);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] = variant.output(values[i], row, column + i);
+    }
   }
 
   __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
@@ -116,29 +173,32 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
   return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
 }
 
-/// Puts 16 rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
-template <class Tile, class Element, int kColumns, int kRowBlocks>
-__device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, int b,
-                                           const float (&inverse)[2], int32_t block_row, char* staged) {
+/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
+template <class Tile, class Element, int kColumns, int kRowBlocks, class Target>
+__device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
+                                           int b, const float (&inverse)[2], int32_t block_row, char* staged) {
   const uint32_t fragments =
       ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n += 2) {
     uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = Element::pack(state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2],
-                               state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]);
+    for (int i = 0; i < 4; ++i) {
+      float values[2] = {state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2],
+                         state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]};
+      target.transform(values, block_row + i % 2 * 8 + ptx::lane_id() / 4,
+                       (n + i / 2) * 8 + ptx::lane_id() % 4 * 2);
+      pairs[i] = Element::pack(values[0], values[1]);
+    }
     ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
   }
 }
 
 /// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
 /// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
-template <class Tile, class Element, int kColumns, int kRowBlocks, bool kManyLevels>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state,
-                                                const OutputTarget<Element, kManyLevels>& target, int32_t first_row,
-                                                char* staged) {
+template <class Tile, class Element, int kColumns, int kRowBlocks, class Target>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
+                                                int32_t first_row, char* staged) {
   const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
@@ -150,12 +210,19 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
     for (int half = 0; half < 2; ++half) {
       const float sum = state.row_sum(b, half);
       inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-      lse[half] = __shfl_sync(0xffffffffu, state_lse(state.maximum[b][half] * state.scale, sum), lane % 8 * 4);
+      lse[half] = state_lse(state.maximum[b][half] * state.scale, sum);
+      if (target.has_sinks()) {
+        const RowEnd end = target.end_row_with_sink(state.maximum[b][half] * state.scale, sum,
+                                                    block_row + half * 8 + lane / 4);
+        inverse[half] = end.factor;
+        lse[half] = end.lse;
+      }
+      lse[half] = __shfl_sync(0xffffffffu, lse[half], lane % 8 * 4);
     }
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
 
     if (target.complete) {
-      stage_rows<Tile>(state, b, inverse, block_row, staged);
+      stage_rows<Tile>(state, target, b, inverse, block_row, staged);
       __syncwarp();
       constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
       const int chunk = lane % Tile::kRowChunks;
@@ -194,10 +261,9 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
-template <class Block, class Layout, int kBytes, class Element, int kColumns, bool kManyLevels>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state,
-                                                   const OutputTarget<Element, kManyLevels>& target, const Layout& warp,
-                                                   int halves, char* outputs, float* maxima) {
+template <class Block, class Layout, int kBytes, class Element, int kColumns, class Target>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state, const Target& target,
+                                                   const Layout& warp, int halves, char* outputs, float* maxima) {
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
   constexpr int kChunks = kColumns / 4;                // of 16 bytes
@@ -242,7 +308,13 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
 #pragma unroll
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
-    const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
+    float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
+    float lse = state_lse(base, sum);
+    if (target.has_sinks()) {
+      const RowEnd end = target.end_row_with_sink(maximum, sum, tile_row);
+      factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * end.factor;
+      lse = end.lse;
+    }
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -265,15 +337,17 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
         total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
       }
       if (target.complete) {
+        float values[4] = {total.x, total.y, total.z, total.w};
+        target.transform(values, of_tile, chunk * 4);
         *reinterpret_cast<uint2*>(to + chunk * 4 * Element::kBytes) =
-            make_uint2(Element::pack(total.x, total.y), Element::pack(total.z, total.w));
+            make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
       } else {
         reinterpret_cast<float4*>(to)[chunk] = total;
       }
     }
     // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
-      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
+      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = lse;
     }
     if (++half >= halves) break;
     Block::sync();  // before the other half's outputs take the place of these

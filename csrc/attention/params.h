@@ -34,6 +34,9 @@ struct AttentionParams {
   FastDivisor group_size;
   FastDivisor page_size;
   float sm_scale;
+  const float* sinks;  // [num_qo_heads], natural logarithms: exp(sink) joins the sum of a row's exponentials, once,
+                       // where the row is complete; nullptr: none
+  int32_t adds_up;     // the variant has no softmax: partial outputs are sums, and their sum is the output
   VariantParams variant;
   int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
                          // this: the schedule may be read while it runs (the Hopper kernel does)

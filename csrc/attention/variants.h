@@ -27,7 +27,7 @@ struct ScoreRow {
   int32_t row;       // of Q
   int32_t request;   // its place in the batch
   int32_t qo_head;
-  int32_t position;  // of the query among the tokens of its request, or as the level says (Level::positions)
+  int32_t position;  // of the query among the tokens of its request; where a level says it (RowPositions), that
   int32_t index;     // of the query among those of its request
   int32_t kv_len;    // tokens of its request
 };

@@ -169,6 +169,30 @@ struct WarpState {
     }
   }
 
+  /// In the place of update() for variants without softmax: the scores are weights.
+  template <int kBlocks>
+  __device__ __forceinline__ static void pack_weights(const float (&s)[kRowBlocks][kBlocks][4],
+                                                      uint32_t (&p)[kRowBlocks][kBlocks][2]) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) p[b][n][half] = Element::pack(s[b][n][2 * half], s[b][n][2 * half + 1]);
+      }
+    }
+  }
+
+  /// For variants without softmax: the state of a sum, which is not normalised. Where warps share rows, only one of
+  /// them counts.
+  __device__ __forceinline__ void start_sum(bool counts) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+      maximum[b][0] = maximum[b][1] = 0.0f;
+      sum[b][0] = sum[b][1] = counts && ptx::lane_id() % 4 == 0 ? 1.0f : 0.0f;
+    }
+  }
+
   /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
   template <int kTokens, class VTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
@@ -203,42 +227,47 @@ struct WarpState {
   }
 };
 
-/// Calls change(score, ScoreRow, KV position) for every score of a lane; `row`: the ScoreRow of a row of the row tile.
-template <int kRowBlocks, int kBlocks, class Row, class Change>
-__device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
-                                               int32_t first_token, const Row& row, const Change& change) {
-  const int lane = ptx::lane_id();
+/// Calls change(score, ScoreRow, KV position) for every score of a lane. `first_token`: of the warp, in the row group.
+template <int kRowBlocks, int kBlocks, class Rows, class Change>
+__device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
+                                               const Rows& rows, const Change& change) {
+  const int32_t first = rows.kv_offset + first_token + ptx::lane_id() % 4 * 2;
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const ScoreRow of_row = row(first_row + b * 16 + half * 8 + lane / 4);
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) change(s[b][n][2 * half + c], of_row, first_token + n * 8 + lane % 4 * 2 + c);
+        for (int c = 0; c < 2; ++c) change(s[b][n][2 * half + c], rows.rows[b][half], first + n * 8 + c);
       }
     }
   }
 }
 
-/// Turns scores into natural logits.
-template <class Variant, int kRowBlocks, int kBlocks, class Row>
+/// Turns scores into natural logits. `rows`: LaneRows.
+template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
-                                                 float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
-                                                 int32_t first_token, const Row& row) {
-  for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
-    score = variant.logits(score * sm_scale, of_row, kv_position);
+                                                 float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
+                                                 const Rows& rows) {
+  for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+    score *= sm_scale;
+    if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
   });
 }
 
-/// Applies the variant's mask.
-template <class Variant, int kRowBlocks, int kBlocks, class Row>
+/// Applies the variant's mask. What is not seen has no weight where there is no softmax.
+template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
-                                                   int32_t first_row, int32_t first_token, const Row& row) {
-  if constexpr (Variant::kHasMask) {
-    for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
-      if (!variant.sees(of_row, kv_position)) score = minus_infinity();
+                                                   int32_t first_token, const Rows& rows) {
+  if constexpr (VariantHooks<Variant>::kMask) {
+    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+      if (!variant.mask(row, kv_position)) score = minus_infinity();
+    });
+  }
+  if constexpr (!Variant::kUsesSoftmax) {
+    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow&, int32_t) {
+      if (score == minus_infinity()) score = 0.0f;
     });
   }
 }

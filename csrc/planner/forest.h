@@ -260,6 +260,9 @@ ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_
     of_node.level = 1;
     of_node.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
     of_node.state_begin = num_own_states + node.row_begin;
+    of_node.kv_offset = node.begin * table.page_size;
+    of_node.q_position = 0;
+    of_node.request = -1;
     p.schedule.groups[node.group] = of_node;
   }
   const int32_t top = f.requests[i].top;
@@ -268,6 +271,7 @@ ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_
   // No less than 0, unless metadata changed while it was planned.
   group.kv_len = max_of(group.kv_len - f.nodes[top].covered * table.page_size, 0);
   group.state_begin = f.requests[i].merge_begin;
+  group.kv_offset = f.nodes[top].covered * table.page_size;
   p.schedule.groups[i] = group;
 }
 
@@ -277,6 +281,7 @@ ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int3
   const ForestNode& node = f.nodes[n];
   const int32_t merge_row = f.requests[request].merge_begin + index;
   p.schedule.rows[node.row_begin + rank] = f.requests[request].qo_begin + index;
+  p.schedule.row_requests[node.row_begin + rank] = request;
   p.schedule.links[static_cast<int64_t>(node.taken_depth) * p.config.max_merge_rows + merge_row] =
       RowLink{node.group, rank};
 }

@@ -99,7 +99,10 @@ ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const Gro
   const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
   group.kind = choose_kind(p.config, packed_rows_of(p.config, group.qo_len), keeps_bits ? p.config.max_kind : 0);
   group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
-  group.unused = 0;
+  const int32_t most = static_cast<int32_t>(kMaxInt32) - group.kv_len;  // no position wraps around
+  group.kv_offset = level.kv_offsets != nullptr ? clamp(level.kv_offsets[place.index], 0, most) : 0;
+  group.q_position = group.kv_offset + group.kv_len - group.qo_len;
+  group.request = place.index;
   return group;
 }
 
@@ -149,6 +152,7 @@ ATTN_HD RowGroup make_chunk(const PlanParams& p, const RowGroup& whole, int32_t 
   RowGroup group = whole;
   group.table_begin += static_cast<int64_t>(begin / table.page_size) * table.entry_step;
   group.kv_len = min_of(tokens, whole.kv_len - begin);
+  group.kv_offset += begin;
   group.state_begin = group_index;
   p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + request] = RowLink{group_index, 0};
   return group;

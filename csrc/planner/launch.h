@@ -43,8 +43,9 @@ inline void prepare_plan(PlanParams& p) {
                                                   : p.levels[i].qo_indptr;
   }
   const PlanLevel& view = p.levels[0];
+  const bool has_positions = view.kv_offsets || view.positions.positions || view.positions.requests;
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 &&
-                   view.num_groups <= p.config.max_nodes && p.config.max_tiles < kMaxForestTiles;
+                   view.num_groups <= p.config.max_nodes && p.config.max_tiles < kMaxForestTiles && !has_positions;
   if (!p.seeks_forest) return;
   PlanLevel& forest = p.levels[1];
   forest = view;

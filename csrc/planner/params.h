@@ -17,6 +17,8 @@ struct PlanLevel {
   int32_t max_rows = 0;           // no row group reaches beyond: elements of `rows`, or the rows of Q
   int32_t num_groups = 0;
   Visibility visibility;
+  const int32_t* kv_offsets = nullptr;  // [num_groups]: tokens of its request before each row group's first; nullptr: 0
+  RowPositions positions{};
   IndexArray kv_length;  // from prepare_plan (launch.h): kv_lens, or else last_page_len, or else any array of as many
                          // elements, which is not looked at
 };

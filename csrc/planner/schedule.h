@@ -65,7 +65,10 @@ struct RowGroup {
   int32_t kind;         // of its row tiles
   int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head)
                         // (attention/params.h), to be merged; -1: its rows are in no other group
-  int32_t unused;
+  // For variants:
+  int32_t kv_offset;   // tokens of its request that come before its first one
+  int32_t q_position;  // of its row number 0 among the tokens of its request
+  int32_t request;     // its place in the batch; -1: its rows are of several requests (Schedule::row_requests)
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
@@ -104,10 +107,18 @@ ATTN_HD bool operator<(const Position& a, const Position& b) {
   return a.kv_tile < b.kv_tile;
 }
 
+/// What a level says of rows of Q whose requests its row groups do not know, for variants.
+struct RowPositions {
+  const int32_t* positions;  // [rows of Q]: among the tokens of their requests; nullptr: as the row groups say
+  const int32_t* requests;   // [rows of Q]: their places in the batch; nullptr: as the row groups say
+  int32_t num_rows;
+};
+
 /// What the row groups of one level have in common.
 struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
+  RowPositions positions;
   int64_t num_entries;     // elements of `indices`
   int32_t entry_step;      // see PageTable
   Visibility visibility;
@@ -233,6 +244,7 @@ struct ScheduleLayout {
   int64_t positions;
   int64_t links;
   int64_t rows;
+  int64_t row_requests;
   int64_t nodes;
   int64_t attachments;
   int64_t bytes;
@@ -243,7 +255,9 @@ struct ScheduleLayout {
     positions = align(tiles + static_cast<int64_t>(sizeof(RowTile)) * config.max_tiles);
     links = align(positions + static_cast<int64_t>(sizeof(Position)) * (config.num_ctas + 1));
     rows = align(links + static_cast<int64_t>(sizeof(RowLink)) * config.max_links * config.max_merge_rows);
-    nodes = align(rows + static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0));
+    const int64_t rows_bytes = static_cast<int64_t>(sizeof(int32_t)) * (config.max_nodes > 0 ? config.max_states : 0);
+    row_requests = align(rows + rows_bytes);
+    nodes = align(row_requests + rows_bytes);
     attachments = align(nodes + static_cast<int64_t>(sizeof(PrefixNode)) * config.max_nodes);
     bytes = align(attachments + static_cast<int64_t>(sizeof(AttachmentSlot)) * (config.max_nodes + 1));
   }
@@ -260,6 +274,7 @@ struct Schedule {
   Position* positions;          // [num_ctas + 1]
   RowLink* links;               // [num_links][max_merge_rows]
   int32_t* rows;                // [max_states]: row list of the forest's row groups
+  int32_t* row_requests;        // [max_states]: the requests of these rows
   PrefixNode* nodes;            // [max_nodes]
   AttachmentSlot* attachments;  // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of
                                 // its next launch; arbitrary before the first launch
@@ -273,6 +288,7 @@ struct Schedule {
     positions = reinterpret_cast<Position*>(base + layout.positions);
     links = reinterpret_cast<RowLink*>(base + layout.links);
     rows = reinterpret_cast<int32_t*>(base + layout.rows);
+    row_requests = reinterpret_cast<int32_t*>(base + layout.row_requests);
     nodes = reinterpret_cast<PrefixNode*>(base + layout.nodes);
     attachments = reinterpret_cast<AttachmentSlot*>(base + layout.attachments);
   }

@@ -216,6 +216,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.schedule = schedule_;
   params.partial_o = partial_o_;
   params.partial_lse = partial_lse_;
+  params.adds_up = config_.has_variant && !config_.uses_softmax;
   params.num_kv_heads = config_.num_kv_heads;
   params.head_dim = config_.head_dim;
   params.kv_tile = schedule_config_.kv_tile;

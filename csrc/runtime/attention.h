@@ -44,6 +44,8 @@ struct LevelOptions {
   int32_t num_levels;  // of the composition
   int64_t page_size;
   int64_t window_left;
+  const int32_t* kv_offsets;  // see PlanLevel; nullptr: none
+  RowPositions positions;
   int32_t entry_step;  // see PageTable
   bool causal;
 };

@@ -116,6 +116,8 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   level.visibility.window_left = static_cast<int32_t>(options.window_left);
   level.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
   level.max_rows = attention.config().max_rows;
+  level.kv_offsets = options.kv_offsets;
+  level.positions = options.positions;
   if (row_list.has_value()) {
     const TensorView& t = row_list.value();
     const IndexArray list = index_array("rows", t, device, 0);

@@ -16,7 +16,9 @@ namespace attn {
 // The schedule.
 ATTN_STRUCT(Visibility, ATTN_FIELD(causal), ATTN_FIELD(window_left));
 
-ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(num_entries), ATTN_FIELD(entry_step),
+ATTN_STRUCT(RowPositions, ATTN_FIELD(positions), ATTN_FIELD(requests), ATTN_FIELD(num_rows), padding(4));
+
+ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions), ATTN_FIELD(num_entries), ATTN_FIELD(entry_step),
             ATTN_FIELD(visibility), ATTN_FIELD(group_begin));
 
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
@@ -26,7 +28,8 @@ ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_
             ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
 
 ATTN_STRUCT(RowGroup, ATTN_FIELD(table_begin), ATTN_FIELD(qo_begin), ATTN_FIELD(qo_len), ATTN_FIELD(kv_len),
-            ATTN_FIELD(tile_begin), ATTN_FIELD(level), ATTN_FIELD(kind), ATTN_FIELD(state_begin), ATTN_FIELD(unused));
+            ATTN_FIELD(tile_begin), ATTN_FIELD(level), ATTN_FIELD(kind), ATTN_FIELD(state_begin),
+            ATTN_FIELD(kv_offset), ATTN_FIELD(q_position), ATTN_FIELD(request));
 
 ATTN_STRUCT(RowTile, ATTN_FIELD(cost_begin), ATTN_FIELD(group), ATTN_FIELD(kind), ATTN_FIELD(packed_begin),
             ATTN_FIELD(kv_begin), ATTN_FIELD(kv_end), ATTN_FIELD(num_kv_tiles));
@@ -46,7 +49,7 @@ ATTN_STRUCT(ScheduleConfig, ATTN_FIELD(num_kv_heads), ATTN_FIELD(group_size), AT
             ATTN_FIELD(kv_tile_cost), ATTN_FIELD(pair_cost), ATTN_FIELD(state_cost), ATTN_FIELD(cascade_cost));
 
 ATTN_STRUCT(ScheduleLayout, ATTN_FIELD(groups), ATTN_FIELD(tiles), ATTN_FIELD(positions), ATTN_FIELD(links),
-            ATTN_FIELD(rows), ATTN_FIELD(nodes), ATTN_FIELD(attachments), ATTN_FIELD(bytes));
+            ATTN_FIELD(rows), ATTN_FIELD(row_requests), ATTN_FIELD(nodes), ATTN_FIELD(attachments), ATTN_FIELD(bytes));
 
 // What a plan is made of: filled by tests that call a planner themselves.
 ATTN_STRUCT(IndexArray, ATTN_FIELD(data), ATTN_FIELD(is_int64), padding(4));
@@ -56,7 +59,8 @@ ATTN_STRUCT(PageTable, ATTN_FIELD(indices), ATTN_FIELD(indptr), ATTN_FIELD(last_
             ATTN_FIELD(row_entries), ATTN_FIELD(page_size), ATTN_FIELD(entry_step));
 
 ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows), ATTN_FIELD(max_rows),
-            ATTN_FIELD(num_groups), ATTN_FIELD(visibility), ATTN_FIELD(kv_length));
+            ATTN_FIELD(num_groups), ATTN_FIELD(visibility), ATTN_FIELD(kv_offsets), ATTN_FIELD(positions),
+            ATTN_FIELD(kv_length));
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
@@ -65,7 +69,7 @@ ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads),
             ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda), ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax));
 
 ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(page_size), ATTN_FIELD(window_left),
-            ATTN_FIELD(entry_step), ATTN_FIELD(causal), padding(3));
+            ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal), padding(3));
 
 ATTN_STRUCT(WorkspaceSize, ATTN_FIELD(schedule), ATTN_FIELD(partial_o), ATTN_FIELD(partial_lse));
 
@@ -97,7 +101,7 @@ Array<StructRow> describe_all() {
 
 /// A struct comes after those that it holds.
 Array<StructRow> struct_tables() {
-  return describe_all<Visibility, Level, ScheduleHeader, RowGroup, RowTile, Position, RowLink, PrefixNode,
+  return describe_all<Visibility, RowPositions, Level, ScheduleHeader, RowGroup, RowTile, Position, RowLink, PrefixNode,
                       ScheduleConfig, ScheduleLayout, IndexArray, PageTable, PlanLevel, AttentionConfig, LevelOptions,
                       WorkspaceSize>();
 }

@@ -52,8 +52,11 @@ struct PassedAttention {
   double sm_scale;
   double variant_value;  // logits_soft_cap, or SlantedVariant's slope
   int64_t is_bf16;
-  int64_t is_slanted;  // SlantedVariant instead of StandardVariant
+  int64_t variant;  // VariantNumber
+  const float* sinks;
 };
+
+enum VariantNumber : int64_t { kStandard = 0, kSlanted = 1, kSquared = 2, kPlaced = 3 };
 
 AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
   const int64_t* s = passed.strides;
@@ -82,7 +85,9 @@ AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, 
   params.group_size = FastDivisor(config.group_size);
   params.sm_scale = static_cast<float>(passed.sm_scale);
   const float value = static_cast<float>(passed.variant_value);
-  if (passed.is_slanted) {
+  params.sinks = passed.sinks;
+  params.adds_up = passed.variant == kSquared;
+  if (passed.variant == kSlanted || passed.variant == kPlaced) {
     params.variant.set(SlantedVariant::Params{value});
   } else {
     params.variant.set(StandardVariant::Params{value});
@@ -132,14 +137,20 @@ void compute_row(const AttentionParams& params, const sm90::LoadedRowTile& tile,
     for (int32_t i = 0; i < params.head_dim; ++i)
       logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
     logit *= params.sm_scale;
-    if (variant.transforms_logits())
-      logit = variant.logits(static_cast<float>(logit), ScoreRow{row.row, row.qo_head, position}, token);
+    if (variant.transforms_logits()) logit = variant.logits(static_cast<float>(logit), ScoreRow{}, token);
     const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher),
                  weight = std::exp(logit - higher);
     sum = sum * kept + weight;
     maximum = higher;
     for (int32_t i = 0; i < params.head_dim; ++i)
       o[static_cast<size_t>(i)] = o[static_cast<size_t>(i)] * kept + weight * value_of(v + i * kElementBytes);
+  }
+  if (target.has_sinks()) {
+    const double sink = params.sinks[row.qo_head], higher = std::max(maximum, sink);
+    const double kept = sum > 0.0 ? std::exp(maximum - higher) : 0.0;
+    sum = sum * kept + (sink > -INFINITY ? std::exp(sink - higher) : 0.0);
+    for (double& value : o) value *= kept;
+    maximum = higher;
   }
   for (int32_t i = 0; i < params.head_dim; ++i) {
     const float value = static_cast<float>(sum > 0.0 ? o[static_cast<size_t>(i)] / sum : 0.0);
@@ -157,7 +168,7 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
     const sm90::LoadedRowTile tile(params, cursor.now.tile);
     const sm90::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
-    const OutputTarget<BFloat16, true> target(params, item.rows, item.kv_head, item.starts_inside != 0,
+    const OutputTarget<BFloat16, true> target(params, item.rows, item.group, item.kv_head, item.starts_inside != 0,
                                               item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
     cursor.next_pair(params.num_kv_heads);
@@ -206,8 +217,12 @@ extern "C" void device_attention(const ScheduleConfig* config, void* workspace, 
   is_bf16 = passed->is_bf16 != 0;
   if (!generic)
     walk_schedule(launched);
-  else if (passed->is_slanted && is_bf16 && launched.head_dim == 64)
+  else if (passed->variant == kSlanted && is_bf16 && launched.head_dim == 64)
     run_attention<BFloat16, 64, SlantedVariant>(launched, seed);
+  else if (passed->variant == kPlaced && is_bf16 && launched.head_dim == 64)
+    run_attention<BFloat16, 64, PlacedVariant>(launched, seed);
+  else if (passed->variant == kSquared && is_bf16 && launched.head_dim == 64)
+    run_attention<BFloat16, 64, SquaredVariant>(launched, seed);
   else if (is_bf16 && launched.head_dim == 64)
     run_attention<BFloat16, 64>(launched, seed);
   else if (!is_bf16 && launched.head_dim == 128)
@@ -216,11 +231,14 @@ extern "C" void device_attention(const ScheduleConfig* config, void* workspace, 
     run_attention<BFloat16, 256>(launched, seed);
   else
     emulation::fail("this kernel is not compiled");
+  void (*const merges)() = passed->variant == kSlanted  ? [] { merge<BFloat16, SlantedVariant>(launched); }
+                           : passed->variant == kPlaced ? [] { merge<BFloat16, PlacedVariant>(launched); }
+                           : is_bf16                   ? [] { merge<BFloat16>(launched); }
+                                                       : [] { merge<Float16>(launched); };
   gridDim.y = rows_of_blocks;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
     for (int32_t cta = 0; cta < launched.num_ctas; ++cta) {
-      emulation::run_cta(cta, launched.num_ctas, kMergeThreads, seed,
-                         [] { is_bf16 ? merge<BFloat16>(launched) : merge<Float16>(launched); });
+      emulation::run_cta(cta, launched.num_ctas, kMergeThreads, seed, merges);
     }
   }
   blockIdx.y = 0;

@@ -4,6 +4,7 @@ Hopper kernel's walk over the schedule. What is emulated is CUDA; their arithmet
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import case_tensors
@@ -12,14 +13,14 @@ import device_kernels
 import forests
 import host_planner
 import numpy
+import oracle
 import pytest
 import torch
-from compositions import Shape, cascade_problem, tree_problem
+from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
 from device_kernels import DeviceAttention
 from sampling_oracle import bits
-from torch import Tensor
 
-from attn_backend import BSRView, KVCache, PageTable, sample
+from attn_backend import BSRView, Composition, KVCache, PageTable, sample
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 
@@ -130,30 +131,88 @@ def test_forests_and_chunks(library: ctypes.CDLL, kernel: str, options: dict[str
     assert merged > 0
 
 
-def slanted_attention(q: Tensor, k: Tensor, v: Tensor, first_row: int, slope: float) -> Tensor:
-    """Causal attention of one request with SlantedVariant, in float64. q: [rows, heads, head_dim]; k, v: [tokens, KV heads, head_dim]."""
-    group_size = q.shape[1] // k.shape[1]
-    k, v = (t.double().repeat_interleave(group_size, dim=1) for t in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
-    row, head, token = torch.arange(q.shape[0])[None, :, None], torch.arange(q.shape[1])[:, None, None], torch.arange(k.shape[0])[None, None]
-    position = k.shape[0] - q.shape[0] + row
-    logits = logits + slope * (head + 1) * (token - position)
-    hidden = (token > position) | ((token + first_row + row + head // group_size) % 3 == 0)
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0), v)
+SLOPE = 0.02
+# The variants of slanted_variant.h for the oracle.
+VARIANTS = {
+    "slanted": oracle.Variant(
+        logits=lambda logits, at: logits + SLOPE * (at.head + 1) * (at.token - at.position),
+        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
+        output=lambda o, at: o + at.request % 4 + torch.arange(o.shape[-1]) % 3,
+    ),
+    "squared": oracle.Variant(logits=lambda logits, _at: logits * logits, uses_softmax=False),
+}
 
 
-def test_a_variant_changes_logits_and_masks_by_row_head_and_token(library: ctypes.CDLL) -> None:
-    spec = cases.Spec((1, 40, 3), (150, 70, 400), num_kv_heads=2, group_size=3, head_dim=64, dtype=torch.bfloat16, num_ctas=7, page_size=16)
-    case = case_tensors.build(spec, CPU)
-    attention = DeviceAttention(library, case.attention(kernel="generic", cascade=False), "generic")
-    attention.plan(case.view)
-    out = attention.run(case.q, case.kv, slope=0.02)
-    row = 0
-    for request, qo_len in enumerate(spec.qo_lens):
-        k, v = (t[case.slots[request]] for t in (case.k_slots, case.v_slots))
-        expected = slanted_attention(case.q[row : row + qo_len], k, v, row, slope=0.02)
-        torch.testing.assert_close(out[row : row + qo_len].double(), expected, atol=2e-2, rtol=2e-2)
-        row += qo_len
+def batch_for(rng: numpy.random.Generator, shape: Shape, seed: int, options: dict[str, object]) -> forests.Batch:
+    """A random batch; the first of a batch invariant plan has requests that are cut into chunks."""
+    if seed > 0 or options != {"batch_invariant": True}:
+        cost = shape.num_kv_heads * shape.head_dim * 16
+        return forests.random_batch(rng, shape.page_size, kv_cost=cost, budget=1e7, max_requests=24, max_rows=80)
+    kv_lens = [1700, 40, 2900]
+    counts = [-(-length // shape.page_size) for length in kv_lens]
+    free = iter(rng.permutation(sum(counts)).tolist())
+    return forests.Batch(shape.page_size, [1, 2, 1], kv_lens, [[next(free) for _ in range(count)] for count in counts], sum(counts))
+
+
+@pytest.mark.parametrize("options", [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_know_requests_and_positions(library: ctypes.CDLL, variant: str, options: dict[str, object]) -> None:
+    """In plain batches, behind and inside shared prefixes, and in the chunks of a batch invariant plan."""
+    merged = 0
+    for seed in range(8):
+        rng = numpy.random.default_rng([seed, 43])
+        shape = replace(random_shape(rng, "generic", 0), logits_soft_cap=0.0)
+        batch = batch_for(rng, shape, seed, options)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        attention = DeviceAttention(library, problem.attention(kernel="generic", **options), "generic", seed)
+        problem.run(attention, batch.view(rng, CPU), variant=variant, slope=SLOPE)  # type: ignore[arg-type]
+        expected, lse = problem.expected(logits_soft_cap=0.0, variant=VARIANTS[variant])
+        if variant == "squared":  # has none
+            problem.lse[: len(lse)] = lse
+        problem.check((expected, lse))
+        merged += attention.schedule().links.shape[1]
+    assert (merged > 0) == (options != {"cascade": False})
+
+
+def test_levels_say_where_their_tokens_and_rows_stand(library: ctypes.CDLL) -> None:
+    """A batch as a composition of two levels, cut anywhere: the same as its own view."""
+    for seed in range(6):
+        rng = numpy.random.default_rng([seed, 45])
+        shape = replace(random_shape(rng, "generic", 0), logits_soft_cap=0.0)
+        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
+        batch = replace(batch, causal=False, window_left=-1)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        cuts = [int(rng.integers(0, length // batch.page_size + 1)) for length in batch.kv_lens]
+        qo_indptr = torch.tensor(prefix_sum(batch.qo_lens), dtype=torch.int32)
+        positions = torch.cat([torch.arange(kv_len - qo_len, kv_len) for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)]).int()
+        requests = torch.arange(len(cuts)).repeat_interleave(torch.tensor(batch.qo_lens)).int()
+        fronts = [pages[:cut] for pages, cut in zip(batch.pages, cuts, strict=True)], [cut * batch.page_size for cut in cuts]
+        backs = [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)], [n - front for n, front in zip(batch.kv_lens, fronts[1], strict=True)]
+        levels = []
+        for (pages, lens), offsets in ((fronts, None), (backs, torch.tensor(fronts[1], dtype=torch.int32))):
+            table = random_table(rng, CPU, batch.page_size, pages, lens)
+            levels.append(BSRView(qo_indptr, table, causal=False, kv_offsets=offsets, positions=positions, requests=requests))
+        attention = DeviceAttention(library, problem.attention(kernel="generic", max_levels=2), "generic", seed)
+        variant = replace(VARIANTS["slanted"], mask=lambda at: (at.token + at.row + 5 * at.request + at.kv_head) % 3 != 0)
+        problem.run(attention, Composition(levels), variant="placed", slope=SLOPE)  # type: ignore[arg-type]
+        problem.check(problem.expected(variant=variant))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sinks_join_the_sum_of_each_row_once(library: ctypes.CDLL, kernel: str) -> None:
+    for seed, options in enumerate([{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}] * 3):
+        rng = numpy.random.default_rng([seed, 44])
+        shape = random_shape(rng, kernel, seed)
+        batch = batch_for(rng, shape, seed, options)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        sinks = torch.from_numpy(rng.normal(0, 4, shape.num_kv_heads * shape.group_size)).float()
+        sinks[seed % len(sinks)] = [-torch.inf, 5.0, -200.0][seed % 3]
+        attention = DeviceAttention(library, problem.attention(kernel=kernel, **options), kernel, seed)
+        problem.run(attention, batch.view(rng, CPU), sinks=sinks)  # type: ignore[arg-type]
+        problem.check(problem.expected(sinks=sinks))
+        problem.run(attention, batch.view(rng, CPU), sinks=torch.full_like(sinks, 200.0))  # type: ignore[arg-type]
+        assert (problem.out[: batch.rows] == 0).all(), "a sink that outweighs everything, without overflow"
+        assert (problem.lse[: batch.rows] == 200).all()
 
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")

@@ -16,7 +16,16 @@ from attn_backend.metadata.composition import MAX_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
-OPTIONS = {"index": 1, "num_levels": 2, "page_size": 16, "window_left": -1, "entry_step": 1, "causal": True}
+OPTIONS = {
+    "index": 1,
+    "num_levels": 2,
+    "page_size": 16,
+    "window_left": -1,
+    "kv_offsets": 0,
+    "positions": {"positions": 0, "requests": 5, "num_rows": 3},
+    "entry_step": 1,
+    "causal": True,
+}
 
 
 def test_fields_lie_where_the_library_says() -> None:
@@ -30,7 +39,8 @@ def test_fields_lie_where_the_library_says() -> None:
 
 
 def test_what_is_packed_is_unpacked() -> None:
-    assert unpack("LevelOptions", pack("LevelOptions", **OPTIONS)).item() == tuple(OPTIONS.values())
+    positions = tuple(OPTIONS["positions"].values())
+    assert unpack("LevelOptions", pack("LevelOptions", **OPTIONS)).item() == tuple((OPTIONS | {"positions": positions}).values())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
 
 #include "attention/cpu/kernels.h"
 #include "attention/params.h"
+#include "attention/score_row.h"
 #include "attention/variants.h"
 #include "common/cpu/elements.h"
 #include "common/math.h"
@@ -46,7 +47,7 @@ class AttentionKernel {
         const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
         scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
       }
-      merge_states(params, head_dim, parts, row_out(params, place), scratch);
+      merge_states(params, head_dim, parts, params.schedule.tiles[pair.tile].group, place, scratch);
     }
   }
 
@@ -56,7 +57,8 @@ class AttentionKernel {
     const int32_t group_size = params.group_size.divisor;
     for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
       int parts = 0;
-      int64_t row = -1;
+      RowPlace place{true, -1, head, 0};
+      int32_t group_number = 0;
       for (int32_t i = 0; i < header.num_links; ++i) {
         const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
         if (link.group < 0) continue;
@@ -64,7 +66,11 @@ class AttentionKernel {
         const int32_t packed = link.index * group_size + head % group_size;
         const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
         if (tile >= header.num_tiles) continue;
-        if (row < 0) row = query_row(params, group, link.index);
+        if (place.row < 0) {
+          place.row = query_row(params, group, link.index);
+          place.index = link.index;
+          group_number = link.group;
+        }
         scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
         const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
                                             head / group_size, params.num_ctas);
@@ -73,8 +79,8 @@ class AttentionKernel {
               int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
         }
       }
-      if (row < 0 || row >= params.num_rows) return;
-      merge_states(params, head_dim, parts, row_out(params, RowPlace{true, row, head}), scratch);
+      if (place.row < 0 || place.row >= params.num_rows) return;
+      merge_states(params, head_dim, parts, group_number, place, scratch);
     }
   }
 
@@ -89,6 +95,7 @@ class AttentionKernel {
     bool exists;
     int64_t row;
     int64_t head;
+    int32_t index;  // of the row in its group
   };
 
   AttentionKernel(const AttentionParams& params, int32_t head_dim, const WorkItem& item, Scratch& scratch)
@@ -126,7 +133,7 @@ class AttentionKernel {
     const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
     const int64_t query_head =
         int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
-    return RowPlace{row >= 0 && row < params.num_rows, row, query_head};
+    return RowPlace{row >= 0 && row < params.num_rows, row, query_head, i};
   }
 
   /// Row of Q and O that is row number `index` of a group.
@@ -141,9 +148,41 @@ class AttentionKernel {
     return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
   }
 
-  /// Merges the first `count` of scratch.states.
-  static void merge_states(const AttentionParams& params, int32_t head_dim, int count, const RowOut& out,
-                           Scratch& scratch) {
+  /// What ends a row: what its sum of values is multiplied by, and its lse.
+  struct RowEnd {
+    float factor;
+    float lse;
+  };
+
+  /// `maximum`: a natural logarithm that `sum` is relative to; `is_complete`: the sink counts.
+  static RowEnd end_row(const AttentionParams& params, float maximum, float sum, int64_t head, bool is_complete) {
+    if (!Variant::kUsesSoftmax) return RowEnd{1.0f, 0.0f};
+    if (is_complete && params.sinks != nullptr) {
+      const float highest = max_of(maximum, params.sinks[head]);
+      if (highest == -INFINITY) return RowEnd{0.0f, -INFINITY};
+      const float correction = expf(maximum - highest);
+      const float total = sum * correction + expf(params.sinks[head] - highest);
+      return RowEnd{correction / total, highest + logf(total)};
+    }
+    return sum == 0.0f ? RowEnd{0.0f, -INFINITY} : RowEnd{1.0f / sum, maximum + logf(sum)};
+  }
+
+  /// Applies the variant's transform to a complete row of outputs. `group`: a row group that the row is in.
+  static void transform_output(const AttentionParams& params, float* o, int32_t head_dim, int32_t group,
+                               const RowPlace& place) {
+    if constexpr (VariantHooks<Variant>::kOutput) {
+      const Variant variant(params.variant.as<typename Variant::Params>(),
+                            params.group_size.divide(static_cast<int32_t>(place.head)));
+      const ScoreRow row = attn::score_row(params.schedule, group, place.index, static_cast<int32_t>(place.row),
+                                           static_cast<int32_t>(place.head));
+      for (int32_t i = 0; i < head_dim; ++i) o[i] = variant.output(o[i], row, i);
+    }
+  }
+
+  /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
+  static void merge_states(const AttentionParams& params, int32_t head_dim, int count, int32_t group,
+                           const RowPlace& place, Scratch& scratch) {
+    const RowOut out = row_out(params, place);
     float largest = -INFINITY;
     for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
     float sum = 0.0f;
@@ -158,10 +197,13 @@ class AttentionKernel {
                             Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
       }
     }
-    const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+    const RowEnd end = end_row(params, largest, sum, place.head, true);
     for (int i = 0; i < head_dim; i += Isa::kWidth)
-      Isa::store_elements(out.o + i, Isa::mul(Isa::load(scratch.o + i), scale), head_dim - i);
-    if (out.lse != nullptr) *out.lse = sum == 0.0f ? -INFINITY : largest + logf(sum);
+      Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
+    transform_output(params, scratch.o, head_dim, group, place);
+    for (int i = 0; i < head_dim; i += Isa::kWidth)
+      Isa::store_elements(out.o + i, Isa::load(scratch.o + i), head_dim - i);
+    if (out.lse != nullptr) *out.lse = end.lse;
   }
 
   /// Tokens of an item that any of its rows sees; empty if it has no rows.
@@ -189,7 +231,7 @@ class AttentionKernel {
                      sizeof(float) * static_cast<unsigned>(ceil_div(rows_, Engine::kPanelRows) * Engine::kPanelRows *
                                                            engine_.o_stride()));
     for (int r = 0; r < rows_; ++r) {
-      s_.row_max[r] = -INFINITY;
+      s_.row_max[r] = Variant::kUsesSoftmax ? -INFINITY : 0.0f;
       s_.row_sum[r] = 0.0f;
     }
 
@@ -342,13 +384,20 @@ class AttentionKernel {
     const bool all_seen = certain.begin <= columns.begin && certain.end >= columns.end;
     // The factor to powers of 2 is applied while reading a score, unless the variant needs the logit itself, or the
     // factor would corrupt -inf.
-    const bool finish = variant_.transforms_logits() || !(params_.sm_scale > 0.0f);
+    const bool finish = transforms_logits(variant_) || !(params_.sm_scale > 0.0f);
     const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
     for (int r = 0; r < panel.rows; ++r) {
       float* scores = s_.scores[buffer] + r * Engine::kBlockTokens;
       if (finish) finish_scores(scores, row + r, begin, end, block.begin);
       if (!all_seen) mask_scores(scores, position(row + r), begin, end, existing, block.begin);
-      if constexpr (Variant::kHasMask) apply_variant_mask(scores, row + r, begin, end, block.begin);
+      if constexpr (VariantHooks<Variant>::kMask) apply_variant_mask(scores, row + r, begin, end, block.begin);
+      if constexpr (!Variant::kUsesSoftmax) {
+        for (int t = begin; t < end; t += Isa::kWidth) {
+          for (int i = t; i < t + Isa::kWidth; ++i) scores[i] = scores[i] == -INFINITY ? 0.0f : scores[i];
+          engine_.store_probabilities(buffer, r, t, Isa::load(scores + t));
+        }
+        continue;
+      }
 
       Float largest = Isa::mul(Isa::load(scores + begin), scale);
       for (int t = begin + Isa::kWidth; t < end; t += Isa::kWidth)
@@ -375,7 +424,8 @@ class AttentionKernel {
   /// A row of the tile, as variants see it.
   ScoreRow score_row(int row) const {
     const RowPlace place = find_row(params_, item_, row);
-    return ScoreRow{static_cast<int32_t>(place.row), static_cast<int32_t>(place.head), position(row)};
+    return attn::score_row(params_.schedule, tile_.group, place.index, static_cast<int32_t>(place.row),
+                           static_cast<int32_t>(place.head));
   }
 
   /// Turns scores into final logits, in powers of 2.
@@ -383,9 +433,15 @@ class AttentionKernel {
     // Copies that the scores cannot overlap: the compiler vectorises the loops.
     const Variant variant = variant_;
     const float scale = params_.sm_scale;
-    if (variant.transforms_logits()) {
+    const int32_t first = group_.kv_offset + block_begin;
+    const float to_powers = Variant::kUsesSoftmax ? kLog2E : 1.0f;
+    if (transforms_logits(variant)) {
       const ScoreRow of_row = score_row(row);
-      for (int t = begin; t < end; ++t) scores[t] = variant.logits(scores[t] * scale, of_row, block_begin + t) * kLog2E;
+      for (int t = begin; t < end; ++t) {
+        scores[t] *= scale;
+        if constexpr (VariantHooks<Variant>::kLogits) scores[t] = variant.logits(scores[t], of_row, first + t);
+        scores[t] *= to_powers;
+      }
     } else {
       for (int t = begin; t < end; ++t) scores[t] *= scale * kLog2E;
     }
@@ -394,8 +450,9 @@ class AttentionKernel {
   /// Hides what the variant does not let a row see.
   void apply_variant_mask(float* scores, int row, int begin, int end, int32_t block_begin) const {
     const ScoreRow of_row = score_row(row);
+    const int32_t first = group_.kv_offset + block_begin;
     for (int t = begin; t < end; ++t) {
-      if (!variant_.sees(of_row, block_begin + t)) scores[t] = -INFINITY;
+      if (!variant_.mask(of_row, first + t)) scores[t] = -INFINITY;
     }
   }
 
@@ -421,16 +478,25 @@ class AttentionKernel {
   }
 
   void write_row(int row) {
-    const float sum = s_.row_sum[row];
-    const Float scale = Isa::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
-    const float lse = sum == 0.0f ? -INFINITY : (s_.row_max[row] + log2f(sum)) * kLn2;
     const RowPlace place = find_row(params_, item_, row);
     if (!place.exists) return;
-    if (item_.partial == kWhole) {
+    const bool is_complete = item_.partial == kWhole;
+    const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.head, is_complete);
+    const Float scale = Isa::splat(end.factor);
+    if (is_complete) {
       const RowOut out = row_out(params_, place);
-      for (int i = 0; i < head_dim_; i += Isa::kWidth)
-        Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
-      if (out.lse != nullptr) *out.lse = lse;
+      if constexpr (VariantHooks<Variant>::kOutput) {
+        float finished[kMaxHeadDim];
+        for (int i = 0; i < head_dim_; i += Isa::kWidth)
+          Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
+        transform_output(params_, finished, head_dim_, tile_.group, place);
+        for (int i = 0; i < head_dim_; i += Isa::kWidth)
+          Isa::store_elements(out.o + i, Isa::load(finished + i), head_dim_ - i);
+      } else {
+        for (int i = 0; i < head_dim_; i += Isa::kWidth)
+          Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
+      }
+      if (out.lse != nullptr) *out.lse = end.lse;
     } else {
       const int64_t state =
           item_.partial == kRowStates
@@ -440,7 +506,7 @@ class AttentionKernel {
       float* o = params_.partial_o + state * head_dim_;
       for (int i = 0; i < head_dim_; i += Isa::kWidth)
         Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
-      params_.partial_lse[state] = lse;
+      params_.partial_lse[state] = end.lse;
     }
   }
 

@@ -84,11 +84,14 @@ struct MergeTarget {
   float* lse;  // nullptr: not wanted
   int32_t head_dim;
   int32_t max_tile_rows;
+  const float* sink;  // of the row's head; nullptr: none
+  bool adds_up;       // the parts are sums
 };
 
-/// Merges one row, with one warp. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
-template <class Element>
-__device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
+/// Merges one row, with one warp. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. `transform(values,
+/// column)` changes four columns of the output.
+template <class Element, class Transform>
+__device__ __forceinline__ void merge_row(MergeTarget target, Parts parts, const Transform& transform) {
   constexpr int kBatch = 3;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -128,17 +131,24 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
       }
     }
 
-    const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(maximum, sum)};
+    if (target.sink != nullptr) end = end_row(maximum, sum, __ldg(target.sink));
+    if (target.adds_up) end.factor = 1.0f;
     if (column < target.head_dim) {
+      float values[4] = {o.x * end.factor, o.y * end.factor, o.z * end.factor, o.w * end.factor};
+      transform(values, column);
       *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * Element::kBytes) =
-          make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
+          make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
     }
-    if (column == 0 && target.lse != nullptr) *target.lse = state_lse(maximum, sum);
+    if (column == 0 && target.lse != nullptr) *target.lse = end.lse;
   }
 }
 
-/// The parts of a row of several row groups. All lanes of the warp must call it; fills `row` too.
-__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
+/// The parts of a row of several row groups. All lanes of the warp must call it; fills `row`, too, and if kFindsGroup
+/// `group_number` and the row's index with one of its row groups and its place there.
+template <bool kFindsGroup>
+__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row,
+                                            int32_t& group_number) {
   const ScheduleHeader& header = *params.schedule.header;
   const int32_t lane = threadIdx.x % 32;
   Parts parts{};
@@ -158,12 +168,19 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
         parts.first_state = static_cast<int32_t>(row_state_index(params, group.state_begin + link.index, row.qo_head));
         const int32_t* list = header.levels[group.level].rows;
         row.row = group.qo_begin + link.index;
+        row.index = link.index;
+        group_number = link.group;
         if (list != nullptr) row.row = __ldg(list + row.row);
       }
     }
   }
   const uint32_t linked = __ballot_sync(0xffffffffu, parts.of_link > 0);
-  row.row = __shfl_sync(0xffffffffu, row.row, linked == 0 ? 0 : __ffs(linked) - 1);
+  const int first_linked = linked == 0 ? 0 : __ffs(linked) - 1;
+  row.row = __shfl_sync(0xffffffffu, row.row, first_linked);
+  if constexpr (kFindsGroup) {
+    row.index = __shfl_sync(0xffffffffu, row.index, first_linked);
+    group_number = __shfl_sync(0xffffffffu, group_number, first_linked);
+  }
   row.exists = row.row >= 0 && row.row < params.num_rows;
   parts.end = parts.of_link;
 #pragma unroll
@@ -196,7 +213,7 @@ struct SharedPair {
 
 /// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
 /// costs more the more code the kernel has (ADR 22).
-template <class Element>
+template <class Element, class Variant = StandardVariant>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
@@ -214,13 +231,16 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   while (i < count || tile_row < pair.rows) {
     OutputRow row;
     Parts parts;
+    int32_t group = 0;
     if (i < count) {
       row.qo_head = i % num_qo_heads;
-      parts = find_parts(params, i / num_qo_heads, row);
+      row.index = 0;
+      parts = find_parts<VariantHooks<Variant>::kOutput>(params, i / num_qo_heads, row, group);
       i += warps;
     } else {
       row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
                       tile_row);  // read again: fewer registers
+      group = params.schedule.tiles[pair.tile].group;
       const int32_t first_state = partial_slot(blockIdx.x, kEndsInside) * params.max_tile_rows + tile_row;
       parts =
           Parts{pair.parts, pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0, static_cast<int32_t>(blockIdx.x) + 1,
@@ -230,9 +250,18 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     if (row.exists) {
+      const float* const sink = params.sinks == nullptr ? nullptr : params.sinks + row.qo_head;
       merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.template o<Element>(params),
-                                     row.lse(params), params.head_dim, params.max_tile_rows},
-                         parts);
+                                     row.lse(params), params.head_dim, params.max_tile_rows, sink, params.adds_up != 0},
+                         parts, [&](float (&values)[4], int32_t column) {
+                           if constexpr (VariantHooks<Variant>::kOutput) {
+                             const Variant variant(params.variant.as<typename Variant::Params>(),
+                                                   params.group_size.divide(row.qo_head));
+                             const ScoreRow of_row =
+                                 score_row(params.schedule, group, row.index, row.row, row.qo_head);
+                             for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], of_row, column + i);
+                           }
+                         });
     }
   }
   if (waits)

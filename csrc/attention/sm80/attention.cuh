@@ -109,8 +109,9 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
   WarpState<Element, Shape::kV, Layout::kRowBlocks> state;
-  const bool transforms_logits = variant.transforms_logits();
-  state.scale = transforms_logits ? kLog2E : params.sm_scale * kLog2E;
+  const bool has_logits = transforms_logits(variant);
+  if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
+  state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
 
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
   {
@@ -122,6 +123,9 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
                                         TokenRange{0, row_tile.kv_end});
   }
 
+  const LaneRows<Layout::kRowBlocks> lane_rows(
+      params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
+      cursor.now.head, warp.first_row);
   const uint32_t q =
       ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
@@ -141,18 +145,17 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     state.template scores<Shape::kQk, Layout::kTokens, Query, Keys>(s, q,
                                                                     k_slot + first_key + Keys::columns_first(lane));
 
-    const auto row = [&](int32_t tile_row) {
-      const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-      return score_row(params, rows, cursor.now.head, tile_row);
-    };
-    if (transforms_logits) transform_logits(variant, params.sm_scale, s, warp.first_row, token, row);
+    if (has_logits) transform_logits(variant, params.sm_scale, s, token, lane_rows);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
       const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
       mask_scores(visibility(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
     }
-    apply_variant_mask(variant, s, warp.first_row, token, row);
+    apply_variant_mask(variant, s, token, lane_rows);
     uint32_t p[Layout::kRowBlocks][Layout::kTokens / 8][2];
-    state.update(s, p);
+    if constexpr (Variant::kUsesSoftmax)
+      state.update(s, p);
+    else
+      state.pack_weights(s, p);
 
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // V has arrived, and all warps have read the K slot
@@ -167,7 +170,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
-  const OutputTarget<Element, kManyLevels> target(params, rows, cursor.now.head, cursor.now.kv_tile > 0, ends_inside);
+  const OutputTarget<Element, kManyLevels, Variant> target(params, rows, row_tile.group, cursor.now.head,
+                                                           cursor.now.kv_tile > 0, ends_inside);
   if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
   } else {

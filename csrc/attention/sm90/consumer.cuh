@@ -80,6 +80,7 @@ struct Consumer {
   static constexpr bool kKeepsMaxima = Shared::kTuning.keeps_maxima;
   /// Of one warp: 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
+  using Target = OutputTarget<Element, true, Variant>;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -94,20 +95,21 @@ struct Consumer {
   }
 
   __device__ __forceinline__ float scale() const {
-    return variant(0).transforms_logits() ? kLog2E : params.sm_scale * kLog2E;
+    return transforms_logits(variant(0)) ? kLog2E : params.sm_scale * kLog2E;
   }
 
-  /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
+  /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
+  /// lane's.
   template <int kBlocks>
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
-                                                int32_t first_token, const TokenRange& unmasked) const {
-    const auto row = [&](int32_t tile_row) { return score_row(params, item.rows, item.kv_head, tile_row); };
-    if (variant(0).transforms_logits())
-      transform_logits(variant(item.kv_head), params.sm_scale, s, first_row, first_token, row);
+                                                int32_t first_token, const TokenRange& unmasked,
+                                                const LaneRows<1>& rows) const {
+    if (transforms_logits(variant(0)))
+      transform_logits(variant(item.kv_head), params.sm_scale, s, first_token, rows);
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
     }
-    apply_variant_mask(variant(item.kv_head), s, first_row, first_token, row);
+    apply_variant_mask(variant(item.kv_head), s, first_token, rows);
   }
 
   __device__ __forceinline__ void run() {
@@ -201,7 +203,7 @@ struct Consumer {
   /// depend on no other.
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
                                             float (&added)[2], uint32_t q, int slot, int32_t first_token,
-                                            const TokenRange& unmasked) const {
+                                            const TokenRange& unmasked, const LaneRows<1>& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * 16;
     bool again[2];
@@ -234,7 +236,7 @@ struct Consumer {
       state.template scores<kQkColumns, kStep, Query, Keys>(
           step, q,
           ptx::shared_address(shared.kv(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
-      finish_scores(item, step, first_row, first_token + token, unmasked);
+      finish_scores(item, step, first_row, first_token + token, unmasked, rows);
 #pragma unroll
       for (int j = 0; j < kStep / 8 * 4; ++j) {
         const int half = j % 4 / 2;
@@ -306,22 +308,25 @@ struct Consumer {
   }
 
   /// Whether TMA may store the warp's rows: all of them exist, are complete and consecutive, and no lse is wanted.
-  __device__ __forceinline__ bool is_box(const OutputTarget<Element, true>& target, int first_row) const {
+  __device__ __forceinline__ bool is_box(const Target& target, int first_row) const {
     return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr &&
            first_row + kWarpRows <= target.rows.count;
   }
 
   /// Stores the warp's rows by TMA, from its rows of the Q tile.
-  __device__ __forceinline__ void store_rows(State& state, const OutputTarget<Element, true>& target, int first_row,
-                                             int slot) const {
+  __device__ __forceinline__ void store_rows(State& state, const Target& target, int first_row, int slot) const {
     const int lane = ptx::lane_id();
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = state.row_sum(0, half);
       inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      if (target.has_sinks()) {
+        const int32_t tile_row = first_row + half * 8 + lane / 4;
+        inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
+      }
     }
-    stage_rows<Output>(state, 0, inverse, first_row, shared.q(slot));
+    stage_rows<Output>(state, target, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane != 0) return;
@@ -351,6 +356,8 @@ struct Consumer {
       const WorkItem& item = shared.item(place.slot);
       State state;
       state.scale = scale();
+      if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
+      const LaneRows<1> rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
       int32_t token = item.first_token;
@@ -366,13 +373,17 @@ struct Consumer {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
-        finish_scores(item, s, first_row, token, unmasked);
-        if constexpr (kKeepsMaxima) {
-          if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
+        finish_scores(item, s, first_row, token, unmasked, rows);
+        if constexpr (!Variant::kUsesSoftmax) {
+          added[0] = added[1] = 0.0f;
         } else {
-          raised = state.raise_maximum(0, s[0], correction);
+          if constexpr (kKeepsMaxima) {
+            if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
+          } else {
+            raised = state.raise_maximum(0, s[0], correction);
+          }
+          exponentiate(state, s, added);
         }
-        exponentiate(state, s, added);
         ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
         if (!is_first) {
           ptx::wgmma_wait<0>();
@@ -380,7 +391,7 @@ struct Consumer {
           free_tile(values);
           if constexpr (kKeepsMaxima) {
             if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
-              recompute(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked);
+              recompute(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked, rows);
             }
           } else if (raised) {
             state.scale_output(0, correction);
@@ -422,7 +433,7 @@ struct Consumer {
       free_tile(values);
 
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const OutputTarget<Element, true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+      const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
       if (is_box(target, first_row)) {
         store_rows(state, target, first_row, place.slot);
       } else {
@@ -453,6 +464,8 @@ struct Consumer {
     const MmaLayout warp(consumer_warp());
     State state;
     state.scale = scale();
+    if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
+    const LaneRows<1> rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
     const uint32_t q = ptx::shared_address(shared.q(q_slot)) + Query::rows_first(lane);
     constexpr int kParts = Shared::kParts;
@@ -476,8 +489,11 @@ struct Consumer {
       state.template scores<kQkColumns, kMmaTokens, Query, Keys>(
           s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
       shared.free_kv(keys, 2);
-      finish_scores(item, s, 0, token, unmasked);
-      state.update(s, p);
+      finish_scores(item, s, 0, token, unmasked, rows);
+      if constexpr (Variant::kUsesSoftmax)
+        state.update(s, p);
+      else
+        State::pack_weights(s, p);
 
       shared.wait_kv_full(values);
       if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
@@ -490,7 +506,7 @@ struct Consumer {
       shared.free_kv(values, 2);
     }
 
-    const OutputTarget<Element, true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
     const int halves = item.rows.count <= 8 ? 1 : 2;
     write_merged_warps<Consumers, MmaLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves,
                                                                            shared.q(q_slot), shared.row_states());

@@ -18,6 +18,7 @@ struct LoadedRowTile {
   int32_t first_token;  // of its first KV tile
   int32_t num_kv_tiles;
   int32_t kind;
+  int32_t group;
   Visibility visibility;  // of its level
   // Where its pages are:
   int32_t entry_step;
@@ -30,6 +31,7 @@ struct LoadedRowTile {
     first_token = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
+    group = tile.group;
     const RowGroup& group = params.schedule.groups[tile.group];
     table_begin = group.table_begin;
     const Level& level = params.schedule.header->levels[group.level];
@@ -68,6 +70,7 @@ struct WorkItem {
   int32_t first_token;   // of the first KV tile
   int32_t kind;
   int32_t kv_head;
+  int32_t group;
   Visibility visibility;  // of its level
   int32_t starts_inside;  // KV tiles of the same pair lie before this item
   int32_t ends_inside;    // or after it
@@ -84,6 +87,7 @@ struct WorkItem {
     first_token = tile.first_token + cursor.now.kv_tile * params.kv_tile;
     kind = tile.kind;
     kv_head = cursor.now.head;
+    group = tile.group;
     visibility = tile.visibility;
     starts_inside = cursor.now.kv_tile > 0;
     ends_inside = end < tile.num_kv_tiles;
