@@ -136,6 +136,8 @@ class Attention:
         try:
             self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         except RuntimeError as error:
+            if device.type != "cuda":
+                raise
             forget_kernels(error)
             self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
@@ -335,9 +337,7 @@ class _DebugAttention(Attention):
 
 
 @lru_cache(maxsize=256)
-def _level_options(
-    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]
-) -> bytes:
+def _level_options(index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]) -> bytes:
     """LevelOptions. They are the same from step to step."""
     kv_offsets, of_rows, requests, num_rows = positions
     return pack(
@@ -444,9 +444,7 @@ def _choose_design(kernel: str | None, device: torch.device) -> manifest.Design 
     return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
 
 
-def _kernel_files(
-    design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None
-) -> dict[str, str]:
+def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None) -> dict[str, str]:
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
     files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":

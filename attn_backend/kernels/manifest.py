@@ -162,7 +162,7 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${pr
 
 def _attention_kernels() -> list[Kernel]:
     made = []
-    for element, element_type in CUDA_ELEMENTS.items():
+    for element in CUDA_ELEMENTS:
         for head_dim in CUDA_HEAD_DIMS:
             for variant, variant_type in VARIANTS.items():
                 for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):

@@ -10,8 +10,8 @@ using VariantKernel = AttentionKernel<ATTN_VARIANT_ENGINE, UserVariant>;
 }  // namespace attn::cpu
 
 extern "C" {
-extern const attn::cpu::VariantModule attn_variant_module;
-__attribute__((visibility("default"))) const attn::cpu::VariantModule attn_variant_module = {
+extern __attribute__((visibility("default"))) const attn::cpu::VariantModule attn_variant_module;
+const attn::cpu::VariantModule attn_variant_module = {
     ATTN_HEADERS_DIGEST,
     {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row}};
 }
