@@ -52,11 +52,14 @@ class AttentionVariant:
         self._head_dim = head_dim
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
-        self._target = "cpu"
+        self._target, self._options = "cpu", ""
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
+            arch = variant_kernels.arch_of(self._target)
+            if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
+                self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(variant_kernels.arch_of(self._target), design, element, head_dim, variant)
+            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant)
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
         # Under a mask of the variant's own a view that does not say so is not causal.
@@ -130,7 +133,7 @@ class AttentionVariant:
     def _command(self) -> str:
         """That compiles the variant ahead, as far as it can be said where it is."""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._head_dim}"
-        return f"attn-backend compile {place} --arch {self._target}"
+        return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 
 def _place_of(variant: Variant) -> str:

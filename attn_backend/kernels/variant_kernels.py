@@ -157,10 +157,12 @@ def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError:
     return RuntimeError("\n".join((f"variant {variant.name} does not compile:", *found))) if found else error
 
 
-def compile_ahead(variant: VariantSource, targets: Sequence[str], dtype: str, head_dim: int, isa: str) -> list[Path]:
-    """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is.
+def compile_ahead(variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str) -> list[Path]:
+    """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
+    target's default.
 
     Raises:
+        ValueError: there are no such kernels.
         RuntimeError: one does not compile, or cannot be kept.
     """
     entries = []
@@ -169,8 +171,13 @@ def compile_ahead(variant: VariantSource, targets: Sequence[str], dtype: str, he
             entries.append(find_library(variant, isa, dtype, head_dim, "", True))
             continue
         arch = arch_of(target)
-        for design in manifest.DESIGNS.values():
-            if arch in design.archs:
-                kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant)
-                entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
+        if dtype not in manifest.ELEMENT_NAMES or head_dim not in manifest.CUDA_HEAD_DIMS:
+            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim of {', '.join(map(str, manifest.CUDA_HEAD_DIMS))} on a GPU"
+            raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
+        designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+        if design_name is not None and design_name not in designs:
+            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
+        design = designs[design_name or next(iter(designs))]
+        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant)
+        entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
     return entries
