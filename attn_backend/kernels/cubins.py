@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from ..settings import Settings
 from . import code_address, cuda_compiler, kernel_cache, manifest
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
@@ -176,6 +177,17 @@ def _warn_once(text: str) -> None:
         logger.warning("attn_backend: %s", text)
 
 
+def _cached_or_compiled(name: str, arch: str) -> Path:
+    path = nvcc()
+    if Settings.read().jit or path is None:
+        return compile_kernel(name, arch)[0]
+    cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
+    fault = kernel_cache.fault(cached)
+    if fault:
+        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}` compiles it ahead")
+    return cached
+
+
 @cache
 def find_kernel(name: str, arch: str) -> Path:
     """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or compiled now.
@@ -195,11 +207,11 @@ def forget_kernels(error: RuntimeError) -> None:
 def _whole_kernel(name: str, arch: str) -> Path:
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
-        return compile_kernel(name, arch)[0]
+        return _cached_or_compiled(name, arch)
     fault = shipped_fault(shipped)
     if not fault:
         return shipped
     try:
-        return compile_kernel(name, arch)[0]
+        return _cached_or_compiled(name, arch)
     except RuntimeError as error:
         raise RuntimeError(f"{fault}: reinstall attn-backend; {error}") from error

@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "attention/cpu/variant_module.h"
-#include "headers_digest.h"  // made by CMake
 
 namespace attn::cpu {
 
