@@ -53,7 +53,7 @@ def source(isa: str, dtype: str) -> str:
 
 def flags(isa: str) -> list[str]:
     """Without those that say where headers are."""
-    return ["-std=c++17", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w", *ISA_FLAGS[isa]]
+    return ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w", *ISA_FLAGS[isa]]
 
 
 def compile_library(command: list[str], text: str, isa: str, headers: Path, digest: str, what: str) -> tuple[bytes, str]:

@@ -15,7 +15,7 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 CUDA_HEAD_DIMS = (64, 128, 256)
-VARIANTS = {"standard": "StandardVariant"}
+VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 

@@ -59,18 +59,19 @@ __device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, con
   return score_row(params.schedule, group, row.index, row.row, row.qo_head);
 }
 
-/// The rows of a work item whose scores a lane holds, as variants see them: made once for an item. What a variant does
-/// not look at costs nothing.
-template <int kRowBlocks>
+/// The rows of a work item whose scores a lane holds, as variants see them: made once for an item, if the variant looks
+/// at them.
+template <class Variant, int kRowBlocks>
 struct LaneRows {
   ScoreRow rows[kRowBlocks][2];
-  int32_t kv_offset;  // token t of the row group is token kv_offset + t of the request
+  int32_t kv_offset = 0;  // token t of the row group is token kv_offset + t of the request
 
   /// `first_row`: of the warp.
   template <bool kManyLevels>
   __device__ __forceinline__ LaneRows(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,
-                                      int32_t group, int32_t kv_head, int32_t first_row)
-      : kv_offset(params.schedule.groups[group].kv_offset) {
+                                      int32_t group, int32_t kv_head, int32_t first_row) {
+    if constexpr (!Variant::kReadsRows) return;
+    kv_offset = params.schedule.groups[group].kv_offset;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
@@ -139,7 +140,9 @@ struct OutputTarget {
     return partial_row + tile_row;
   }
 
-  __device__ __forceinline__ bool has_sinks() const { return complete && params.sinks != nullptr; }
+  __device__ __forceinline__ bool has_sinks() const {
+    return Variant::kHasSinks && complete && params.sinks != nullptr;
+  }
 
   /// Of a row of the tile, if has_sinks().
   __device__ __forceinline__ RowEnd end_row_with_sink(float base, float sum, int32_t tile_row) const {
@@ -309,11 +312,10 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
     float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    float lse = state_lse(base, sum);
+    RowEnd with_sink{};
     if (target.has_sinks()) {
-      const RowEnd end = target.end_row_with_sink(maximum, sum, tile_row);
-      factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * end.factor;
-      lse = end.lse;
+      with_sink = target.end_row_with_sink(maximum, sum, tile_row);
+      factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * with_sink.factor;
     }
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
 #pragma unroll
@@ -347,7 +349,8 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
     }
     // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
-      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = lse;
+      if (float* const to = target.place(tile_row).lse; to != nullptr)
+        *to = target.has_sinks() ? with_sink.lse : state_lse(base, sum);
     }
     if (++half >= halves) break;
     Block::sync();  // before the other half's outputs take the place of these

@@ -72,6 +72,17 @@ struct ParamTensor {
 struct VariantBase {
   struct Params {};
   static constexpr bool kUsesSoftmax = true;
+  static constexpr bool kHasSinks = false;
+  static constexpr bool kReadsRows = true;  // false: its hooks look at no ScoreRow, and none is made
+};
+
+/// A variant whose rows may have sinks (AttentionParams::sinks): a kernel of its own, since the code of the plain one
+/// would be 3 % longer.
+template <class Variant>
+struct WithSinks : Variant {
+  static constexpr bool kHasSinks = true;
+
+  using Variant::Variant;
 };
 
 /// Which hooks a variant has.
@@ -130,6 +141,8 @@ struct StandardVariant : VariantBase {
     float logits_soft_cap;  // 0: off
   };
 
+  static constexpr bool kReadsRows = false;
+
   float cap;
 
   ATTN_HD StandardVariant(const Params& params, int32_t /*kv_head*/) : cap(params.logits_soft_cap) {}
@@ -139,6 +152,7 @@ struct StandardVariant : VariantBase {
 
 /// Whether logits() is to be called; uniform over a launch.
 ATTN_HD bool transforms_logits(const StandardVariant& variant) { return variant.transforms_logits(); }
+ATTN_HD bool transforms_logits(const WithSinks<StandardVariant>& variant) { return variant.transforms_logits(); }
 template <class Variant>
 ATTN_HD constexpr bool transforms_logits(const Variant&) {
   return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;

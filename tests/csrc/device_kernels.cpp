@@ -112,7 +112,7 @@ float value_of(const void* element) {
 
 /// One row of a work item, computed from what the producer tells the consumers.
 void compute_row(const AttentionParams& params, const sm90::LoadedRowTile& tile, const sm90::WorkItem& item,
-                 const OutputTarget<BFloat16, true>& target, int32_t tile_row) {
+                 const OutputTarget<BFloat16, true, WithSinks<StandardVariant>>& target, int32_t tile_row) {
   const OutputRow row(params, item.rows, item.kv_head, tile_row);
   const OutputPlace place = target.place(tile_row);
   if (row.exists != (place.o != nullptr)) emulation::fail("a row exists in one place only");
@@ -168,7 +168,7 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
     const sm90::LoadedRowTile tile(params, cursor.now.tile);
     const sm90::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
-    const OutputTarget<BFloat16, true> target(params, item.rows, item.group, item.kv_head, item.starts_inside != 0,
+    const OutputTarget<BFloat16, true, WithSinks<StandardVariant>> target(params, item.rows, item.group, item.kv_head, item.starts_inside != 0,
                                               item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
     cursor.next_pair(params.num_kv_heads);
@@ -192,7 +192,7 @@ void walk_schedule(const AttentionParams& params) {
   }
 }
 
-template <class Element, int kHeadDim, class Variant = StandardVariant>
+template <class Element, int kHeadDim, class Variant = WithSinks<StandardVariant>>
 void run_attention(const AttentionParams& params, uint32_t seed) {
   for (int32_t cta = 0; cta < params.num_ctas; ++cta) {
     emulation::run_cta(cta, params.num_ctas, sm80::kThreads, seed,

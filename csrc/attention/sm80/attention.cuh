@@ -123,7 +123,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
                                         TokenRange{0, row_tile.kv_end});
   }
 
-  const LaneRows<Layout::kRowBlocks> lane_rows(
+  const LaneRows<Variant, Layout::kRowBlocks> lane_rows(
       params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
       cursor.now.head, warp.first_row);
   const uint32_t q =
@@ -214,8 +214,8 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  if constexpr (!is_same<typename Traits::Variant, StandardVariant>) {
-    run_interval<Traits, true>(params, cursor);  // one for all schedules: users wait for the compiler, a third as long
+  if constexpr (Traits::Variant::kReadsRows) {
+    run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Traits, false>(params, cursor);
   } else {

@@ -80,6 +80,7 @@ struct Consumer {
   static constexpr bool kKeepsMaxima = Shared::kTuning.keeps_maxima;
   /// Of one warp: 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
+  using Rows = LaneRows<Variant, 1>;
   using Target = OutputTarget<Element, true, Variant>;
 
   const HopperParams& hopper_params;
@@ -103,7 +104,7 @@ struct Consumer {
   template <int kBlocks>
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
                                                 int32_t first_token, const TokenRange& unmasked,
-                                                const LaneRows<1>& rows) const {
+                                                const Rows& rows) const {
     if (transforms_logits(variant(0)))
       transform_logits(variant(item.kv_head), params.sm_scale, s, first_token, rows);
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
@@ -203,7 +204,7 @@ struct Consumer {
   /// depend on no other.
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
                                             float (&added)[2], uint32_t q, int slot, int32_t first_token,
-                                            const TokenRange& unmasked, const LaneRows<1>& rows) const {
+                                            const TokenRange& unmasked, const Rows& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * 16;
     bool again[2];
@@ -357,7 +358,7 @@ struct Consumer {
       State state;
       state.scale = scale();
       if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
-      const LaneRows<1> rows(params, item.rows, item.group, item.kv_head, first_row);
+      const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
       int32_t token = item.first_token;
@@ -465,7 +466,7 @@ struct Consumer {
     State state;
     state.scale = scale();
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
-    const LaneRows<1> rows(params, item.rows, item.group, item.kv_head, 0);
+    const Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
     const uint32_t q = ptx::shared_address(shared.q(q_slot)) + Query::rows_first(lane);
     constexpr int kParts = Shared::kParts;
