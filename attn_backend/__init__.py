@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         top_p_renorm_probs,
     )
     from .metadata import BSRView, Composition, KVCache, PageTable
+    from .variants import Param, Variant, packbits, segment_packbits
 
 __all__ = [
     "Attention",
@@ -28,20 +29,28 @@ __all__ = [
     "Composition",
     "KVCache",
     "PageTable",
+    "Param",
     "Samples",
     "SpeculativeSamples",
+    "Variant",
     "append_kv",
     "chain_speculative_sampling",
+    "packbits",
     "sample",
     "sample_from_probs",
     "sampling_workspace",
+    "segment_packbits",
     "softmax",
     "top_k_mask_logits",
     "top_k_renorm_probs",
     "top_p_renorm_probs",
 ]
 
-_HOMES = {"Attention": ".kernels.attention", "append_kv": ".kernels.append"} | dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata")
+_HOMES = {
+    **{"Attention": ".kernels.attention", "append_kv": ".kernels.append"},
+    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
+    **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Parts of the package that each part may import, besides itself.
 MAY_IMPORT = {
-    "attn_backend": {"kernels", "metadata"},  # attn_backend/__init__.py: the public names
+    "attn_backend": {"kernels", "metadata", "variants"},  # attn_backend/__init__.py: the public names
     "settings": set(),
     "metadata": set(),
-    "kernels": {"metadata", "settings"},
-    "adapters": {"kernels", "metadata", "settings", "attn_backend"},
-    "cli": {"kernels", "metadata", "settings", "attn_backend"},
+    "variants": {"metadata", "settings"},
+    "kernels": {"metadata", "settings", "variants"},
+    "adapters": {"kernels", "metadata", "settings", "variants", "attn_backend"},
+    "cli": {"kernels", "metadata", "settings", "variants", "attn_backend"},
 }
 
 
@@ -45,7 +46,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """'metadata', 'kernels', 'adapters', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
+    """'metadata', 'variants', 'kernels', 'adapters', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     return inside[0] if inside[0] in MAY_IMPORT else "attn_backend"
 

@@ -1,0 +1,293 @@
+"""Built-in variants. They combine with each other and with users' variants: causal() & alibi() & mine.
+
+Tensors may be given here, or to each run by the name of the argument. Formulas: s the scaled score of query q, key k in head h of request b.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import check_int, refuse
+from .params import Param
+from .reference import Reference
+from .variant import Variant
+
+__all__ = [
+    "alibi",
+    "alibi_slopes",
+    "bidirectional_spans",
+    "causal",
+    "chunked_local",
+    "custom_mask",
+    "document",
+    "multi_item_scoring",
+    "position_temperature",
+    "prefix_lm",
+    "sigmoid",
+    "sliding_window",
+    "soft_cap",
+    "streaming_llm",
+    "temperature",
+    "tree_mask",
+]
+
+
+def causal() -> Variant:
+    """k <= q."""
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx <= q_idx
+
+    return Variant.from_functions(mask_mod=causal)
+
+
+def sliding_window(left: int) -> Variant:
+    """q - k <= left: Longformer (arXiv 2004.05150), Mistral 7B (arXiv 2310.06825). Says nothing about tokens after the query: combine it with causal().
+
+    Args:
+        left: tokens before the query that it sees, besides itself.
+    """
+    left = check_int("left", left, 0)
+
+    def sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx <= left
+
+    return Variant.from_functions(mask_mod=sliding_window)
+
+
+def streaming_llm(window: int, sink_tokens: int = 4) -> Variant:
+    """k <= q and (q - k < window or k < sink_tokens): StreamingLLM (arXiv 2309.17453), a causal window that keeps the first tokens. Positions are those in the
+    sequence; that paper's rotary embedding counts positions in the cache, which is the caller's.
+
+    Args:
+        window: tokens that are seen, the query's own among them.
+        sink_tokens: first tokens, which are always seen.
+    """
+    window, sink_tokens = check_int("window", window, 1), check_int("sink_tokens", sink_tokens, 0)
+
+    def streaming_llm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) & ((q_idx - kv_idx < window) | (kv_idx < sink_tokens))
+
+    return Variant.from_functions(mask_mod=streaming_llm)
+
+
+def soft_cap(cap: float | None = None) -> Variant:
+    """cap * tanh(s / cap): Gemma 2 (arXiv 2408.00118), Grok-1.
+
+    Args:
+        cap: above 0; None: the parameter "cap" of each run.
+    """
+    if cap is not None and not (isinstance(cap, float | int) and cap > 0):
+        refuse("cap", cap, "a number above 0, or None")
+
+    def reference(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * torch.tanh(score / cap)  # type: ignore[operator]
+
+    params = (Param("cap", float, value=cap),)
+    hook = """
+  float logits(float logit, const ScoreRow&, int32_t) const { return ::attn::soft_cap(logit, cap); }
+"""
+    return Variant.from_source(hook, params, name="soft_cap", reference=Reference(reference, None, params))
+
+
+def alibi(slopes: Tensor | None = None) -> Variant:
+    """s + slopes[h] * (k - q): ALiBi (arXiv 2108.12409), BLOOM, MPT.
+
+    Args:
+        slopes: float32 [query heads], as alibi_slopes() makes them.
+    """
+    table = slopes
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)  # type: ignore[index]
+
+    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, table)])
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """float32 [num_heads] on the CPU: 2^(-8 i / n) for i = 1 .. n if n heads are a power of two; else those of the next smaller power, and then every second
+    of the next larger one (arXiv 2108.12409, section 3 and its code).
+    """
+    num_heads = check_int("num_heads", num_heads, 1)
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-8 * i / (2 * power)) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def sigmoid(bias: float | None = 0.0) -> Variant:
+    """Weights sigmoid(s + bias), which are not normalised: no softmax. FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row
+    is the sum of weight times value.
+
+    Args:
+        bias: added to each score; None: the parameter "bias" of each run.
+    """
+
+    def reference(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.sigmoid(score + bias)
+
+    params = (Param("bias", float, value=bias),)
+    hook = """
+  static constexpr bool kUsesSoftmax = false;
+  float logits(float logit, const ScoreRow&, int32_t) const { return ::attn::sigmoid(logit + bias); }
+"""
+    return Variant.from_source(hook, params, name="sigmoid", reference=Reference(reference, None, params))
+
+
+def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
+    """k <= q or k < prefix_lens[b]: every token sees the whole prefix (T5, arXiv 1910.10683; PaliGemma, arXiv 2407.07726).
+
+    Args:
+        prefix_lens: int32 [batch].
+    """
+    table = prefix_lens
+
+    def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) | (kv_idx < prefix_lens[b])  # type: ignore[index]
+
+    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, 1, table)])
+
+
+def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
+    """k <= q or span_ids[b, q] == span_ids[b, k] >= 0: causal, but tokens of one span (of an image) see each other (Gemma 3, arXiv 2503.19786).
+
+    Args:
+        span_ids: int32 [batch, at least the longest kv_len]: the span of each token; below 0: in none.
+    """
+    table = span_ids
+
+    def bidirectional_spans(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        span = span_ids[b, q_idx]  # type: ignore[index]
+        return (kv_idx <= q_idx) | ((span == span_ids[b, kv_idx]) & (span >= 0))  # type: ignore[index]
+
+    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, 2, table)])
+
+
+def chunked_local(chunk: int) -> Variant:
+    """k <= q and q // chunk == k // chunk: Llama 4's local layers.
+
+    Args:
+        chunk: tokens of a chunk.
+    """
+    chunk = check_int("chunk", chunk, 1)
+
+    def chunked_local(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) & (q_idx // chunk == kv_idx // chunk)
+
+    return Variant.from_functions(mask_mod=chunked_local)
+
+
+def document(document_ids: Tensor | None = None) -> Variant:
+    """document_ids[b, q] == document_ids[b, k]: tokens see their own document of a packed sequence. Combine it with causal().
+
+    Args:
+        document_ids: int32 [batch, at least the longest kv_len].
+    """
+    table = document_ids
+
+    def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return document_ids[b, q_idx] == document_ids[b, kv_idx]  # type: ignore[index]
+
+    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, 2, table)])
+
+
+def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
+    """Several items behind one prompt, scored in one pass: FlashInfer's multi-item scoring.
+
+    k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q - prefix_len[b]]): a token of an item sees the prompt and the
+    tokens of its item up to itself, without the delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
+
+    Args:
+        prefix_len: int32 [batch]: tokens of the prompt.
+        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token behind the prompt its position in its item, where the
+            delimiter before an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
+    """
+    lens, positions = prefix_len, token_pos_in_items
+
+    def multi_item_scoring(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        prefix = prefix_len[b]  # type: ignore[index]
+        before = token_pos_in_items[b, torch.clamp(q_idx - prefix, min=0)].to(torch.int32)  # type: ignore[index]
+        return (kv_idx <= q_idx) & ((q_idx < prefix) | (kv_idx < prefix) | (q_idx - kv_idx < before))
+
+    params = [Param("prefix_len", torch.int32, 1, lens), Param("token_pos_in_items", torch.uint16, 2, positions)]
+    return Variant.from_functions(mask_mod=multi_item_scoring, tensors=params)
+
+
+def temperature(scale: float = 0.1, floor_scale: int = 8192) -> Variant:
+    """s * (scale * log(floor((q + 1) / floor_scale) + 1) + 1): sharper with the position of the query; Llama 4's attn_scale and floor_scale (Scalable-Softmax,
+    arXiv 2501.19399).
+    """
+    floor_scale = check_int("floor_scale", floor_scale, 1)
+
+    def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * (scale * torch.log(((q_idx + 1) // floor_scale + 1).to(score.dtype)) + 1)
+
+    return Variant.from_functions(temperature)
+
+
+def position_temperature(scales: Tensor | None = None) -> Variant:
+    """s * scales[q]: a factor for each position of a query.
+
+    Args:
+        scales: float32 [at least the longest kv_len].
+    """
+    table = scales
+
+    def position_temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * scales[q_idx]  # type: ignore[index]
+
+    return Variant.from_functions(position_temperature, tensors=[Param("scales", torch.float32, 1, table)])
+
+
+def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:
+    """Any mask, a bit for each query and token: bit i * kv_len + k of a request's bytes, for its i-th query; FlashInfer's packed_custom_mask.
+
+    Args:
+        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
+        mask_indptr: int32 [batch + 1]: where each request's bytes begin. At most 2^31 bytes in all.
+    """
+
+    def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any, index: Any, kv_len: Any) -> Any:
+        bit = index.to(torch.int64) * kv_len + kv_idx
+        return (packed_mask[mask_indptr[b] + bit // 8] >> (bit % 8)) & 1 != 0  # type: ignore[index]
+
+    hook = """
+  bool mask(const ScoreRow& row, int32_t kv_position) const {
+    const int64_t bit = static_cast<int64_t>(row.index) * row.kv_len + kv_position;
+    return packed_mask(mask_indptr(row.request) + static_cast<int32_t>(bit >> 3)) >> (bit & 7) & 1;
+  }
+"""
+    return _packed("custom_mask", hook, reference, packed_mask, mask_indptr)
+
+
+def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:
+    """A mask over a request's own queries: each sees all tokens before them, and of them what its bits say. For speculative trees.
+
+    Args:
+        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
+        mask_indptr: int32 [batch + 1]: where each request's bytes begin.
+    """
+
+    def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any, index: Any, kv_len: Any) -> Any:
+        first = q_idx - index
+        bit = index.to(torch.int64) * (kv_len - first) + torch.clamp(kv_idx - first, min=0)
+        return (kv_idx < first) | ((packed_mask[mask_indptr[b] + bit // 8] >> (bit % 8)) & 1 != 0)  # type: ignore[index]
+
+    hook = """
+  bool mask(const ScoreRow& row, int32_t kv_position) const {
+    const int32_t first = row.position - row.index;  // query
+    const int64_t bit = static_cast<int64_t>(row.index) * (row.kv_len - first) + max(kv_position - first, 0);
+    const unsigned char byte = packed_mask(mask_indptr(row.request) + static_cast<int32_t>(bit >> 3));
+    return (kv_position < first) | (byte >> (bit & 7) & 1);
+  }
+"""
+    return _packed("tree_mask", hook, reference, packed_mask, mask_indptr)
+
+
+def _packed(name: str, hook: str, reference: Any, packed_mask: Tensor | None, mask_indptr: Tensor | None) -> Variant:
+    params = (Param("packed_mask", torch.uint8, 1, packed_mask), Param("mask_indptr", torch.int32, 1, mask_indptr))
+    return Variant.from_source(hook, params, name=name, reference=Reference(None, reference, params, wants_row=True))

@@ -1,0 +1,232 @@
+"""C++ of a variant: expressions as the hooks of a struct, and structs with their parameters."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .expressions import Kind, Node, is_never_negative, nodes_of
+from .params import Param
+
+INCLUDES = '#include "attention/variant_math.h"\n#include "attention/variants.h"\n'
+_TYPES = {Kind.BOOL: "bool", Kind.INT: "int32_t", Kind.FLOAT: "float"}
+_VARIABLES = {"score": "logit", "b": "row.request", "h": "row.qo_head", "q_idx": "row.position", "kv_idx": "kv_position"}
+_SYMBOLS = {
+    **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
+    **{"and": "&", "or": "|", "xor": "^", "shift_right": ">>", "divide": "/"},
+}
+_PREFIXES = {"not": "!", "invert": "~", "negate": "-"}
+_MAX_EXPRESSION = 90  # characters, then a value gets a name
+
+# What the hooks are in C++: type of the result, types and names of the arguments.
+HOOKS = {
+    "logits": ("float", (("float", "logit"), ("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
+    "mask": ("bool", (("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
+    "output": ("float", (("float", "value"), ("const ScoreRow&", "row"), ("int32_t", "column"))),
+}
+
+
+@dataclass(frozen=True)
+class Body:
+    """The inside of a variant's struct.
+
+    Args:
+        name: of the variant.
+        params: its parameters.
+        hooks: which of HOOKS it defines.
+        uses_softmax: whether its logits go through a softmax.
+        code: C++ of the hooks, indented.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    hooks: frozenset[str]
+    uses_softmax: bool
+    code: str
+
+
+def hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
+    """A hook that returns `result`."""
+    statements = _Statements(params)
+    text = statements.returned(result)
+    return_type, arguments = HOOKS[name]
+    named = ", ".join(f"{kind} {argument}" if re.search(rf"\b{argument}\b", text) else f"{kind} /*{argument}*/" for kind, argument in arguments)
+    return f"  ATTN_HD {return_type} {name}({named}) const {{\n{text}  }}\n"
+
+
+class _Statements:
+    """Expressions as text; what is used more than once is computed once."""
+
+    def __init__(self, params: Mapping[str, Param]) -> None:
+        self._params = params
+        self._texts: dict[Node, str] = {}
+
+    def returned(self, result: Node) -> str:
+        nodes = list(nodes_of(result))
+        uses = Counter(arg for node in nodes for arg in node.args)
+        lines: list[str] = []
+        for node in nodes:
+            text = self._text(node)
+            is_plain = node.is_constant or node.op in ("variable", "scalar", "size")
+            if node is not result and not is_plain and (uses[node] > 1 or len(text) > _MAX_EXPRESSION):
+                name = f"t{len(lines)}"
+                lines.append(f"    const {_TYPES[node.kind]} {name} = {text};\n")
+                text = name
+            self._texts[node] = text
+        return "".join(lines) + f"    return {self._texts[result]};\n"
+
+    def _operand(self, node: Node) -> str:
+        """In parentheses where it has parts."""
+        text = self._texts[node]
+        return text if re.fullmatch(r"[\w.:]+(\[\d+\])?", text) or _is_one_call(text) else f"({text})"
+
+    def _text(self, node: Node) -> str:
+        args = node.args
+        match node.op:
+            case "constant":
+                return _constant(node)
+            case "variable":
+                return _VARIABLES[str(node.value)]
+            case "scalar":
+                return self._params[str(node.value)].cpp_name
+            case "size":
+                assert isinstance(node.value, tuple)
+                return f"{self._params[node.value[0]].cpp_name}.sizes[{node.value[1]}]"
+            case "load":
+                param = self._params[str(node.value)]
+                element = f"{param.cpp_name}({', '.join(self._texts[arg] for arg in args)})"
+                return f"static_cast<{_TYPES[node.kind]}>({element})" if param.needs_cast else element
+            case "cast":
+                return f"{self._operand(args[0])} != 0" if node.kind == Kind.BOOL else f"static_cast<{_TYPES[node.kind]}>({self._texts[args[0]]})"
+            case "divide":
+                return self._division(*args)
+            case "floor_divide" | "floor_modulo" if node.kind == Kind.INT and args[1].is_constant:
+                return self._division_by_constant(node.op, *args)
+            case "xor" if node.kind == Kind.BOOL:
+                return f"{self._operand(args[0])} != {self._operand(args[1])}"
+            case "shift_left":  # of negative numbers, too
+                return f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << {self._operand(args[1])})"
+            case op if op in _SYMBOLS:
+                return f"{self._operand(args[0])} {_SYMBOLS[op]} {self._operand(args[1])}"
+            case op if op in _PREFIXES:
+                return f"{_PREFIXES[op]}{self._operand(args[0])}"
+        return f"{node.op}({', '.join(self._texts[arg] for arg in args)})"
+
+    def _division(self, a: Node, b: Node) -> str:
+        """Exact where integers may be made of it; of scores, as quick as a multiplication."""
+        if b.is_constant:
+            value = b.value
+            assert isinstance(value, float)
+            is_power = value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
+            if (is_power or _has_score(a)) and value != 0 and 2.0**-120 < abs(value) < 2.0**120:
+                return f"{self._operand(a)} * {_float(1 / value)}"
+        if _has_score(a) or _has_score(b):
+            return f"quick_divide({self._texts[a]}, {self._texts[b]})"
+        return f"{self._operand(a)} / {self._operand(b)}"
+
+    def _division_by_constant(self, op: str, a: Node, b: Node) -> str:
+        divisor = b.value
+        assert isinstance(divisor, int)
+        if divisor > 0 and divisor & (divisor - 1) == 0:
+            shift = divisor.bit_length() - 1
+            return f"{self._operand(a)} >> {shift}" if op == "floor_divide" else f"{self._operand(a)} & {divisor - 1}"
+        if divisor > 0 and is_never_negative(a):
+            return f"{self._operand(a)} {'/' if op == 'floor_divide' else '%'} {divisor}"
+        return f"{op}({self._texts[a]}, {self._texts[b]})"
+
+
+def _is_one_call(text: str) -> bool:
+    """f(...), the last parenthesis of which closes the first."""
+    begin = re.match(r"[\w.:<>]+\(", text)
+    if begin is None or not text.endswith(")"):
+        return False
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and i >= begin.end() and i < len(text) - 1:
+            return False
+    return depth == 0
+
+
+def _has_score(node: Node) -> bool:
+    return any(inside.op == "variable" and inside.value == "score" for inside in nodes_of(node))
+
+
+def _constant(node: Node) -> str:
+    if node.kind == Kind.BOOL:
+        return "true" if node.value else "false"
+    if node.kind == Kind.FLOAT:
+        return _float(float(node.value))  # type: ignore[arg-type]
+    return str(node.value) if node.value != -(2**31) else "-2147483647 - 1"
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return "infinity() - infinity()" if math.isnan(value) else "infinity()" if value > 0 else "-infinity()"
+    text = str(np.float32(value))  # the shortest that a float32 is read back from
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
+
+
+def source_of(bodies: Sequence[Body]) -> str:
+    """The whole file: UserVariant is the one body, or has one part for each of several."""
+    text = _struct("UserVariant", bodies[0]) if len(bodies) == 1 else _combined(bodies)
+    return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
+
+
+def _struct(name: str, body: Body) -> str:
+    members = "".join(f"  const {param.cpp_type}{'&' if param.is_tensor else ''} {param.cpp_name};\n" for param in body.params)
+    initial = ", ".join(f"{param.cpp_name}(params.{param.cpp_name})" for param in body.params)
+    constructor = f"  ATTN_HD {name}(const Params& {'params' if body.params else '/*params*/'}, int32_t /*kv_head*/){' : ' if initial else ''}{initial} {{}}\n"
+    struct = f"struct {name} : VariantBase {{\n"
+    if body.params:
+        struct += "  struct Params {\n" + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params) + "  };\n"
+    if not body.uses_softmax and "kUsesSoftmax" not in body.code:
+        struct += "  static constexpr bool kUsesSoftmax = false;\n"
+    return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
+
+
+def _combined(bodies: Sequence[Body]) -> str:
+    """Each body is a struct of its own inside UserVariant: their members may have the same names."""
+    names = _names(bodies)
+    parts = list(zip(bodies, names, strict=True))
+    text = "struct UserVariant : VariantBase {\n"
+    for body, name in parts:
+        text += _struct(_struct_name(name), body) + "\n"
+    with_params = [name for body, name in parts if body.params]
+    if with_params:
+        text += "  struct Params {\n" + "".join(f"    {_struct_name(name)}::Params {name};\n" for name in with_params) + "  };\n"
+    if not all(body.uses_softmax for body in bodies):
+        text += "  static constexpr bool kUsesSoftmax = false;\n"
+    text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
+    initial = [f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)" for name in names]
+    text += f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t kv_head)\n      : {', '.join(initial)} {{}}\n\n"
+    for hook_name, (return_type, arguments) in HOOKS.items():
+        having = [name for body, name in parts if hook_name in body.hooks]
+        if not having:
+            continue
+        passed = [argument for _, argument in arguments]
+        text += f"  ATTN_HD {return_type} {hook_name}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const {{\n"
+        if hook_name == "mask":
+            text += "    return " + " & ".join(f"{name}.mask({', '.join(passed)})" for name in having) + ";\n"
+        else:
+            text += "".join(f"    {passed[0]} = {name}.{hook_name}({', '.join(passed)});\n" for name in having) + f"    return {passed[0]};\n"
+        text += "  }\n"
+    return text + "};\n"
+
+
+def _names(bodies: Sequence[Body]) -> list[str]:
+    """Of the parts: those of the variants, numbered where several have the same."""
+    names: list[str] = []
+    for body in bodies:
+        name = f"{body.name}_part"
+        names.append(name if name not in names else f"{body.name}_part_{len(names)}")
+    return names
+
+
+def _struct_name(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))

@@ -1,0 +1,76 @@
+"""Boolean masks as bits: what custom masks read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import INT32_OR_INT64, check_same_device, index_tensor, refuse
+
+BitOrder = Literal["big", "little"]
+
+
+def packbits(x: Tensor, bitorder: BitOrder = "big") -> Tensor:
+    """Packs eight values into a byte, as numpy.packbits does: the last byte is filled up with zeros.
+
+    Args:
+        x: [n], bool or integers: what is not 0 is a set bit.
+        bitorder: "big": the first value is the highest bit of its byte. Masks of attention are "little".
+
+    Returns:
+        uint8 [ceil(n / 8)], on the device of x.
+
+    Raises:
+        ValueError: another shape, dtype or bit order.
+    """
+    bits = _bits(x, bitorder)
+    padded = torch.zeros(-(-bits.shape[0] // 8) * 8, dtype=torch.uint8, device=bits.device)
+    padded[: bits.shape[0]] = bits
+    return _packed(padded, bitorder)
+
+
+def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> tuple[Tensor, Tensor]:
+    """Packs each segment by itself: a segment begins at a byte of its own. Waits for the device, once: the length of the result depends on `indptr`.
+
+    Args:
+        x: [at least indptr[-1]], bool or integers, the segments one after another: for custom masks q_len x kv_len of each request.
+        indptr: int32 or int64 [segments + 1]: segment i is x[indptr[i]:indptr[i + 1]]. It begins with 0 and does not fall (not checked).
+        bitorder: as of packbits.
+
+    Returns:
+        uint8 [new_indptr[-1]], and new_indptr [segments + 1] of indptr's dtype: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
+
+    Raises:
+        ValueError: another shape, dtype, device or bit order.
+    """
+    bits = _bits(x, bitorder)
+    index_tensor("indptr", indptr, INT32_OR_INT64, "[segments + 1]")
+    check_same_device("indptr", indptr, "x", x.device)
+    if indptr.shape[0] == 0:
+        refuse("indptr", indptr, "of at least one element: [segments + 1]")
+    new_indptr = torch.zeros_like(indptr)
+    torch.cumsum((indptr.diff() + 7) // 8, 0, dtype=indptr.dtype, out=new_indptr[1:])
+    num_bits, num_bytes = (int(end) for end in torch.stack((indptr[-1], new_indptr[-1])).tolist())
+    if num_bits > bits.shape[0]:
+        refuse("indptr[-1]", num_bits, f"at most len(x) = {bits.shape[0]}")
+    position = torch.arange(num_bits, dtype=indptr.dtype, device=x.device)
+    segment = torch.searchsorted(indptr[1:].contiguous(), position, right=True)
+    padded = torch.zeros(num_bytes * 8, dtype=torch.uint8, device=x.device)
+    padded[new_indptr[segment].long() * 8 + (position - indptr[segment])] = bits[:num_bits]
+    return _packed(padded, bitorder), new_indptr
+
+
+def _bits(x: object, bitorder: object) -> Tensor:
+    """0 and 1 as uint8."""
+    if not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.is_complex():
+        refuse("x", x, "a vector of booleans or integers")
+    if bitorder not in ("big", "little"):
+        refuse("bitorder", bitorder, "'big' or 'little'")
+    return (x != 0).to(torch.uint8)
+
+
+def _packed(bits: Tensor, bitorder: object) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) << (shifts.flip(0) if bitorder == "big" else shifts)).sum(1, dtype=torch.uint8)

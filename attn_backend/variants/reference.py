@@ -1,0 +1,107 @@
+"""Variants by torch: the Python functions themselves, for tests, and for a CPU without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functions import with_names
+from .params import Param
+
+_CHUNK = 2**16  # scores that a function is mapped over at once
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one variant was made of, or what says the same in Python.
+
+    Args:
+        score_mod, mask_mod: in flex_attention's signatures; a mask_mod of six arguments also gets the query's index among those of its request, and kv_len.
+        params: their names are free variables of the functions.
+    """
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    params: tuple[Param, ...] = ()
+    wants_row: bool = False
+
+    def bound(self, function: Callable[..., Any], args: Mapping[str, Any], dtype: torch.dtype) -> Callable[..., Any]:
+        values = {param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype) for param in self.params}
+        return with_names(function, values)[0]
+
+
+class ReferenceFunctions:
+    """Evaluates a variant by its Python functions, one 0-d tensor for each argument, under torch.vmap."""
+
+    def __init__(self, parts: tuple[Reference, ...]) -> None:
+        self.parts = parts
+
+    def logits(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None) -> Tensor:
+        """Transformed scores: the functions of all parts, in order.
+
+        Args:
+            score: float32 or float64, which decides what is computed in; broadcast with the others.
+            b, h, q_idx, kv_idx: integers.
+            args: parameters that are given at run time.
+        """
+        for part in self.parts:
+            if part.score_mod is not None:
+                score = _map(part.bound(part.score_mod, args or {}, score.dtype), score, b, h, q_idx, kv_idx)
+        return score
+
+    def mask(
+        self,
+        b: Tensor,
+        h: Tensor,
+        q_idx: Tensor,
+        kv_idx: Tensor,
+        args: Mapping[str, Any] | None = None,
+        *,
+        index: Tensor | None = None,
+        kv_len: Tensor | None = None,
+    ) -> Tensor:
+        """Whether the query attends to the token, as booleans: the masks of all parts, intersected; their intervals are included.
+
+        Args:
+            b, h, q_idx, kv_idx: integers, broadcast.
+            args: parameters that are given at run time.
+            index: of the query among those of its request; kv_len: tokens of its request. Only custom masks need them.
+        """
+        seen = torch.ones(torch.broadcast_shapes(b.shape, h.shape, q_idx.shape, kv_idx.shape), dtype=torch.bool, device=q_idx.device)
+        for part in self.parts:
+            if part.mask_mod is None:
+                continue
+            arguments = [b, h, q_idx, kv_idx]
+            if part.wants_row:
+                if index is None or kv_len is None:
+                    raise ValueError("index and kv_len are missing; this variant's mask depends on them")
+                arguments += [index, kv_len]
+            seen = seen & _map(part.bound(part.mask_mod, args or {}, torch.float32), *arguments)
+        return seen
+
+
+def _as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor.to(torch.int32) if tensor.dtype in (torch.uint16, torch.uint32) else tensor  # torch does not compute with these
+
+
+def _map(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
+    """A function of 0-d tensors, over all elements."""
+    arguments = torch.broadcast_tensors(*arguments)
+    shape = arguments[0].shape
+
+    def as_tensor(*elements: Tensor) -> Tensor:
+        result = function(*elements)
+        return result if isinstance(result, Tensor) else torch.tensor(result, device=elements[0].device)
+
+    flat = [argument.reshape(-1) for argument in arguments]
+    if flat[0].numel() == 0:
+        return as_tensor(*(argument.new_zeros(()) for argument in arguments)).new_empty(shape)
+    with torch.no_grad():
+        return torch.vmap(as_tensor, chunk_size=_CHUNK)(*flat).reshape(shape)

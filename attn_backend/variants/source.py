@@ -1,0 +1,97 @@
+"""Hooks that a user wrote in C++: which they are, whether their signatures are right, and how they become a part of the generated file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .cpp import HOOKS, Body
+from .params import Param, is_cpp_word
+
+_NOT_YET = ("query", "key", "value")
+_KNOWN = (*HOOKS, *_NOT_YET)
+
+
+def body_from(cpp: object, params: Sequence[Param], name: str) -> Body:
+    """Refuses what no compiler would explain in the user's words; the rest is the compiler's.
+
+    Raises:
+        ValueError: no hook, one that is not supported, or one with another signature; names the line.
+    """
+    if not isinstance(cpp, str):
+        raise ValueError(f"cpp is a {type(cpp).__name__}, must be a string of C++: any of the hooks {', '.join(HOOKS)}")
+    for param in params:
+        if is_cpp_word(param.name):
+            raise ValueError(f"params: {param.name!r} means something else in C++ or in a variant, must be another name")
+    outer = _outside_of_braces(_without_comments(cpp), name)
+    found = {}
+    for match in re.finditer(rf"\b({'|'.join(_KNOWN)})\s*\(([^)]*)\)", outer):
+        hook, arguments = match.groups()
+        line = cpp.count("\n", 0, match.start()) + 1
+        place = f"\n  {source_name(name)}:{line}: {cpp.splitlines()[line - 1].strip()}"
+        if hook in _NOT_YET:
+            raise ValueError(f"{hook}() is not supported yet; a variant has any of {', '.join(HOOKS)}{place}")
+        if hook in found:
+            raise ValueError(f"{hook}() is defined twice, must be once{place}")
+        result = re.search(r"([\w:]+)\s*$", outer[: match.start()])
+        types = [_type_of(argument) for argument in arguments.split(",")]
+        wanted_result, wanted = HOOKS[hook]
+        is_const = re.match(r"\s*const\b", outer[match.end() :])
+        if result is None or result.group(1) != wanted_result or types != [_type_of(kind) for kind, _ in wanted] or not is_const:
+            raise ValueError(f"{hook}() must be `{_signature(hook)}`{place}")
+        found[hook] = result.start()
+    if not found:
+        raise ValueError("cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS))
+    code = cpp
+    for start in sorted(found.values(), reverse=True):
+        if not re.search(r"\bATTN_HD\s*$", outer[:start]):
+            code = f"{code[:start]}ATTN_HD {code[start:]}"
+    uses_softmax = not re.search(r"\bkUsesSoftmax\s*(=\s*|\{\s*)false\b", outer)
+    lines = f'#line 1 "{source_name(name)}"\n{code}\n#line 1 "<generated for variant {name}>"\n'
+    return Body(name, tuple(params), frozenset(found), uses_softmax, lines)
+
+
+def source_name(name: str) -> str:
+    """What compilers call the user's text."""
+    return f"<variant {name}>"
+
+
+def _signature(hook: str) -> str:
+    result, arguments = HOOKS[hook]
+    return f"{result} {hook}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const"
+
+
+def _type_of(argument: str) -> str:
+    """Without the argument's name, and without spaces that mean nothing: const ScoreRow& -> constScoreRow&."""
+    words = re.findall(r"[\w:]+|&", argument)
+    if len(words) > 1 and words[-1] != "&" and words[-2] not in ("const",):
+        words.pop()
+    words = [word.removeprefix("attn::").removeprefix("std::") for word in words]
+    if words[1:2] == ["const"]:  # ScoreRow const&
+        words[:2] = ["const", words[0]]
+    return " ".join("int32_t" if word == "int" else word for word in words if word != "ATTN_HD")
+
+
+def _without_comments(cpp: str) -> str:
+    """Comments, strings and preprocessor lines become spaces: everything else stays where it is."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match.group())
+
+    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'|^[ \t]*#[^\n]*", blank, cpp, flags=re.DOTALL | re.MULTILINE)
+
+
+def _outside_of_braces(text: str, name: str) -> str:
+    """What is inside of braces becomes spaces, too."""
+    depth = 0
+    characters = []
+    for character in text:
+        depth -= character == "}"
+        if depth < 0:
+            break
+        characters.append(character if depth == 0 or character == "\n" else " ")
+        depth += character == "{"
+    if depth:
+        line = 1 + characters.count("\n")
+        raise ValueError(f"cpp has a brace without its partner\n  {source_name(name)}:{line}")
+    return "".join(characters)

@@ -1,0 +1,285 @@
+"""Variants of attention: Python functions or C++, with parameters, as one C++ struct that every kernel is compiled with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import check_int, check_types, describe
+from .cpp import Body, hook, source_of
+from .expressions import SCORE, constant
+from .functions import TracingError, error_at_definition
+from .params import MAX_BYTES, Layout, Param, check_value, params_from
+from .reference import Reference, ReferenceFunctions
+from .source import body_from
+from .tracing import MASK_MOD, SCORE_MOD, Bound, trace
+from .visibility import visibility_of
+
+_MAX_NAME = 40
+
+
+class Variant:
+    """What attention means beyond softmax(Q K^T * sm_scale) V. Immutable.
+
+    Made by `from_functions`, `from_source`, `builtin` or `combine` (`a & b`).
+
+    Attributes:
+        name: short, of [a-z0-9_]; for messages and file names.
+        source: the C++ that is compiled: defines attn::UserVariant.
+        params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
+        uses_softmax: whether logits go through a softmax; else they are the weights.
+        has_logits, has_mask, has_output: which hooks there are.
+        causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
+            mask hook.
+        params_bytes: sizeof(UserVariant::Params).
+        user_sources: the user's C++ by the name that compilers call it in errors.
+    """
+
+    name: str
+    source: str
+    params: tuple[Param, ...]
+    uses_softmax: bool
+    has_logits: bool
+    has_mask: bool
+    has_output: bool
+    causal: bool
+    window_left: int
+    params_bytes: int
+    user_sources: Mapping[str, str]
+    _bodies: tuple[Body, ...]
+    _references: tuple[Reference | None, ...]
+    _layout: Layout
+    _given: tuple[str, ...]  # names of the parameters that are given to each run
+    _on_device: dict[tuple[int, torch.device], Tensor]  # bound tensors by their place among params
+
+    def __init__(
+        self, parts: Sequence[Variant] = (), *, body: Body | None = None, causal: bool = False, window_left: int = -1, reference: Reference | None = None,
+        name: str | None = None, cpp: str | None = None,
+    ) -> None:  # fmt: skip
+        """Not for users: of one body, or of several variants."""
+        bodies = (body,) if body is not None else tuple(body for part in parts for body in part._bodies)
+        references = (reference,) if body is not None else tuple(reference for part in parts for reference in part._references)
+        fields: dict[str, Any] = {"_bodies": bodies, "_references": references, "causal": causal, "window_left": window_left}
+        fields["name"] = _clean(name if name is not None else "_and_".join(body.name for body in bodies))
+        fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
+        for hook_name in ("logits", "mask", "output"):
+            fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
+        layout = Layout([body.params for body in bodies])
+        if layout.bytes > MAX_BYTES:
+            raise ValueError(f"the parameters of variant {fields['name']} take {layout.bytes} bytes, must be at most {MAX_BYTES}: put numbers into a tensor")
+        fields.update(_layout=layout, params=layout.params, params_bytes=layout.bytes, _on_device={})
+        fields["_given"] = tuple(param.name for param in layout.params if param.value is None)
+        for param in layout.params:
+            if fields["_given"].count(param.name) > 1:
+                raise ValueError(f"variants that are combined both have a parameter {param.name!r}, must have different names")
+        check = f'static_assert(sizeof(UserVariant::Params) == {layout.bytes}, "not as Python packs it");'
+        fields["source"] = source_of(bodies).replace("\n}  // namespace attn", f"\n{check}\n\n}}  // namespace attn")
+        fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | ({} if cpp is None else {f"<variant {fields['name']}>": cpp})
+        self.__dict__.update(fields)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name}: a Variant cannot be changed; must be made anew")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        interval = [*(["causal"] if self.causal else []), *([f"window_left={self.window_left}"] if self.window_left >= 0 else [])]
+        hooks = [name for name in ("logits", "mask", "output") if getattr(self, f"has_{name}")]
+        params = [f"{param.name}: {param.describe()}" for param in self.params if param.value is None]
+        return f"<Variant {self.name}: {', '.join([*interval, *hooks, *([] if self.uses_softmax else ['no softmax']), *params]) or 'plain attention'}>"
+
+    @classmethod
+    def from_functions(
+        cls,
+        score_mod: Callable[..., Any] | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        *,
+        tensors: Mapping[str, Any] | Sequence[Param] = {},
+        name: str | None = None,
+    ) -> Variant:
+        """Traces functions in flex_attention's signatures.
+
+        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request (query i of n stands at kv_len - n + i); all
+        are int32. score is q . k * sm_scale, in float32. Each function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
+        torch.where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil, casts, and tensors indexed by integers.
+
+        Args:
+            score_mod: (score, b, h, q_idx, kv_idx) -> score.
+            mask_mod: (b, h, q_idx, kv_idx) -> whether the query attends to the token.
+            tensors: free variables of the functions that are given to each run: {name: dtype or (dtype, ndim)}, by default of one dimension, or `float` or
+                `int` for a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements are read when
+                a kernel runs (on another device, from a copy that is made once). Numbers become constants, and CPU tensors without dimensions, too.
+            name: default: from the functions' names.
+
+        Raises:
+            TracingError: a ValueError that names what cannot be traced, with the file, the line and the source line.
+            ValueError: a wrong argument.
+        """
+        if score_mod is None and mask_mod is None:
+            raise ValueError("score_mod and mask_mod are None, must be a function, one of them at least")
+        declared = params_from(tensors, "tensors")
+        for param in declared:
+            if param.value is not None:
+                check_value(f"value of {param.name!r}", param, param.value, None)
+        bound: Bound = {}
+        traced = {
+            what: trace(what, function, arguments, declared, bound)
+            for what, function, arguments in (("score_mod", score_mod, SCORE_MOD), ("mask_mod", mask_mod, MASK_MOD))
+            if function is not None
+        }
+        for param in declared:
+            if not any(param.name in one.used for one in traced.values()):
+                raise error_at_definition(
+                    next(filter(None, (score_mod, mask_mod))), f"tensors[{param.name!r}] is no free variable of the functions, must be one"
+                )
+        params = {param.name: param for param in (*declared, *(param for _, param in bound.values()))}
+        hooks: dict[str, str] = {}
+        if "score_mod" in traced and traced["score_mod"].result is not SCORE:
+            hooks["logits"] = hook("logits", traced["score_mod"].result, params)
+        visibility = visibility_of(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
+        if visibility.mask is not None:
+            hooks["mask"] = hook("mask", visibility.mask, params)
+        functions = [function for function in (score_mod, mask_mod) if function is not None]
+        name = _clean(name if name is not None else "_".join(map(_name_of, functions)))
+        body = Body(name, tuple(params.values()), frozenset(hooks), True, "\n".join(hooks.values()))
+        return cls(body=body, causal=visibility.causal, window_left=visibility.window_left, reference=Reference(score_mod, mask_mod, declared))
+
+    @classmethod
+    def from_source(
+        cls,
+        cpp: str,
+        params: Mapping[str, Any] | Sequence[Param] = (),
+        *,
+        name: str,
+        causal: bool = False,
+        window_left: int = -1,
+        reference: Reference | None = None,
+    ) -> Variant:
+        """From hooks in C++: any of
+
+            float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
+            bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row attends to the token
+            float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once
+            static constexpr bool kUsesSoftmax = false;                                   logits() returns weights
+
+        row has request, qo_head, position, index (of the query among those of its request), kv_len and row (of Q). Parameters go by their names. Functions of
+        your own need ATTN_HD before them; those of attention/variant_math.h are there (exp, log, tanh, sigmoid, min, max, ...). Hooks are also called for rows
+        and tokens that do not exist; what they return is then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
+
+        Args:
+            cpp: the hooks.
+            params: Params, or {name: dtype or (dtype, ndim)}, `float` or `int` for a number.
+            name: for messages.
+            causal: nothing after the query is seen, whatever mask() says.
+            window_left: nothing more than so many tokens before the query is seen; -1: no limit.
+            reference: the same in Python.
+
+        Raises:
+            ValueError: a wrong argument, no hook, or one with another signature; names the line.
+        """
+        check_types(str, "a string", name=name)
+        name = _clean(name)
+        check_types(bool, "True or False", causal=causal)
+        body = body_from(cpp, params_from(params, "params"), name)
+        for param in body.params:
+            if param.value is not None:
+                check_value(f"value of {param.name!r}", param, param.value, None)
+        return cls(body=body, causal=causal, window_left=check_int("window_left", window_left, -1), reference=reference, cpp=cpp)
+
+    @classmethod
+    def builtin(cls, name: str, *args: Any, **kwargs: Any) -> Variant:
+        """One of `attn_backend.variants.builtin`, by its name: Variant.builtin("soft_cap", 30.0).
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        from . import builtin
+
+        if name not in builtin.__all__:
+            raise ValueError(f"name is {describe(name)}, must be one of {', '.join(builtin.__all__)}")
+        made: Variant = getattr(builtin, name)(*args, **kwargs)
+        return made
+
+    @classmethod
+    def combine(cls, *variants: Variant) -> Variant:
+        """All of them: their score functions one after another, their masks and intervals intersected.
+
+        Raises:
+            ValueError: something that is no Variant, parameters of the same name, or weights without softmax that others would change.
+        """
+        if not variants:
+            raise ValueError("variants is empty, must be at least one Variant")
+        for i, variant in enumerate(variants):
+            if not isinstance(variant, Variant):
+                raise ValueError(f"variants[{i}] is {describe(variant)}, must be a Variant")
+        for variant, later in zip(variants, [variants[i + 1 :] for i in range(len(variants))], strict=True):
+            after = [other.name for other in later if other.has_logits or not other.uses_softmax]
+            if not variant.uses_softmax and after:
+                raise ValueError(f"variant {variant.name} makes weights without softmax, must come after {', '.join(after)}")
+        windows = [variant.window_left for variant in variants if variant.window_left >= 0]
+        return cls(variants, causal=any(variant.causal for variant in variants), window_left=min(windows, default=-1))
+
+    def __and__(self, other: object) -> Variant:
+        return Variant.combine(self, other) if isinstance(other, Variant) else NotImplemented
+
+    def pack(self, args: Mapping[str, Tensor | float | int], device: torch.device) -> bytes:
+        """The bytes of UserVariant::Params. Tensors lie in it as addresses: they must live until the kernels that read them have run.
+
+        Args:
+            args: of each parameter that is given at run time, by its name: a tensor on `device` of the declared dtype and number of dimensions, with any
+                strides, of at least one element; or a number.
+            device: of the kernels.
+
+        Raises:
+            ValueError: a parameter that is missing, unknown, or not as declared.
+        """
+        if len(args) != len(self._given) or any(name not in args for name in self._given):
+            self._refuse_names(args)
+        values = [
+            self._bound_on(i, param, device) if param.value is not None else check_value(f"variant_args[{param.name!r}]", param, args[param.name], device)
+            for i, param in enumerate(self.params)
+        ]
+        return self._layout.pack(values)
+
+    def reference(self) -> ReferenceFunctions | None:
+        """The variant by torch; None if it has C++ of which nothing else is known."""
+        known = tuple(reference for reference in self._references if reference is not None)
+        return ReferenceFunctions(known) if len(known) == len(self._references) else None
+
+    def _bound_on(self, i: int, param: Param, device: torch.device) -> Tensor | float | int:
+        """The value of params[i], where the device reads it; copies are kept."""
+        if not isinstance(param.value, Tensor):
+            value: float | int = param.value
+            return value
+        if (i, device) not in self._on_device:
+            tensor = param.value.to(device)
+            check_value(param.name, param, tensor, device)
+            self._on_device[i, device] = tensor
+        return self._on_device[i, device]
+
+    def _refuse_names(self, args: Mapping[str, Any]) -> NoReturn:
+        params = {param.name: param for param in self.params if param.value is None}
+        for name in args:
+            if name not in params:
+                raise ValueError(f"variant_args: {name!r} is unknown; known of variant {self.name} are {', '.join(params) or 'none'}")
+        missing = next(param for name, param in params.items() if name not in args)
+        raise ValueError(f"variant_args[{missing.name!r}] of variant {self.name} is missing, must be {missing.describe()}")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _clean(name: str) -> str:
+    cleaned = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:_MAX_NAME].strip("_")
+    return cleaned or "variant"
+
+
+__all__ = ["TracingError", "Variant"]

@@ -1,0 +1,211 @@
+"""What a mask lets through, as far as it is an interval around the query: plans skip what lies outside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..metadata.structure import MAX_INT32
+from .expressions import KV_IDX, Q_IDX, Kind, Node, bitwise, compare, constant, logical_not
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A query at q sees no token outside [q - left, q + right]."""
+
+    left: float  # integers, or infinity
+    right: float
+
+    def __and__(self, other: Reach) -> Reach:
+        return Reach(min(self.left, other.left), min(self.right, other.right))
+
+    def __or__(self, other: Reach) -> Reach:
+        return Reach(max(self.left, other.left), max(self.right, other.right))
+
+
+ALL = Reach(math.inf, math.inf)
+NOTHING = Reach(-math.inf, -math.inf)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """An interval that contains what a mask lets through, as plans know it (csrc/planner/visibility.h), and what is left of the mask inside it.
+
+    Args:
+        causal: nothing after the query is seen.
+        window_left: nothing more than so many tokens before the query is seen; -1: no limit.
+        mask: None: all in the interval is seen.
+    """
+
+    causal: bool
+    window_left: int
+    mask: Node | None
+
+
+def visibility_of(mask: Node) -> Visibility:
+    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that it says wholly."""
+    terms = list(_terms(mask))
+    reach = ALL
+    for term in terms:
+        reach &= _reach(term)
+    causal = reach.right <= 0
+    window_left = int(max(reach.left, 0)) if -math.inf < reach.left <= MAX_INT32 else 0 if reach.left < 0 else -1
+    interval = Reach(window_left if window_left >= 0 else math.inf, 0 if causal else math.inf)
+    left = [term for term in terms if not _is_implied(term, interval)]
+    rest = None
+    for term in left:
+        rest = term if rest is None else bitwise("and", rest, term)
+    return Visibility(causal, window_left, rest)
+
+
+def _terms(mask: Node) -> Iterator[Node]:
+    """Whose conjunction is the mask."""
+    if mask.op == "and":
+        for arg in mask.args:
+            yield from _terms(arg)
+    elif mask.op == "not" and mask.args[0].op == "or":
+        for arg in mask.args[0].args:
+            yield from _terms(logical_not(arg))
+    elif mask.op == "not" and mask.args[0].op in _OPPOSITES and mask.args[0].args[0].kind == Kind.INT:  # of floats, a NaN is neither
+        yield from _terms(compare(_OPPOSITES[mask.args[0].op], *mask.args[0].args))
+    elif mask.op in ("lt", "le", "gt", "ge"):
+        yield from _without_abs(mask)
+    elif not (mask.is_constant and mask.value is True):
+        yield mask
+
+
+_OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _without_abs(comparison: Node) -> Iterator[Node]:
+    """|x| <= y as x <= y and -x <= y."""
+    a, b = comparison.args
+    op = comparison.op
+    if a.op != "abs" and b.op == "abs":
+        a, b, op = b, a, _MIRRORED[op]
+    if a.op == "abs" and a.kind == Kind.INT and b.is_constant and op in ("lt", "le"):
+        inside = a.args[0]
+        limit = b.value
+        assert isinstance(limit, int)
+        yield compare(op, inside, b)
+        yield compare(_MIRRORED[op], inside, constant(-limit))
+    else:
+        yield comparison
+
+
+def _reach(term: Node) -> Reach:
+    if term.is_constant:
+        return ALL if term.value else NOTHING
+    if term.kind != Kind.BOOL:
+        return ALL
+    match term.op:
+        case "or":
+            return _reach(term.args[0]) | _reach(term.args[1])
+        case "and":
+            return _reach(term.args[0]) & _reach(term.args[1])
+        case "not":
+            inside = term.args[0]
+            if inside.op in ("or", "and"):  # De Morgan
+                one, other = (_reach(logical_not(arg)) for arg in inside.args)
+                return one & other if inside.op == "or" else one | other
+            return _reach(compare(_OPPOSITES[inside.op], *inside.args)) if inside.op in _OPPOSITES and inside.args[0].kind == Kind.INT else ALL
+        case "select":
+            condition, yes, no = term.args
+            return (_reach(condition) & _reach(yes)) | (_reach(logical_not(condition)) & _reach(no))
+        case "lt" | "le" | "gt" | "ge":
+            reach = ALL
+            for part in _without_abs(term):
+                reach &= _reach_of_inequality(part)
+            return reach
+        case "eq":
+            a, b = term.args
+            if a.op == b.op == "floor_divide" and a.args[1] == b.args[1] and a.args[1].is_constant:
+                return _reach_of_equal_quotients(a.args[0], b.args[0], a.args[1].value)
+            return _reach_of_inequality(compare("le", a, b)) & _reach_of_inequality(compare("ge", a, b))
+    return ALL
+
+
+def _reach_of_inequality(comparison: Node) -> Reach:
+    """Of factor * (q - kv) + offset >= 0."""
+    if comparison.is_constant:
+        return ALL if comparison.value else NOTHING
+    linear = _difference_of(comparison)
+    if linear is None:
+        return ALL
+    factor, offset = linear
+    if factor == 0:
+        return ALL if offset >= 0 else NOTHING
+    if factor > 0:  # kv - q <= offset / factor
+        return Reach(math.inf, offset // factor)
+    return Reach(offset // -factor, math.inf)
+
+
+def _reach_of_equal_quotients(a: Node, b: Node, divisor: object) -> Reach:
+    """Of a // divisor == b // divisor: a and b lie less than |divisor| apart."""
+    assert isinstance(divisor, int)
+    difference = _subtract(_linear(a), _linear(b))
+    if difference is None or difference[0] != -difference[1] or abs(difference[0]) != 1:
+        return ALL
+    offset = difference[2] * difference[0]  # q - kv + offset
+    return Reach(abs(divisor) - 1 - offset, abs(divisor) - 1 + offset)
+
+
+def _is_implied(term: Node, interval: Reach) -> bool:
+    """Whether the interval says all that the term says."""
+    if term.op not in ("lt", "le", "gt", "ge"):
+        return False
+    linear = _difference_of(term)
+    if linear is None:
+        return False
+    factor, offset = linear
+    if factor == 0:
+        return offset >= 0
+    return interval.right <= offset // factor if factor > 0 else interval.left <= offset // -factor
+
+
+def _difference_of(comparison: Node) -> tuple[int, int] | None:
+    """(factor, offset), if the comparison is factor * (q - kv) + offset >= 0."""
+    a, b = comparison.args
+    if a.kind != Kind.INT:
+        return None
+    if comparison.op in ("lt", "le"):
+        a, b = b, a
+    difference = _subtract(_linear(a), _linear(b))
+    if difference is None or difference[0] != -difference[1]:
+        return None
+    return difference[0], difference[2] - (1 if comparison.op in ("lt", "gt") else 0)
+
+
+_Linear = tuple[int, int, int]  # factors of q and kv, and what is added
+
+
+def _subtract(a: _Linear | None, b: _Linear | None) -> _Linear | None:
+    return None if a is None or b is None else (a[0] - b[0], a[1] - b[1], a[2] - b[2])
+
+
+def _scaled(a: _Linear, factor: int) -> _Linear:
+    return (a[0] * factor, a[1] * factor, a[2] * factor)
+
+
+def _linear(a: Node) -> _Linear | None:
+    if a is Q_IDX:
+        return (1, 0, 0)
+    if a is KV_IDX:
+        return (0, 1, 0)
+    if a.is_constant and isinstance(a.value, int):
+        return (0, 0, int(a.value))
+    if a.op == "negate":
+        inside = _linear(a.args[0])
+        return None if inside is None else _scaled(inside, -1)
+    if a.op not in ("add", "sub", "mul"):
+        return None
+    one, other = _linear(a.args[0]), _linear(a.args[1])
+    if one is None or other is None:
+        return None
+    if a.op != "mul":
+        return _subtract(one, _scaled(other, -1 if a.op == "add" else 1))
+    if one[:2] == (0, 0):
+        return _scaled(other, one[2])
+    return _scaled(one, other[2]) if other[:2] == (0, 0) else None

@@ -1,0 +1,290 @@
+"""What cannot be a variant: each refusal names what is in the way, with the user's line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from attn_backend.variants import Param, TracingError, Variant, builtin
+
+# ruff: noqa: F821
+TABLE = torch.zeros(4, 5)
+DOUBLES = torch.zeros(4, dtype=torch.float64)
+
+
+def score_branch(score, b, h, q_idx, kv_idx):
+    if q_idx > 3:
+        return score
+    return score * 2
+
+
+def score_and(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx > 3 and kv_idx > 3, score, 0.0)
+
+
+def score_python_max(score, b, h, q_idx, kv_idx):
+    return score + max(q_idx, kv_idx)
+
+
+def score_add_(score, b, h, q_idx, kv_idx):
+    return score.add_(1)
+
+
+def score_augmented(score, b, h, q_idx, kv_idx):
+    score += 1
+    return score
+
+
+def score_write(score, b, h, q_idx, kv_idx):
+    slopes[h] = 0
+    return score
+
+
+def score_write_captured(score, b, h, q_idx, kv_idx):
+    TABLE[0, 0] = 1
+    return score
+
+
+def score_erf(score, b, h, q_idx, kv_idx):
+    return torch.erf(score)
+
+
+def score_method(score, b, h, q_idx, kv_idx):
+    return score.lgamma()
+
+
+def score_item(score, b, h, q_idx, kv_idx):
+    return score * h.item()
+
+
+def score_float(score, b, h, q_idx, kv_idx):
+    return score * float(h)
+
+
+def score_numpy(score, b, h, q_idx, kv_idx):
+    return score + numpy.arange(4)[h]
+
+
+def score_range(score, b, h, q_idx, kv_idx):
+    for i in range(h):
+        score = score + i
+    return score
+
+
+def score_whole_table(score, b, h, q_idx, kv_idx):
+    return score * slopes
+
+
+def score_whole_captured(score, b, h, q_idx, kv_idx):
+    return score * TABLE
+
+
+def score_part_of_captured(score, b, h, q_idx, kv_idx):
+    return score * TABLE[h]
+
+
+def score_too_many_indices(score, b, h, q_idx, kv_idx):
+    return score * slopes[h, b]
+
+
+def score_float_index(score, b, h, q_idx, kv_idx):
+    return score * slopes[h / 2]
+
+
+def score_slice(score, b, h, q_idx, kv_idx):
+    return score * slopes[1:][h]
+
+
+def score_double(score, b, h, q_idx, kv_idx):
+    return score.to(torch.float64)
+
+
+def score_captured_double(score, b, h, q_idx, kv_idx):
+    return score + DOUBLES[h]
+
+
+def score_undeclared(score, b, h, q_idx, kv_idx):
+    return score + nowhere[h]
+
+
+def score_random(score, b, h, q_idx, kv_idx):
+    return score + torch.rand(())
+
+
+def score_power(score, b, h, q_idx, kv_idx):
+    return score**h
+
+
+def score_large(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx < 2**40, score, 0.0)
+
+
+def score_zero(score, b, h, q_idx, kv_idx):
+    return score + q_idx // 0
+
+
+def score_raises(score, b, h, q_idx, kv_idx):
+    raise RuntimeError("as it likes")
+
+
+def score_minus_boolean(score, b, h, q_idx, kv_idx):
+    return score * (-(h > 1))
+
+
+def score_helper(score, b, h, q_idx, kv_idx):
+    return inner(score, h)
+
+
+def inner(score, h):
+    return score if h else -score
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "line"),
+    [
+        (score_branch, "a branch depends on values that only the kernel knows", "if q_idx > 3:"),
+        (score_and, "a branch depends on values that only the kernel knows", "return torch.where(q_idx > 3 and kv_idx > 3, score, 0.0)"),
+        (score_python_max, "a branch depends on values that only the kernel knows", "return score + max(q_idx, kv_idx)"),
+        (score_add_, "an in-place write (add_)", "return score.add_(1)"),
+        (score_augmented, "an in-place write (__iadd__)", "score += 1"),
+        (score_write, "an in-place write ([...] =)", "slopes[h] = 0"),
+        (score_write_captured, "an in-place write (__setitem__)", "TABLE[0, 0] = 1"),
+        (score_erf, "erf() is unknown here; known are arithmetic", "return torch.erf(score)"),
+        (score_method, ".lgamma is unknown here", "return score.lgamma()"),
+        (score_item, "a value that only the kernel knows is made a Python number (item)", "return score * h.item()"),
+        (score_float, "made a Python number (float())", "return score * float(h)"),
+        (score_numpy, "made a Python number (array())", "return score + numpy.arange(4)[h]"),
+        (score_range, "made a Python number (index())", "for i in range(h):"),
+        (score_whole_table, "slopes has 1 dimension(s) without an index", "return score * slopes"),
+        (score_whole_captured, "a captured tensor of shape [4, 5] is used whole; must be indexed", "return score * TABLE"),
+        (score_part_of_captured, "TABLE has 1 dimension(s) without an index", "return score * TABLE[h]"),
+        (score_too_many_indices, "slopes has 2 indices for 1 dimension(s)", "return score * slopes[h, b]"),
+        (score_float_index, "slopes is indexed with a float; must be an integer", "return score * slopes[h / 2]"),
+        (score_slice, "slopes is indexed with slice(1, None, None); must be an integer for each dimension, or :", "return score * slopes[1:][h]"),
+        (score_double, "a cast to torch.float64; must be to torch.float32", "return score.to(torch.float64)"),
+        (score_captured_double, "dtype of 'DOUBLES' is torch.float64, must be float or int for a number, or one of float32,", "return score + DOUBLES[h]"),
+        (score_undeclared, "name 'nowhere' is not defined; a tensor that is given at run time is declared: tensors={'nowhere'", "return score + nowhere[h]"),
+        (score_random, "rand() would be drawn once", "return score + torch.rand(())"),
+        (score_power, "** that is neither", "return score**h"),
+        (score_large, "the integer 1099511627776 does not fit into an int32", "return torch.where(q_idx < 2**40, score, 0.0)"),
+        (score_zero, "an integer division by 0", "return score + q_idx // 0"),
+        (score_raises, "RuntimeError: as it likes", 'raise RuntimeError("as it likes")'),
+        (score_minus_boolean, "- of a boolean, which torch does not have", "return score * (-(h > 1))"),
+        (score_helper, "a branch depends on values that only the kernel knows", "return score if h else -score"),
+    ],
+)
+def test_cannot_be_traced(function: Callable[..., Any], message: str, line: str) -> None:
+    tensors = {"slopes": torch.float32} if "slopes" in function.__code__.co_names else {}
+    with pytest.raises(TracingError) as refused:
+        Variant.from_functions(function, tensors=tensors)
+    text = str(refused.value)
+    assert text.startswith("score_mod cannot be traced: ")
+    assert message in text
+    assert re.search(rf"\n  .*test_variant_refusals\.py:\d+: {re.escape(line)}$", text), text
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "mask_mod", "message"),
+    [
+        (lambda score, b, h, q_idx: score, None, "score_mod must be a function of (score, b, h, q_idx, kv_idx), takes (score, b, h, q_idx)"),
+        (None, lambda score, b, h, q_idx, kv_idx: score, "mask_mod must be a function of (b, h, q_idx, kv_idx), takes (score, b, h, q_idx, kv_idx)"),
+        (3, None, "score_mod must be a function of (score, b, h, q_idx, kv_idx), is a int"),
+        (lambda score, b, h, q_idx, kv_idx: q_idx, None, "score_mod returns an integer, must return a float32: the score"),
+        (lambda score, b, h, q_idx, kv_idx: q_idx > 3, None, "score_mod returns a boolean, must return a float32: the score"),
+        (lambda score, b, h, q_idx, kv_idx: None, None, "score_mod returns None, must return a float32: the score"),
+        (lambda score, b, h, q_idx, kv_idx: (score, score), None, "score_mod returns a tuple, must return a float32: the score"),
+        (None, lambda b, h, q_idx, kv_idx: q_idx, "mask_mod returns an integer, must return a boolean: the mask"),
+        (None, lambda b, h, q_idx, kv_idx: q_idx * 0.5, "mask_mod returns a float, must return a boolean: the mask"),
+        (None, None, "score_mod and mask_mod are None, must be a function, one of them at least"),
+    ],
+)
+def test_wrong_functions(score_mod: Any, mask_mod: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Variant.from_functions(score_mod, mask_mod)
+
+
+def use_slopes(score, b, h, q_idx, kv_idx):
+    return score * slopes[h]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"slopes": torch.float32, "other": torch.float32}, "tensors['other'] is no free variable of the functions, must be one"),
+        ({"slopes": torch.float64}, "tensors['slopes']: dtype of 'slopes' is torch.float64, must be float or int for a number, or one of float32, "),
+        ({"slopes": (torch.float32, 9)}, "tensors['slopes']: ndim is 9, must be less than or equal to 8"),
+        ({"slopes": (float, 1)}, "ndim of 'slopes' is 1, must be None for a number"),
+        ({"not a name": torch.float32}, "tensors['not a name']: name is 'not a name', "),
+        ([Param("slopes", torch.float32), Param("slopes", torch.float32)], "tensors has 'slopes' 2 times, must have it once"),
+        (["slopes"], "tensors[0] is 'slopes', must be a Param"),
+    ],
+)
+def test_wrong_tensors(tensors: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Variant.from_functions(use_slopes, tensors=tensors)
+
+
+def test_combinations_that_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="variants that are combined both have a parameter 'slopes'"):
+        builtin.alibi() & builtin.alibi()
+    with pytest.raises(ValueError, match="variant sigmoid makes weights without softmax, must come after alibi"):
+        builtin.sigmoid() & builtin.alibi()
+    with pytest.raises(ValueError, match=r"variants\[1\] is 3, must be a Variant"):
+        Variant.combine(builtin.causal(), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        builtin.causal() & 3
+    with pytest.raises(ValueError, match="take 288 bytes, must be at most 256"):
+        Variant.from_source(HOOK, [Param(f"p{i}", torch.float32, 8) for i in range(4)], name="large")
+
+
+HOOK = "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit; }"
+
+
+@pytest.mark.parametrize(
+    ("cpp", "params", "message"),
+    [
+        ("int x;", {}, "cpp has no hook, must have any of"),
+        (3, {}, "cpp is a int, must be a string of C++"),
+        (
+            "\n\n  float query(float q) const { return q; }",
+            {},
+            "query() is not supported yet; a variant has any of logits, mask, output\n  <variant mine>:3: float query",
+        ),
+        (
+            "float logits(float logit) const { return logit; }",
+            {},
+            "logits() must be `float logits(float logit, const ScoreRow& row, int32_t kv_position) const`",
+        ),
+        (HOOK.replace(") const", ")"), {}, "logits() must be `float logits("),
+        (HOOK + "\n" + HOOK, {}, "logits() is defined twice, must be once\n  <variant mine>:2"),
+        (HOOK + "}", {}, "cpp has a brace without its partner\n  <variant mine>:1"),
+        (HOOK + "\n{", {}, "cpp has a brace without its partner\n  <variant mine>:2"),
+        (HOOK, {"row": torch.float32}, "params: 'row' means something else in C++ or in a variant, must be another name"),
+        (HOOK, {"double": float}, "params: 'double' means something else in C++"),
+    ],
+)
+def test_wrong_sources(cpp: Any, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Variant.from_source(cpp, params, name="mine")
+
+
+def test_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError, match="a Variant cannot be changed"):
+        builtin.causal().name = "other"
+
+
+def test_builtins_check_their_arguments() -> None:
+    for make, message in (
+        (lambda: builtin.sliding_window(-1), "left is -1, must be an int in"),
+        (lambda: builtin.streaming_llm(0), "window is 0, must be an int in"),
+        (lambda: builtin.soft_cap(-2.0), "cap is -2.0, must be a number above 0, or None"),
+        (lambda: builtin.chunked_local(0), "chunk is 0, must be an int in"),
+        (lambda: builtin.alibi(torch.zeros(2, 2)), r"value of 'slopes' is a float32 tensor of shape \[2, 2\] .*, must be a float32 tensor of 1 dimension"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -1,0 +1,103 @@
+"""Intervals of masks: they never hide what the mask shows, and what they replace was theirs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from attn_backend.metadata.structure import MAX_INT32
+from attn_backend.variants.expressions import KV_IDX, Q_IDX, B, H, Kind, Node, absolute, arithmetic, bitwise, compare, constant, logical_not, select
+from attn_backend.variants.visibility import visibility_of
+
+LENGTH = 24
+Q, KV = torch.meshgrid(torch.arange(LENGTH), torch.arange(LENGTH), indexing="ij")
+VALUES: dict[Node, torch.Tensor] = {Q_IDX: Q, KV_IDX: KV, B: torch.full_like(Q, 2), H: torch.full_like(Q, 1)}
+FUNCTIONS: dict[str, Any] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "negate": torch.neg,
+    "abs": torch.abs,
+    "floor_divide": torch.floor_divide,
+    "floor_modulo": torch.remainder,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "select": torch.where,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "not": torch.logical_not,
+    **{name: getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+}
+
+
+def value_of(node: Node) -> torch.Tensor:
+    if node in VALUES:
+        return VALUES[node]
+    if node.is_constant:
+        return torch.full_like(Q, node.value, dtype=torch.bool if node.kind == Kind.BOOL else Q.dtype)
+    return FUNCTIONS[node.op](*map(value_of, node.args))
+
+
+def random_integer(draw: random.Random, depth: int) -> Node:
+    if depth == 0 or draw.random() < 0.25:
+        return draw.choice([Q_IDX, KV_IDX, Q_IDX, KV_IDX, B, constant(draw.randint(-6, 12))])
+    one, other = random_integer(draw, depth - 1), random_integer(draw, depth - 1)
+    return draw.choice(
+        [
+            lambda: arithmetic("sub", Q_IDX, KV_IDX),
+            lambda: arithmetic("sub", KV_IDX, Q_IDX),
+            lambda: arithmetic("add", one, other),
+            lambda: arithmetic("sub", one, other),
+            lambda: arithmetic("mul", one, constant(draw.choice([-2, -1, 2, 3]))),
+            lambda: absolute(one),
+            lambda: arithmetic("floor_divide", one, constant(draw.choice([2, 3, 5, -4]))),
+            lambda: arithmetic("floor_modulo", one, constant(draw.choice([2, 3, 5]))),
+            lambda: arithmetic(draw.choice(["min", "max"]), one, other),
+        ]
+    )()
+
+
+def random_mask(draw: random.Random, depth: int) -> Node:
+    if depth == 0 or draw.random() < 0.3:
+        return compare(draw.choice(["lt", "le", "gt", "ge", "eq", "ne"]), random_integer(draw, 2), random_integer(draw, 1))
+    one, other = random_mask(draw, depth - 1), random_mask(draw, depth - 1)
+    return draw.choice(
+        [
+            lambda: bitwise("and", one, other),
+            lambda: bitwise("and", one, other),
+            lambda: bitwise("or", one, other),
+            lambda: logical_not(one),
+            lambda: select(random_mask(draw, 0), one, other),
+            lambda: one,
+        ]
+    )()
+
+
+def test_random_masks() -> None:
+    draw = random.Random(0)
+    derived = dropped = 0
+    for _ in range(2000):
+        mask = random_mask(draw, 3)
+        visibility = visibility_of(mask)
+        inside = torch.ones_like(Q, dtype=torch.bool)
+        if visibility.causal:
+            inside &= KV <= Q
+        if visibility.window_left >= 0:
+            inside &= visibility.window_left >= Q - KV
+        seen = value_of(mask)
+        assert not (seen & ~inside).any(), "the interval hides what the mask shows"
+        rest = torch.ones_like(inside) if visibility.mask is None else value_of(visibility.mask)
+        assert torch.equal(rest & inside, seen), "a term was dropped that the interval does not say"
+        derived += visibility.causal or visibility.window_left >= 0
+        dropped += (visibility.causal or visibility.window_left >= 0) and visibility.mask is None
+    assert derived > 100
+    assert dropped > 20
+
+
+def test_largest_windows() -> None:
+    distance = arithmetic("sub", Q_IDX, KV_IDX)
+    assert visibility_of(compare("le", distance, constant(MAX_INT32))).window_left == MAX_INT32
+    wider = visibility_of(compare("le", arithmetic("add", arithmetic("mul", distance, constant(1)), constant(-5)), constant(MAX_INT32)))
+    assert (wider.window_left, wider.mask is None) == (-1, False)
