@@ -1,76 +1,54 @@
-"""Variants written in C++, as an Attention takes them, and the same for the oracle."""
+"""Variants in C++, and the same for the oracle."""
 
 from __future__ import annotations
-
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import oracle
 import torch
 
-_HEADER = Path(__file__).with_name("csrc") / "slanted_variant.h"
+from attn_backend import Variant
 
+SLANTED = Variant.from_source(
+    """\
+float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
+  return logit + slope * static_cast<float>((row.qo_head + 1) * (kv_position - row.position));
+}
+bool mask(const ScoreRow& row, int32_t kv_position) const {
+  return (kv_position + row.row + row.index + row.kv_len + 5 * row.request + row.qo_head) % 3 != 0;
+}
+float output(float value, const ScoreRow& row, int32_t column) const {
+  return value + static_cast<float>(row.request % 4 + column % 3);
+}
+""",
+    {"slope": float},
+    name="slanted",
+)
 
-@dataclass(frozen=True, eq=False)
-class SourceVariant:
-    """A variant whose Params are floats."""
-
-    name: str
-    source: str
-    params: tuple[str, ...] = ()
-    uses_softmax: bool = True
-    has_logits: bool = True
-    has_mask: bool = False
-    has_output: bool = False
-    causal: bool = False
-    window_left: int = -1
-
-    @property
-    def params_bytes(self) -> int:
-        return 4 * len(self.params)
-
-    def pack(self, args: Mapping[str, Any], device: torch.device) -> bytes:
-        return struct.pack(f"{len(self.params)}f", *(args[name] for name in self.params))
-
-
-def of_header(name: str, struct_name: str, **traits: Any) -> SourceVariant:
-    """A struct of slanted_variant.h."""
-    user = f"struct UserVariant : {struct_name} {{\n  using {struct_name}::{struct_name};\n}};"
-    return SourceVariant(name, f"{_HEADER.read_text().replace('#pragma once', '')}\nnamespace attn {{\n{user}\n}}  // namespace attn\n", **traits)
-
-
-SLANTED = of_header("slanted", "SlantedVariant", params=("slope",), has_mask=True, has_output=True)
-SQUARED = of_header("squared", "SquaredVariant", uses_softmax=False)
-
-ALIBI_SOURCE = """\
-#include "attention/variants.h"
-
-namespace attn {
-struct UserVariant : VariantBase {
-  struct Params {
-    float slope;
-  };
-  float slope;
-
-  ATTN_HD UserVariant(const Params& params, int32_t /*kv_head*/) : slope(params.slope) {}
-  ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
-    return logit + slope * static_cast<float>(kv_position - row.position);
-  }
-};
-}  // namespace attn
+SQUARED_CPP = """\
+static constexpr bool kUsesSoftmax = false;
+float logits(float logit, const ScoreRow&, int32_t) const { return logit * logit; }
 """
-ALIBI = SourceVariant("alibi", ALIBI_SOURCE, params=("slope",))
-MISSPELT_LINE = 12
-MISSPELT = SourceVariant("misspelt", ALIBI_SOURCE.replace("return logit +", "return logti +"), params=("slope",))
+SQUARED = Variant.from_source(SQUARED_CPP, name="squared")
+
+ALIBI_CPP = """\
+float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
+  return logit + slope * static_cast<float>(kv_position - row.position);
+}
+"""
+
+
+def alibi(cpp: str = ALIBI_CPP, name: str = "alibi") -> Variant:
+    return Variant.from_source(cpp, {"slope": float}, name=name)
+
+
+ALIBI = alibi()
+MISSPELT = alibi(ALIBI_CPP.replace("return logit +", "return logti +"), "misspelt")
+MISSPELT_LINE = 2
 
 
 def slanted_oracle(slope: float) -> oracle.Variant:
     return oracle.Variant(
         logits=lambda logits, at: logits + slope * (at.head + 1) * (at.token - at.position),
-        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
+        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.head) % 3 != 0,
         output=lambda o, at: o + at.request % 4 + torch.arange(o.shape[-1], device=o.device) % 3,
     )
 

@@ -6,9 +6,12 @@ import argparse
 import importlib
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, manifest
+
+if TYPE_CHECKING:
+    from ..variants import Variant
 
 _GPU = re.compile(r"sm_\d+a?")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -71,8 +74,10 @@ def _check_archs(archs: list[str], known: list[str]) -> None:
             raise ValueError(f"--arch is {arch!r}, must be one of {', '.join(known)}")
 
 
-def _imported(place: str) -> Any:
+def _imported(place: str) -> Variant:
     """What MODULE:OBJECT names; modules of the working folder are found, too."""
+    from ..variants import Variant
+
     module_name, _, name = place.partition(":")
     if not module_name or not name:
         raise ValueError(f"--variant is {place!r}, must be MODULE:OBJECT, such as my_package.masks:document_mask")
@@ -82,11 +87,11 @@ def _imported(place: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"--variant is {place!r}: {error}") from error
-    found = module
+    found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"--variant is {place!r}, but {module_name} has no {name}")
         found = getattr(found, part)
-    if not all(hasattr(found, attribute) for attribute in ("name", "source", "has_output")):
+    if not isinstance(found, Variant):
         raise ValueError(f"--variant is {place!r}, which is a {type(found).__name__}, must be a Variant")
     return found

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Real
 from threading import Lock
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -19,11 +19,14 @@ from ..metadata.structure import check_device, check_int, check_plain, check_typ
 from ..settings import Settings
 from . import manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
-from .attention_variant import AttentionVariant, Variant
+from .attention_variant import AttentionVariant
 from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
 from .structs import pack, unpack, values_of
+
+if TYPE_CHECKING:
+    from ..variants import Variant
 
 _CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
 _MAX_FLOAT = torch.finfo(torch.float32).max
@@ -174,7 +177,7 @@ class Attention:
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
-                causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view)
+                causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
                     _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, _positions(view)),

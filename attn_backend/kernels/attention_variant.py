@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,24 +17,10 @@ from ..settings import Settings
 from . import manifest, variant_kernels
 from .library import library
 
+if TYPE_CHECKING:
+    from ..variants import Variant
+
 _NOT_LOADED = "kernel is not loaded: "  # Attention::run (csrc/runtime/attention.cpp)
-
-
-@runtime_checkable
-class Variant(manifest.VariantSource, Protocol):
-    """What an Attention uses of a variant (attn_backend/variants/)."""
-
-    @property
-    def uses_softmax(self) -> bool: ...
-    @property
-    def has_mask(self) -> bool: ...
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def window_left(self) -> int: ...
-    @property
-    def params_bytes(self) -> int: ...
-    def pack(self, args: Mapping[str, Tensor | float | int], device: torch.device) -> bytes: ...
 
 
 class AttentionVariant:
@@ -45,6 +31,8 @@ class AttentionVariant:
     """
 
     def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+        from ..variants import Variant
+
         if not isinstance(variant, Variant):
             refuse("variant", variant, "a Variant or None")
         self.variant = variant
@@ -90,8 +78,16 @@ class AttentionVariant:
         """The kernel that a run found not to be loaded; "" if the error is another one."""
         return str(error).removeprefix(_NOT_LOADED) if str(error).startswith(_NOT_LOADED) else ""
 
-    def visibility(self, view: BSRView) -> tuple[bool, int]:
-        """causal and window_left of what a view and the variant both let through."""
+    def visibility(self, view: BSRView, num_levels: int) -> tuple[bool, int]:
+        """causal and window_left of what a view and the variant both let through.
+
+        Raises:
+            ValueError: a window of the variant in one of several levels, whose positions are not those in the requests.
+        """
+        if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
+            if self.variant.window_left >= 0:
+                refuse("len(composition.levels)", num_levels, f"1 under variant {self.variant.name}, which has a window")
+            return (self._is_causal_by_default or self.variant.causal) if view.causal is None else view.causal, view.window_left
         causal = self.variant.causal or (self._is_causal_by_default if view.causal is None else view.causal)
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
         return causal, min(windows, default=-1)

@@ -5,6 +5,7 @@ A kernel's source is generated here: a wrapper that instantiates a template of c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from string import Template
@@ -77,12 +78,14 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 class VariantSource(Protocol):
-    """What kernels are made of: a name ([a-z0-9_]+), and C++ that defines attn::UserVariant (csrc/attention/variants.h); has_output: with a hook for it."""
+    """What kernels are made of (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
 
     @property
     def name(self) -> str: ...
     @property
     def source(self) -> str: ...
+    @property
+    def user_sources(self) -> Mapping[str, str]: ...
     @property
     def has_output(self) -> bool: ...
 
@@ -93,8 +96,8 @@ def variant_text(variant: VariantSource) -> str:
 
 
 def variant_place(name: str) -> str:
-    """What the compiler takes for the file of a variant's source."""
-    return f"<variant {name}>"
+    """What the compiler takes for the file of a variant's generated source."""
+    return f"<source of variant {name}>"
 
 
 def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource) -> dict[str, Kernel]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..settings import Settings
@@ -144,17 +144,21 @@ def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tu
 
 
 def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError:
-    """What the compiler said of the user's own lines, if it named any; else the error itself."""
-    place, source = manifest.variant_place(variant.name), variant.source.split("\n")
-    found: list[str] = []
+    """What the compiler said of the user's own lines, or else of those made from Python functions; the error itself if it named none."""
+    for sources in (variant.user_sources, {manifest.variant_place(variant.name): variant.source}):
+        found = [message for place, source in sources.items() for message in _errors_in(place, source, str(error))]
+        if found:
+            return RuntimeError("\n".join((f"variant {variant.name} does not compile:", *dict.fromkeys(found))))
+    return error
+
+
+def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
+    """The errors that a compiler reports for lines of a source, with these lines."""
+    lines = source.split("\n")
     # nvcc and NVRTC: FILE(LINE): error: TEXT; g++ and clang++: FILE:LINE:COLUMN: error: TEXT.
-    for match in re.finditer(rf"^{re.escape(place)}(?:\((\d+)\)|:(\d+)(?::\d+)?): *(.*\berror\b.*)$", str(error), re.MULTILINE):
+    for match in re.finditer(rf"^{re.escape(place)}(?:\((\d+)\)|:(\d+)(?::\d+)?): *(.*\berror\b.*)$", said, re.MULTILINE):
         number = int(match[1] or match[2])
-        line = source[number - 1] if 0 < number <= len(source) else ""
-        message = f"{place}:{number}: {match[3]}\n{number:6} | {line}"
-        if message not in found:
-            found.append(message)
-    return RuntimeError("\n".join((f"variant {variant.name} does not compile:", *found))) if found else error
+        yield f"{place}:{number}: {match[3]}\n{number:6} | {lines[number - 1] if 0 < number <= len(lines) else ''}"
 
 
 def compile_ahead(variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str) -> list[Path]:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import pytest
 import torch
 import variant_sources
 from tiers import mostly_slow
-from variant_sources import ALIBI, SLANTED, SQUARED, SourceVariant
+from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 from attn_backend.kernels import cpp_compiler, variant_kernels
 from attn_backend.kernels.attention_variant import AttentionVariant
 
@@ -43,11 +42,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         os.environ["ATTN_BACKEND_CACHE"] = before
 
 
-def arguments_of(variant: SourceVariant) -> dict[str, float]:
-    return dict.fromkeys(variant.params, SLOPE)
+def arguments_of(variant: Variant) -> dict[str, float]:
+    return dict.fromkeys((param.name for param in variant.params), SLOPE)
 
 
-def check_case(spec: cases.Spec, variant: SourceVariant, device: torch.device | str = "cpu") -> None:
+def check_case(spec: cases.Spec, variant: Variant, device: torch.device | str = "cpu") -> None:
     spec = spec.with_(logits_soft_cap=0.0)
     case = case_tensors.build(spec, device)
     attention = case.attention(variant=variant)
@@ -118,7 +117,7 @@ def test_behind_shared_prefixes_and_in_chunks(options: dict[str, object]) -> Non
 class Problem:
     """Three rows over 40 tokens, on a CPU."""
 
-    def __init__(self, variant: SourceVariant | None, **options: Any) -> None:
+    def __init__(self, variant: Variant | None, **options: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         self.q = torch.randn(3, 4, 64, generator=generator)
         self.kv = KVCache.from_ragged(*(torch.randn(40, 2, 64, generator=generator) for _ in range(2)))
@@ -146,7 +145,7 @@ def test_without_jit_the_exact_command_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     monkeypatch.setenv("ATTN_BACKEND_CPU_ISA", "baseline")
     command = "attn-backend compile --variant [a-z_]+:[A-Z]+ --dtype float32 --head-dim 64 --arch cpu"
-    unknown = SourceVariant("unknown", ALIBI.source.replace("logit +", "logit *"))
+    unknown = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit *"), "unknown")
     with pytest.raises(
         RuntimeError, match=f"variant unknown .* is not compiled, and ATTN_BACKEND_JIT=0.*`{command.replace('[a-z_]+:[A-Z]+', 'MODULE:OBJECT')}`"
     ):
@@ -157,35 +156,45 @@ def test_without_jit_the_exact_command_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_cpp
-def test_arguments_are_read_again_only_if_they_changed() -> None:
+def test_arguments_are_read_again_only_if_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Mapping[str, Any]] = []
+    pack = Variant.pack
 
-    class Counting(SourceVariant):
-        def pack(self, args: Mapping[str, Any], device: torch.device) -> bytes:
-            packed.append(dict(args))
-            return super().pack({name: float(value) for name, value in args.items()}, device)
+    def counting(self: Variant, args: Mapping[str, Any], device: torch.device) -> bytes:
+        packed.append(dict(args))
+        return pack(self, args, device)
 
-    problem = Problem(Counting("alibi", ALIBI.source, params=("slope",)))
-    slope = torch.tensor(0.5)
-    first = problem.run(variant_args={"slope": slope})
-    assert torch.equal(problem.run(variant_args={"slope": slope}), first)
+    monkeypatch.setattr(Variant, "pack", counting)
+    variant = Variant.from_functions(score_mod=lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx), tensors={"slopes": torch.float32})  # type: ignore[name-defined]
+    problem = Problem(variant)
+    slopes = torch.full((4,), 0.5)
+    first = problem.run(variant_args={"slopes": slopes})
+    assert torch.equal(problem.run(variant_args={"slopes": slopes}), first)
     assert len(packed) == 1
-    problem.run(variant_args={"slope": slope.clone()})
+    problem.run(variant_args={"slopes": slopes.clone()})
     assert len(packed) == 2, "another tensor"
-    other = problem.run(variant_args={"slope": 0.25})
-    assert not torch.equal(other, first)
-    problem.run(variant_args={"slope": 0.25})
+    problem.run(variant_args={"slopes": slopes})
+    slopes.fill_(0.25)
+    other = problem.run(variant_args={"slopes": slopes})
     assert len(packed) == 3
-    with pytest.raises(ValueError, match="could not convert"):
-        problem.run(variant_args={"slope": "steep"})
-    assert torch.equal(problem.run(variant_args={"slope": 0.25}), other)
+    assert not torch.equal(other, first), "what tensors hold is read by each run"
+    with pytest.raises(ValueError, match="variant_args"):
+        problem.run(variant_args={"slopes": slopes.double()})
+    assert torch.equal(problem.run(variant_args={"slopes": slopes}), other)
     assert len(packed) == 5, "what failed is not remembered"
 
 
-def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_read_again_if_they_changed() -> None:
+    problem = Problem(ALIBI)
+    first = problem.run(variant_args={"slope": 0.5})
+    assert not torch.equal(problem.run(variant_args={"slope": 0.25}), first)
+    assert torch.equal(problem.run(variant_args={"slope": 0.5}), first)
+
+
+def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not() -> None:
     indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
-    plain = SourceVariant("plain", "")
-    masked, causal, window = replace(plain, has_mask=True), replace(plain, causal=True), replace(plain, window_left=7)
+    plain, masked = ALIBI, SLANTED
+    causal, window = (Variant.from_source(ALIBI_CPP, {"slope": float}, name="interval", **interval) for interval in ({"causal": True}, {"window_left": 7}))
     for variant, view, expected in [
         (plain, {}, (True, -1)),
         (masked, {}, (False, -1)),
@@ -198,12 +207,14 @@ def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not(monkey
         (plain, {"causal": False, "window_left": 5}, (False, 5)),
     ]:
         made = AttentionVariant(variant, None, torch.float32, 64, torch.device("cpu"))
-        assert made.visibility(BSRView(indptr, table, **view)) == expected
+        assert made.visibility(BSRView(indptr, table, **view), 1) == expected
+    with pytest.raises(ValueError, match=r"len\(composition.levels\) is 2, must be 1 under variant interval, which has a window"):
+        AttentionVariant(window, None, torch.float32, 64, torch.device("cpu")).visibility(BSRView(indptr, table), 2)
 
 
 @needs_cpp
 def test_a_library_of_other_headers_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
-    other = SourceVariant("other", ALIBI.source + "// compiled for this test\n")
+    other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")
     with pytest.raises(RuntimeError, match=r"compiled from other headers than libattn_backend\.so; reinstall"):
         Problem(other)

@@ -16,8 +16,9 @@ import pytest
 import variant_sources
 from fake_nvcc import FakeKernels, cubin, fake_nvcc
 from test_kernel_cache import messages, unprivileged
-from variant_sources import ALIBI, MISSPELT, MISSPELT_LINE, SLANTED, SourceVariant
+from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
 
+from attn_backend import Variant
 from attn_backend.cli.main import main
 from attn_backend.kernels import code_address, cpp_compiler, cuda_compiler, kernel_cache, manifest, nvrtc, variant_kernels
 
@@ -38,11 +39,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return made
 
 
-def kernel_of(variant: SourceVariant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention") -> manifest.Kernel:
+def kernel_of(variant: Variant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention") -> manifest.Kernel:
     return manifest.variant_kernels("sm_90a", design, "bf16", head_dim, variant)[name]
 
 
-def find(variant: SourceVariant = ALIBI, jit: bool = True) -> Path:
+def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
     return variant_kernels.find_cubin(variant, kernel_of(variant), TARGET, COMMAND, jit)
 
 
@@ -62,7 +63,7 @@ def test_what_was_compiled_is_found_whatever_the_compiler(fake: FakeKernels, mon
 
 
 def test_what_decides_about_a_kernel_is_in_its_name(fake: FakeKernels) -> None:
-    other = SourceVariant("alibi", ALIBI.source.replace("logit +", "logit -"), params=("slope",))
+    other = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit -"))
     names = {find().name, find(other).name, find(SLANTED).name}
     names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI), "sm_80", COMMAND, True).parent.name}
     names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET, COMMAND, True).name}
@@ -219,7 +220,7 @@ def test_an_error_in_a_variant_is_not_tried_with_another_compiler(fake: FakeKern
     monkeypatch.setattr(nvrtc, "nvrtc", FakeNvrtc)
     with pytest.raises(RuntimeError) as failure:
         find(MISSPELT)
-    line = "    return logti + slope * static_cast<float>(kv_position - row.position);"
+    line = "  return logti + slope * static_cast<float>(kv_position - row.position);"
     assert str(failure.value) == (
         f'variant misspelt does not compile:\n<variant misspelt>:{MISSPELT_LINE}: error: identifier "logti" is undefined\n{MISSPELT_LINE:6} | {line}'
     )
@@ -269,7 +270,7 @@ def check_misspelt(message: str) -> None:
     assert first == "variant misspelt does not compile:"
     assert second.startswith(f"<variant misspelt>:{MISSPELT_LINE}: error: ")
     assert "logti" in second
-    assert third == f"{MISSPELT_LINE:6} |     return logti + slope * static_cast<float>(kv_position - row.position);"
+    assert third == f"{MISSPELT_LINE:6} |   return logti + slope * static_cast<float>(kv_position - row.position);"
 
 
 @needs_cpp
@@ -319,7 +320,7 @@ def test_a_variant_is_compiled_ahead_by_the_command(cache: Path, capsys: pytest.
         (["--variant", "variant_sources", "--arch", "cpu"], "--variant is 'variant_sources', must be MODULE:OBJECT"),
         (["--variant", "no_such_module:x", "--arch", "cpu"], "--variant is 'no_such_module:x': No module named 'no_such_module'"),
         (["--variant", "variant_sources:NOTHING", "--arch", "cpu"], "variant_sources has no NOTHING"),
-        (["--variant", "variant_sources:ALIBI_SOURCE", "--arch", "cpu"], "which is a str, must be a Variant"),
+        (["--variant", "variant_sources:ALIBI_CPP", "--arch", "cpu"], "which is a str, must be a Variant"),
         (["--variant", "variant_sources:ALIBI", "--arch", "tpu"], "--arch is 'tpu', must be one of cpu, sm_90a, sm_80"),
         (["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"], "dtype is float32 and head_dim 128, must be bfloat16, float16 with"),
         (["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"], "kernel is hopper, must be generic for sm_80"),
