@@ -148,6 +148,7 @@ class _Levels:
                 "requests": self._keep(view.requests),
                 "num_rows": 0 if view.positions is None else len(view.positions),
             },
+            row_ranges=0,
             kv_length=self._array(None),  # prepare_plan() chooses it
         )
 

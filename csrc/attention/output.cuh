@@ -65,6 +65,7 @@ template <class Variant, int kRowBlocks>
 struct LaneRows {
   ScoreRow rows[kRowBlocks][2];
   int32_t kv_offset = 0;  // token t of the row group is token kv_offset + t of the request
+  TokenRange seen{0, 0};  // tokens of the row group that the variant lets all of the warp's rows see
 
   /// `first_row`: of the warp.
   template <bool kManyLevels>
@@ -79,6 +80,24 @@ struct LaneRows {
         rows[b][half] =
             score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
     }
+    if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
+  }
+
+ private:
+  template <bool kManyLevels>
+  __device__ __forceinline__ void find_seen(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,
+                                            int32_t group, int32_t first_row) {
+    const Level& level = params.schedule.header->levels[params.schedule.groups[group].level];
+    if (level.row_ranges == nullptr) return;
+    int32_t begin = 0, end = static_cast<int32_t>(kMaxInt32);
+    for (int32_t row = first_row + ptx::lane_id(); row < first_row + kRowBlocks * 16; row += 32) {
+      const int32_t packed = of_tile.packed_begin + min_of(row, of_tile.count - 1);
+      const RowRange range = level.row_ranges[of_tile.qo_begin + params.group_size.divide(packed)];
+      begin = max_of(begin, range.full_begin);
+      end = min_of(end, range.full_end);
+    }
+    seen = TokenRange{__reduce_max_sync(0xffffffffu, begin) - kv_offset,
+                      __reduce_min_sync(0xffffffffu, end) - kv_offset};
   }
 };
 

@@ -73,7 +73,8 @@ struct VariantBase {
   struct Params {};
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
-  static constexpr bool kReadsRows = true;  // false: its hooks look at no ScoreRow, and none is made
+  static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
+  static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
 };
 
 /// A variant whose rows may have sinks (AttentionParams::sinks): a kernel of its own, since the code of the plain one

@@ -261,9 +261,11 @@ template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
                                                    int32_t first_token, const Rows& rows) {
   if constexpr (VariantHooks<Variant>::kMask) {
-    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
-      if (!variant.mask(row, kv_position)) score = minus_infinity();
-    });
+    if (first_token < rows.seen.begin || first_token + kBlocks * 8 > rows.seen.end) {
+      for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+        if (!variant.mask(row, kv_position)) score = minus_infinity();
+      });
+    }
   }
   if constexpr (!Variant::kUsesSoftmax) {
     for_each_score(s, first_token, rows, [&](float& score, const ScoreRow&, int32_t) {

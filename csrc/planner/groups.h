@@ -163,6 +163,19 @@ ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& gr
   return row_tiles_of(packed_rows_of(config, group.qo_len), group.kind);
 }
 
+/// Narrows `range`, in tokens of the row group, to what any of its rows [first, last] sees.
+ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& group, int32_t first, int32_t last,
+                                   TokenRange range) {
+  int32_t begin = range.end, end = range.begin;
+  for (int32_t i = first; i <= last; ++i) {
+    const RowRange row = row_ranges[group.qo_begin + i];
+    if (row.begin >= row.end) continue;
+    begin = min_of(begin, row.begin - group.kv_offset);
+    end = max_of(end, row.end - group.kv_offset);
+  }
+  return TokenRange{max_of(range.begin, begin), min_of(range.end, end)};
+}
+
 /// Row tile number `index` of a row group; cost_begin is left to the caller.
 ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
   const ScheduleConfig& config = p.config;
@@ -179,8 +192,10 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   const int32_t last = packed_end >= static_cast<uint32_t>(packed_rows)
                            ? group.qo_len - 1
                            : p.group_size.divide(static_cast<int32_t>(packed_end - 1));
-  const int32_t first = level.visibility.window_left >= 0 ? p.group_size.divide(tile.packed_begin) : 0;
-  const TokenRange range = level.visibility.seen_by_any(offset + first, offset + last, TokenRange{0, group.kv_len});
+  const bool needs_first = level.visibility.window_left >= 0 || level.row_ranges != nullptr;
+  const int32_t first = needs_first ? p.group_size.divide(tile.packed_begin) : 0;
+  TokenRange range = level.visibility.seen_by_any(offset + first, offset + last, TokenRange{0, group.kv_len});
+  if (level.row_ranges != nullptr) range = seen_by_any_row(level.row_ranges, group, first, last, range);
   tile.kv_end = max_of(range.end, 0);
   const int32_t hidden =
       range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;  // KV tiles that no row sees

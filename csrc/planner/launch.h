@@ -52,6 +52,7 @@ inline void prepare_plan(PlanParams& p) {
   forest.num_groups = 0;
   forest.rows = p.schedule.rows;
   forest.visibility = Visibility{};
+  forest.row_ranges = nullptr;  // its rows are in another order
 }
 
 }  // namespace attn

@@ -114,11 +114,21 @@ struct RowPositions {
   int32_t num_rows;
 };
 
+/// What a variant's mask lets a row of a view see (attention/row_ranges.h): no token outside [begin, end), and all of
+/// [full_begin, full_end). Positions are those of the tokens in their request.
+struct alignas(16) RowRange {
+  int32_t begin;
+  int32_t end;
+  int32_t full_begin;
+  int32_t full_end;
+};
+
 /// What the row groups of one level have in common.
 struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
   RowPositions positions;
+  const RowRange* row_ranges;  // [rows of the view]; nullptr: not known
   int64_t num_entries;     // elements of `indices`
   int32_t entry_step;      // see PageTable
   Visibility visibility;

@@ -52,8 +52,8 @@ ATTN_HD void write_level(const PlanParams& p, int32_t index, bool without_list) 
   int32_t group_begin = 0;
   for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
   p.schedule.header->levels[index] =
-      Level{level.table.indices,    rows,       level.positions, level.table.num_entries, level.table.entry_step,
-            level.visibility, group_begin};
+      Level{level.table.indices,     rows,       level.positions, level.row_ranges, level.table.num_entries,
+            level.table.entry_step, level.visibility, group_begin};
 }
 
 /// Links row number `index` of a group of a composition, and reports a row that does not exist. Returns the row's

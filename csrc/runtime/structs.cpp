@@ -18,7 +18,8 @@ ATTN_STRUCT(Visibility, ATTN_FIELD(causal), ATTN_FIELD(window_left));
 
 ATTN_STRUCT(RowPositions, ATTN_FIELD(positions), ATTN_FIELD(requests), ATTN_FIELD(num_rows), padding(4));
 
-ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions), ATTN_FIELD(num_entries), ATTN_FIELD(entry_step),
+ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions), ATTN_FIELD(row_ranges),
+            ATTN_FIELD(num_entries), ATTN_FIELD(entry_step),
             ATTN_FIELD(visibility), ATTN_FIELD(group_begin));
 
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
@@ -60,7 +61,7 @@ ATTN_STRUCT(PageTable, ATTN_FIELD(indices), ATTN_FIELD(indptr), ATTN_FIELD(last_
 
 ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows), ATTN_FIELD(max_rows),
             ATTN_FIELD(num_groups), ATTN_FIELD(visibility), ATTN_FIELD(kv_offsets), ATTN_FIELD(positions),
-            ATTN_FIELD(kv_length));
+            ATTN_FIELD(row_ranges), ATTN_FIELD(kv_length));
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
