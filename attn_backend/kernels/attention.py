@@ -131,7 +131,7 @@ class Attention:
         try:
             self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         except RuntimeError as error:
-            if device.type != "cuda":
+            if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
             self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.kernels import attention, manifest, schedule
+from attn_backend.kernels import attention, attention_config, manifest, schedule
 from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
 from attn_backend.metadata.composition import MAX_LEVELS
 
