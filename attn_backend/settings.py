@@ -36,7 +36,11 @@ class Settings(BaseModel):
     cpu_isa: Annotated[Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)] = Field(
         None, description="most that is used of a CPU: baseline, avx2, avx512 or amx (default: what it has)"
     )
+    cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description="what compiles a variant's kernels: nvcc or nvrtc (default: nvcc if there is one)"
+    )
     debug: Switch = Field(False, description="report metadata that only the device can see to be wrong, and refuse a second thread; synchronizes")
+    jit: Switch = Field(True, description="compile kernels that are missing when they are needed; 0: only `attn-backend compile` does")
     prefetch_code: Switch = Field(True, description="bring the code of attention kernels to the L2 cache ahead of their execution")
     sampler: Switch | None = Field(
         None,

@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows of exactly 2^31",
-        "attn_backend/kernels/attention.py",
+        "attn_backend/kernels/attention_config.py",
         "max_rows * group_size > MAX_INT32",
         "max_rows * group_size > MAX_INT32 + 1",
         ("tests/kernels/test_attention.py", "-k", "packed_rows"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..kernels import build
+from . import compile as compile_command
 from . import doctor, plan
 
 
@@ -16,13 +16,13 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is installed, what works, and what to do about what is missing")
     plan.add_arguments(commands.add_parser("plan", help="plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"))
-    build.add_arguments(commands.add_parser("compile", help="compile the standard kernels into the cache (needs nvcc)"), jobs=2)
+    compile_command.add_arguments(commands.add_parser("compile", help="compile the standard kernels, or a variant's, into the cache"))
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         return doctor.run()
     if arguments.command == "plan":
         return plan.run(arguments)
-    return build.run(arguments)
+    return compile_command.run(arguments)
 
 
 if __name__ == "__main__":

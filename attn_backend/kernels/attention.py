@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Real
 from threading import Lock
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
-from ..metadata.composition import MAX_LEVELS
-from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
+from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import manifest
+from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
+from .attention_variant import AttentionVariant
 from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
 from .structs import pack, unpack, values_of
 
-# By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
-_DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
-_DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+if TYPE_CHECKING:
+    from ..variants import Variant
+
 _CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
-_MAX_CPU_HEAD_DIM = 256
-MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
-_MAX_CTAS = 4096
 _MAX_FLOAT = torch.finfo(torch.float32).max
-_MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
-_MAX_CPU_BATCH = 2**20
 
 
 class Attention:
@@ -59,6 +55,7 @@ class Attention:
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
         kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
             kernel, to look at its schedules.
+        variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -84,17 +81,18 @@ class Attention:
         cascade: bool | Literal["always"] = True,
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
+        variant: Variant | None = None,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        num_qo_heads, num_kv_heads, head_dim = _check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
-        max_rows, max_batch, max_levels = _check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
+        num_qo_heads, num_kv_heads, head_dim = check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
+        max_rows, max_batch, max_levels = check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
         if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
             refuse("cascade", cascade, "True, False or 'always'")
-        _check_batch_invariant(batch_invariant, max_batch, max_levels, device)
-        design = _choose_design(kernel, device)
-        num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, _MAX_CTAS)
+        check_batch_invariant(batch_invariant, max_batch, max_levels, device)
+        design = choose_design(kernel, device)
+        num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
@@ -106,6 +104,7 @@ class Attention:
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
         self._sm_scale = head_dim**-0.5
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
@@ -116,7 +115,7 @@ class Attention:
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            dtype=values_of("DataType")[_DTYPES[dtype]],
+            dtype=values_of("DataType")[DTYPES[dtype]],
             max_rows=max_rows,
             max_groups=max_batch,
             max_levels=max_levels,
@@ -126,12 +125,16 @@ class Attention:
             device=device.index or 0,
             batch_invariant=batch_invariant,
             on_cuda=device.type == "cuda",
+            has_variant=variant is not None,
+            uses_softmax=variant is None or variant.uses_softmax,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         except RuntimeError as error:
+            if self._variant is not None and device.type == "cpu":
+                raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
@@ -174,9 +177,10 @@ class Attention:
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
+                causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
-                    _level_options(level, len(levels), table.page_size, view.window_left, table.entry_step, view.causal, _positions(view)),
+                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, _positions(view)),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -211,6 +215,7 @@ class Attention:
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
+        variant_args: Mapping[str, Tensor | float | int] | None = None,
     ) -> Tensor:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
@@ -220,10 +225,12 @@ class Attention:
             out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
-            logits_soft_cap: cap * tanh(logit / cap) when above 0.
+            logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined with soft_cap.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
                 kernel then starts while that one still runs, and has read the schedule by the time the new tokens are in the cache. Only the Hopper kernel
                 makes use of it.
+            variant_args: the variant's parameters by their names, tensors on this device or numbers. A captured CUDA graph has the numbers and the tensors'
+                addresses, as they were: change what tensors hold, not which they are.
 
         Returns:
             out.
@@ -242,9 +249,13 @@ class Attention:
                 check_plain("out", out)
             if lse is not None:
                 check_plain("lse", lse)
+            if self._variant is not None or variant_args is not None:
+                self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
             errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
-        except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+        except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
+            if self._variant is not None and self._load_late(self._variant.late_kernel(error)):
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
@@ -260,6 +271,20 @@ class Attention:
                 check_page_ids(view, kv.num_pages)
             raise ValueError(describe_errors(errors))
         return out
+
+    def _bind(self, variant_args: Mapping[str, Tensor | float | int] | None) -> None:
+        """Gives the runs that follow the variant's arguments."""
+        if self._variant is None:
+            refuse("variant_args", variant_args, "None: this Attention has no variant")
+        packed = self._variant.pack_if_new(variant_args)
+        if packed is not None:
+            self._library.set_variant_params(self._handle, packed)
+
+    def _load_late(self, kernel: str) -> bool:
+        """Loads a kernel that a run found missing, if it names one."""
+        if kernel and self._variant is not None:
+            self._library.load_attention_kernel(self._handle, kernel, self._variant.file_of(kernel))
+        return bool(kernel)
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
@@ -307,9 +332,7 @@ class _DebugAttention(Attention):
 
 
 @lru_cache(maxsize=256)
-def _level_options(
-    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]
-) -> bytes:
+def _level_options(index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]) -> bytes:
     """LevelOptions. They are the same from step to step."""
     kv_offsets, of_rows, requests, num_rows = positions
     return pack(
@@ -357,71 +380,14 @@ def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     return composition.levels
 
 
-def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Returns num_qo_heads, num_kv_heads, head_dim."""
-    max_heads = values_of("Limit")["kMaxHeads"]
-    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
-    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
-    if num_qo_heads % num_kv_heads:
-        refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
-    head_dim = check_int("head_dim", head_dim, 1)
-    check_types(torch.dtype, "a torch.dtype", dtype=dtype)
-    if device.type == "cuda":
-        if head_dim not in manifest.CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"one of {manifest.CUDA_HEAD_DIMS} on CUDA")
-        if dtype not in _DTYPE_NAMES:
-            refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
-    else:
-        if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
-            refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
-        if dtype not in _DTYPES:
-            refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
-    return num_qo_heads, num_kv_heads, head_dim
-
-
-def _check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:
-    """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
-    on_cuda = device.type == "cuda"
-    max_rows = check_int("max_rows", max_rows, 1)
-    if max_rows * group_size > MAX_INT32:
-        refuse("max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head")
-    max_batch = check_int("max_batch", max_batch, 1, _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
-    max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
-    if max_rows * max_levels > MAX_INT32:
-        refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
-    if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:
-        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
-    return max_rows, max_batch, max_levels
-
-
-def _check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
-    if not isinstance(batch_invariant, bool):
-        refuse("batch_invariant", batch_invariant, "True or False")
-    if batch_invariant and max_levels != 1:
-        refuse("max_levels", max_levels, "1 with batch_invariant=True")
-    if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-        refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
-
-
-def _choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
-    """What a schedule is made for; None: the CPU."""
-    if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
-        refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
-    if device.type == "cpu":
-        return None if kernel is None else manifest.DESIGNS[kernel]
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
-    if kernel is not None and kernel not in runnable:
-        refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
-    return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
-
-
-def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, str]:
-    """Cubins of plan, merge and attention, by the names that csrc/ has for them; none on a CPU."""
+def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None) -> dict[str, str]:
+    """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
+    files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":
-        return {}
-    element = _DTYPE_NAMES[dtype]
+        return files
+    element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
-    names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
+    if variant is None:
+        names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
-    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items()}
+    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,9 +85,9 @@ def _tracked(futures: list[Future[Any]]) -> Iterable[Future[Any]]:
     return track(futures, "compiling")
 
 
-def add_arguments(parser: argparse.ArgumentParser, jobs: int) -> None:
-    """What `run` takes; `jobs`: the default number of compilers that run at a time."""
-    parser.add_argument("--arch", action="append", choices=ARCHS, help="repeatable; default: all")
+def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:
+    """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may be, None: the caller checks."""
+    parser.add_argument("--arch", action="append", choices=archs, help="repeatable; default: all")
     parser.add_argument("--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)")
     parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from ..settings import Settings
 from . import code_address, cuda_compiler, kernel_cache, manifest
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
@@ -48,34 +50,45 @@ def arch_of(capability: tuple[int, int]) -> str:
     raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
 
 
+COMMON_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v")
+
+
 def flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
-    root = source_root()
-    common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{root}", "-Xptxas=-v"]
     of_arch = {
         manifest.SM90: ["-gencode=arch=compute_90a,code=sm_90a", "-cubin"],
         manifest.SM80: ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"],
     }
-    return [*common, *of_arch[arch]]
+    return [*COMMON_FLAGS, f"-I{source_root()}", *of_arch[arch]]
 
 
-def _included(source: str, seen: set[Path]) -> set[Path]:
-    """Adds to `seen` every file of csrc/ that a source includes, directly or not."""
+def _include(source: str, root: Path, files: dict[str, str]) -> None:
+    """Adds to `files` the text of every file of csrc/ that a source includes, directly or not, by its name there."""
     for name in _INCLUDE.findall(source):
-        path = source_root() / name
-        if path not in seen and path.is_file():
-            seen.add(path)
-            _included(path.read_text(), seen)
-    return seen
+        if name in files:
+            continue
+        try:
+            text = (root / name).read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        files[name] = text
+        _include(text, root, files)
 
 
 def cache_key(source: str, arch: str, compiler: str) -> str:
     """Hash of the source, of what it includes, the flags, the compiler and the arch."""
-    digest = hashlib.sha256(source.encode())
-    for path in sorted(_included(source, set())):
-        digest.update(str(path.relative_to(source_root())).encode() + b"\0" + path.read_bytes() + b"\0")
+    return content_key(source, [arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))])
+
+
+def content_key(source: str, how: Sequence[str]) -> str:
+    """Hash of a source, of what it includes, and of all else that decides what it is compiled to."""
+    digest, root = hashlib.sha256(source.encode()), source_root()
+    files: dict[str, str] = {}
+    _include(source, root, files)
+    for name in sorted(files):
+        digest.update(f"{name}\0{files[name]}\0".encode())
     digest.update(code_address.recipe())
-    digest.update("\0".join([arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))]).encode())
+    digest.update("\0".join(how).encode())
     return digest.hexdigest()[:24]
 
 
@@ -114,26 +127,44 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
     cached = cached_kernel(name, arch, path)
     target, reason = kernel_cache.place(cached)
     if reason:
-        advice = "Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
-        _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
+        warn_of_private_folder(target, reason)
     if kernel_cache.fault(target):
         kernel_cache.prepare(target)
-        kernel_cache.store(target, *_compiled(name, sources[name], arch, path))
+        what = f"kernel {name} for {arch}"
+        with kernel_cache.locked(target, cuda_compiler.TIME_LIMIT, lambda: logger.info("attn_backend: waiting for another process that compiles %s", what)):
+            if kernel_cache.fault(target):
+                kernel_cache.store(target, *compile_source(name, sources[name], flags(arch), path, what))
     return target, kernel_cache.report(target)
 
 
-def _compiled(name: str, source: str, arch: str, path: str) -> tuple[bytes, str]:
-    """The cubin, and what the compiler said."""
-    what = f"kernel {name} for {arch}"
+def warn_of_private_folder(target: Path, reason: str) -> None:
+    """Says, once in a process, that an entry is not kept in the cache."""
+    advice = "Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+    _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
+
+
+def compile_source(name: str, source: str, flags: Sequence[str], path: str, what: str) -> tuple[bytes, str]:
+    """Runs nvcc. Returns the cubin, and what the compiler said.
+
+    Raises:
+        RuntimeError: the compiler fails; carries its output.
+    """
     with cuda_compiler.scratch_file(f"{name}.cubin") as cubin:
         file = cubin.with_suffix(".cu")
         file.write_text(source)
-        report = cuda_compiler.run([path, *flags(arch), str(file), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
+        report = cuda_compiler.run([path, *flags, str(file), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
         damage = kernel_cache.damage(cubin.read_bytes()) if cubin.is_file() else "is missing"
         if damage:
             raise RuntimeError(f"{path} reported no error on {what}, but its output {damage}: {cuda_compiler.ADVICE}\n{report}".rstrip())
-        code_address.publish_code_addresses(cubin)
-        return cubin.read_bytes(), report
+        return completed(cubin.read_bytes(), name), report
+
+
+def completed(cubin: bytes, name: str) -> bytes:
+    """With the addresses of its code (code_address.py)."""
+    with cuda_compiler.scratch_file(f"{name}.cubin") as file:
+        file.write_bytes(cubin)
+        code_address.publish_code_addresses(file)
+        return file.read_bytes()
 
 
 _warned: list[str] = []
@@ -144,6 +175,17 @@ def _warn_once(text: str) -> None:
     if not _warned:
         _warned.append(text)
         logger.warning("attn_backend: %s", text)
+
+
+def _cached_or_compiled(name: str, arch: str) -> Path:
+    path = nvcc()
+    if Settings.read().jit or path is None:
+        return compile_kernel(name, arch)[0]
+    cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
+    fault = kernel_cache.fault(cached)
+    if fault:
+        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}` compiles it ahead")
+    return cached
 
 
 @cache
@@ -165,11 +207,11 @@ def forget_kernels(error: RuntimeError) -> None:
 def _whole_kernel(name: str, arch: str) -> Path:
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
-        return compile_kernel(name, arch)[0]
+        return _cached_or_compiled(name, arch)
     fault = shipped_fault(shipped)
     if not fault:
         return shipped
     try:
-        return compile_kernel(name, arch)[0]
+        return _cached_or_compiled(name, arch)
     except RuntimeError as error:
         raise RuntimeError(f"{fault}: reinstall attn-backend; {error}") from error

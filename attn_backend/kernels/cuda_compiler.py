@@ -43,8 +43,8 @@ def nvcc_version(compiler: str) -> str:
     return version
 
 
-def run(command: list[str], what: str, seconds: float) -> str:
-    """Runs a compiler and returns what it prints. `what` it is run on, for the message.
+def run(command: list[str], what: str, seconds: float, advice: str = ADVICE) -> str:
+    """Runs a compiler and returns what it prints. `what` it is run on, for the message, and `advice` where it cannot be run.
 
     Raises:
         RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are then gone.
@@ -55,22 +55,22 @@ def run(command: list[str], what: str, seconds: float) -> str:
             # A group of its own, so that what it starts ends with it. No input: it would wait for some.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
-            raise RuntimeError(f"{compiler} cannot be run: {error.strerror}; {ADVICE}") from error
+            raise RuntimeError(f"{compiler} cannot be run: {error.strerror}; {advice}") from error
         _running.add(process)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             busy = "if the machine is busy, run `attn-backend compile --jobs 1` later"
-            raise RuntimeError(f"{compiler} took more than {seconds:g} s for {what} and was ended: {busy}; else {ADVICE}") from None
+            raise RuntimeError(f"{compiler} took more than {seconds:g} s for {what} and was ended: {busy}; else {advice}") from None
         finally:
             _kill(process)
             _running.discard(process)
         text = path.read_bytes().decode(errors="replace")
     if status < 0:
-        advice = "if memory ran out, `attn-backend compile --jobs 1` needs less"
-        raise RuntimeError(f"{compiler} was killed by signal {-status} on {what}; {advice}\n{text}".rstrip())
+        needs_less = "if memory ran out, `attn-backend compile --jobs 1` needs less"
+        raise RuntimeError(f"{compiler} was killed by signal {-status} on {what}; {needs_less}\n{text}".rstrip())
     if status:
-        raise RuntimeError(f"nvcc failed on {what}:\n{text}{compiler} ended with exit status {status}")
+        raise RuntimeError(f"{Path(compiler).name} failed on {what}:\n{text}{compiler} ended with exit status {status}")
     return text
 
 

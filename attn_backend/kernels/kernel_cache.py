@@ -1,18 +1,20 @@
 """The cache of compiled kernels: where it is, what in it is believed, how something gets there.
 
-An entry is two files: KERNEL.cubin, and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds what was damaged. It does not tell
-who wrote it: so an entry is only used where nobody but this user and root can have done so.
+An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds what was
+damaged. It does not tell who wrote it: so an entry is only used where nobody but this user and root can have done so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..settings import Settings
@@ -36,22 +38,22 @@ def cache_dir() -> Path:
         raise RuntimeError(f"there is no home directory to keep compiled kernels in: {_ADVICE}") from error
 
 
-def damage(cubin: bytes) -> str:
-    """Why this is no whole cubin or fatbin; "" if it is one."""
+def damage(cubin: bytes, for_gpu: bool = True) -> str:
+    """Why this is no whole cubin or fatbin, or no whole ELF file for a CPU; "" if it is one."""
     if not cubin:
         return "is empty"
-    if cubin.startswith(_FATBIN):
+    if for_gpu and cubin.startswith(_FATBIN):
         if len(cubin) < _FATBIN_BYTES:
             return "is truncated"
         header, rest = struct.unpack_from("<HQ", cubin, 6)
         return "is truncated" if len(cubin) < header + rest else ""
     if not cubin.startswith(_ELF):
-        return "is neither a cubin nor a fatbin"
+        return "is neither a cubin nor a fatbin" if for_gpu else "is no ELF file"
     if len(cubin) < _ELF_BYTES:
         return "is truncated"
     (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
-    if machine != _EM_CUDA:
-        return "is an ELF file for another machine than a GPU"
+    if (machine == _EM_CUDA) != for_gpu:
+        return "is an ELF file for another machine than a GPU" if for_gpu else "is an ELF file for a GPU"
     segment_bytes, num_segments, _, num_sections, names = struct.unpack_from("<HHHHH", cubin, 54)
     end = max(segments + num_segments * segment_bytes, sections + num_sections * _SECTION_BYTES)
     if end > len(cubin) or names >= max(num_sections, 1):
@@ -70,7 +72,16 @@ def place(cubin: Path) -> tuple[Path, str]:
         RuntimeError: there is no such folder either.
     """
     reason = _foreign(cubin)
-    return (_private_folder(reason) / cubin.parent.name / cubin.name if reason else cubin), reason
+    return (private_place(cubin, reason) if reason else cubin), reason
+
+
+def private_place(cubin: Path, reason: str) -> Path:
+    """Where an entry is kept if the cache cannot be used for this reason: in a folder below the temporary one that others cannot enter.
+
+    Raises:
+        RuntimeError: there is no such folder either.
+    """
+    return _private_folder(reason) / cubin.parent.name / cubin.name
 
 
 def fault(cubin: Path) -> str:
@@ -88,8 +99,9 @@ def fault(cubin: Path) -> str:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
     content, text = contents
-    if damage(content):
-        return f"{cubin} {damage(content)}"
+    damaged = damage(content, for_gpu=cubin.suffix != ".so")
+    if damaged:
+        return f"{cubin} {damaged}"
     digest, _, said = text.partition(b"\n")
     return "" if digest == _digest(content, said) else f"{cubin} has another SHA-256 than it had when it was compiled"
 
@@ -135,6 +147,45 @@ def store(cubin: Path, content: bytes, said: str) -> None:
         for written in partial.values():
             with contextlib.suppress(OSError):
                 os.unlink(written)
+
+
+@contextlib.contextmanager
+def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Keeps other threads and processes from making the same entry meanwhile. Who waited looks whether it is there now.
+
+    Waits for another one that makes it, after a call of on_wait, but no longer than `seconds`; and not at all where files cannot be locked: then both make it,
+    and the last one stays. Locks of a process that was killed are free.
+    """
+    lock = cubin.with_name(f".{cubin.name}.lock")
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        _wait_for_lock(handle, seconds, on_wait)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()  # whoever waits has opened it, and looks for the entry when it gets the lock
+        os.close(handle)
+
+
+def _wait_for_lock(handle: int, seconds: float, on_wait: Callable[[], None]) -> None:
+    end, waited = time.monotonic() + seconds, False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not waited:
+                on_wait()
+                waited = True
+            if time.monotonic() > end:
+                return
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            return
 
 
 def _files(cubin: Path) -> tuple[Path, Path]:

@@ -5,15 +5,20 @@ A kernel's source is generated here: a wrapper that instantiates a template of c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from string import Template
+from typing import Protocol
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
+ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 CUDA_HEAD_DIMS = (64, 128, 256)
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
+LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
+USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,9 @@ def attention_name(design: str, element: str, head_dim: int, variant: str = "sta
     return f"attention_{design}_{element}_d{head_dim}_{variant}"
 
 
-def merge_name(element: str) -> str:
-    return f"merge_{element}"
+def merge_name(element: str, variant: str = "") -> str:
+    """variant: that transforms the output; else one kernel serves all."""
+    return f"merge_{element}_{variant}".rstrip("_")
 
 
 def sampling_name(source: str) -> str:
@@ -69,6 +75,53 @@ def few_sampling_name(element: str) -> str:
 def kernels(arch: str) -> dict[str, Kernel]:
     """The kernels of an arch, by name."""
     return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
+
+
+class VariantSource(Protocol):
+    """What kernels are made of (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def user_sources(self) -> Mapping[str, str]: ...
+    @property
+    def has_output(self) -> bool: ...
+
+
+def variant_text(variant: VariantSource) -> str:
+    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names it, and not a file of ours."""
+    return f'#line 1 "{variant_place(variant.name)}"\n{variant.source.rstrip()}\n#line 1 "attn_backend"\n'
+
+
+def variant_place(name: str) -> str:
+    """What the compiler takes for the file of a variant's generated source."""
+    return f"<source of variant {name}>"
+
+
+def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource) -> dict[str, Kernel]:
+    """A variant's kernels for a design, by the names that csrc/ has for them."""
+    text = variant_text(variant)
+    made = {
+        kernel: Kernel(attention_name(stem, element, head_dim, variant.name), (arch,), text + attention_source(stem, element, head_dim, USER_VARIANT))
+        for kernel, stem in design.cubins.items()
+    }
+    if variant.has_output:
+        made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
+    return made
+
+
+def attention_source(design: str, element: str, head_dim: int, variant_type: str) -> str:
+    """design: of Design.cubins."""
+    element_types = f"attn::{CUDA_ELEMENTS[element]}, attn::{CUDA_ELEMENTS[element]}"
+    traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+    template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
+    return template.substitute(traits=traits, copier=copier)
+
+
+def merge_source(element: str, variant_type: str) -> str:
+    return _MERGE.substitute(element=CUDA_ELEMENTS[element], variant=variant_type)
 
 
 _SM80_ATTENTION = Template("""\
@@ -96,7 +149,7 @@ _MERGE = Template("""\
 #include "common/kernel_code.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::merge<attn::$element>(params);
+  attn::merge<attn::$element, attn::$variant>(params);
 }
 
 extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
@@ -112,15 +165,13 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${pr
 
 def _attention_kernels() -> list[Kernel]:
     made = []
-    for element, element_type in CUDA_ELEMENTS.items():
+    for element in CUDA_ELEMENTS:
         for head_dim in CUDA_HEAD_DIMS:
             for variant, variant_type in VARIANTS.items():
-                element_types = f"attn::{element_type}, attn::{element_type}"
-                traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
-                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(traits=traits)))
-                for design, copier in (("sm90", "BoxCopier"), ("sm90_gather", "RowCopier")):
-                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(traits=traits, copier=copier)))
-        made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
+                for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
+                    name = attention_name(design, element, head_dim, variant)
+                    made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
+        made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 
 

@@ -24,7 +24,7 @@ class BSRView:
     Args:
         qo_indptr: int32 or int64 [batch + 1], prefix sum of query lengths.
         table: the pages of each request.
-        causal: a row sees the tokens up to its position; else all.
+        causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a mask of its own False.
         window_left: a row sees no token more than this many tokens before its position; -1: no limit.
         rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
             any request and need not be neighbours. No row may appear twice (not checked). None: row j itself.
@@ -39,7 +39,7 @@ class BSRView:
 
     qo_indptr: Tensor
     table: PageTable
-    causal: bool = True
+    causal: bool | None = None
     window_left: int = -1
     rows: Tensor | None = None
     kv_offsets: Tensor | None = None
@@ -60,8 +60,8 @@ class BSRView:
             refuse("table", self.table, "a PageTable")
         qo_indptr = index_tensor("qo_indptr", self.qo_indptr, INT32_OR_INT64, "[batch + 1]", self.table.batch_size + 1)
         check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
-        if not isinstance(self.causal, bool):
-            refuse("causal", self.causal, "True or False")
+        if self.causal is not None and not isinstance(self.causal, bool):
+            refuse("causal", self.causal, "True, False or None")
         if type(self.window_left) is not int or not -1 <= self.window_left <= MAX_INT32:
             object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:
@@ -92,7 +92,7 @@ class Composition:
     levels: Sequence[BSRView]
 
     @classmethod
-    def cascade(cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool = True, window_left: int = -1) -> Composition:
+    def cascade(cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool | None = None, window_left: int = -1) -> Composition:
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
 
         The rows qo_indptrs[d][i]:qo_indptrs[d][i+1] see all tokens of request i of tables[d]. Only in the last level, the KV that each request has for itself,

@@ -1,10 +1,9 @@
 // What an attention kernel is compiled for.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/head_shape.h"
 #include "common/elements.cuh"
+#include "common/type_traits.h"
 
 namespace attn {
 
@@ -15,7 +14,7 @@ struct Traits {
   using KvElement = KvElement_;
   using Shape = Shape_;
   using Variant = Variant_;
-  static_assert(std::is_same_v<Element, KvElement>,
+  static_assert(is_same<Element, KvElement>,
                 "the products take Q, K and V of one type: a cache of another one must be converted first");
 };
 

@@ -15,7 +15,7 @@ struct StoredBFloat16 {
   ATTN_HD operator float() const {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float value;
-    __builtin_memcpy(&value, &wide, sizeof(value));
+    ATTN_MEMCPY(&value, &wide, sizeof(value));
     return value;
   }
 };
@@ -32,18 +32,24 @@ struct StoredFloat16 {
     // Exponent and mantissa where a float has them; then the exponent's bias is made right. An infinity or a NaN keeps
     // the largest exponent.
     const uint32_t magnitude = (bits & 0x7fffu) << 13;
-    __builtin_memcpy(&value, &magnitude, sizeof(value));
+    ATTN_MEMCPY(&value, &magnitude, sizeof(value));
     value *= 0x1p112f;
     uint32_t wide;
-    __builtin_memcpy(&wide, &value, sizeof(wide));
+    ATTN_MEMCPY(&wide, &value, sizeof(wide));
     wide |= (bits & 0x8000u) << 16 | (magnitude >= 0x0f800000u ? 0x7f800000u : 0u);
-    __builtin_memcpy(&value, &wide, sizeof(value));
+    ATTN_MEMCPY(&value, &wide, sizeof(value));
 #endif
     return value;
   }
 };
 
-ATTN_HD float infinity() { return __builtin_huge_valf(); }
+ATTN_HD float infinity() {
+#if defined(__CUDA_ARCH__)
+  return __int_as_float(0x7f800000);
+#else
+  return __builtin_huge_valf();
+#endif
+}
 
 template <class T>
 ATTN_HD T select(bool condition, T yes, T no) {
@@ -111,7 +117,7 @@ ATTN_HD float quick_divide(float a, float b) {
 ATTN_HD float power_of_2(int32_t exponent) {
   const int32_t bits = (exponent + 127) << 23;
   float power;
-  __builtin_memcpy(&power, &bits, sizeof(power));
+  ATTN_MEMCPY(&power, &bits, sizeof(power));
   return power;
 }
 
@@ -162,12 +168,12 @@ ATTN_HD float exp(float x) {
 /// -infinity for 0 and what is smaller than a normal float, NaN below 0.
 ATTN_HD float log(float x) {
   int32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
+  ATTN_MEMCPY(&bits, &x, sizeof(bits));
   // x = 2^exponent * mantissa, which is in [sqrt(1/2), sqrt(2)).
   const int32_t exponent = (bits - 0x3f3504f3) >> 23;
   const int32_t mantissa_bits = bits - exponent * (1 << 23);
   float mantissa;
-  __builtin_memcpy(&mantissa, &mantissa_bits, sizeof(mantissa));
+  ATTN_MEMCPY(&mantissa, &mantissa_bits, sizeof(mantissa));
   // ln(m) = 2 atanh((m - 1) / (m + 1)), with |(m - 1) / (m + 1)| < 0.172
   const float s = quick_divide(mantissa - 1.0f, mantissa + 1.0f), t = s * s;
   const float series = (((0.2222222f * t + 0.2857143f) * t + 0.4f) * t + 0.6666667f) * t + 2.0f;

@@ -1,7 +1,7 @@
 // K or V of one layer.
 #pragma once
 
-#include <cstdint>
+#include "common/platform.h"
 
 namespace attn {
 

@@ -1,7 +1,7 @@
 // Element types of tensors.
 #pragma once
 
-#include <cstdint>
+#include "common/platform.h"
 
 namespace attn {
 

@@ -2,14 +2,21 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-#include <cuda/std/cstdint>
-using cuda::std::int32_t;
-using cuda::std::int64_t;
-using cuda::std::uint32_t;
-using cuda::std::uint64_t;
-using cuda::std::uint8_t;
+// NVRTC has no headers of its own: these are the types of <cstdint> and <cstddef> on 64-bit Linux.
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long;
+using uintptr_t = unsigned long;
+using size_t = unsigned long;
+#define ATTN_MEMCPY memcpy
 #else
 #include <cstdint>
+#define ATTN_MEMCPY __builtin_memcpy
 #endif
 
 #if defined(__CUDACC__)

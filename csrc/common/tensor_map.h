@@ -1,7 +1,7 @@
 // A tensor as TMA sees it.
 #pragma once
 
-#include <cstdint>
+#include "common/platform.h"
 
 namespace attn {
 

@@ -2,7 +2,10 @@
 
 #include <pthread.h>
 
+#include <cstring>
+
 #include "attention/cpu/executor.h"
+#include "attention/cpu/variant_loader.h"
 #include "attention/merge/shape.h"
 #include "planner/forest.h"
 #include "planner/host/planner.h"
@@ -103,6 +106,8 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   if (config.on_cuda) {
     forest_requests = max_forest_requests(driver::max_shared_bytes(config.device));
     load_kernels(files, forest_requests);
+  } else if (config.has_variant) {
+    cpu_kernels_ = cpu::load_variant(file_of(files, "variant"));
   }
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda ? driver::multiprocessor_count(config.device) *
@@ -124,10 +129,32 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
   merge_kernel_ = driver::load_kernel(file_of(files, "merge"), "merge_kernel", device, 0);
   if (design_.prefetches_code) merge_code_ = driver::find_code(merge_kernel_);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
-    attention_kernels_[i] = driver::load_kernel(file_of(files, design_.kernels[i]), "attention_kernel", device,
-                                                design_.shared_bytes(config_.head_dim));
-    if (design_.prefetches_code) attention_codes_[i] = driver::find_code(attention_kernels_[i]);
+    const bool comes_later = i > 0 && config_.has_variant && files.count(design_.kernels[i]) == 0;
+    if (!comes_later) load_attention_kernel(i, file_of(files, design_.kernels[i]));
   }
+}
+
+void Attention::load_attention_kernel(int32_t kernel, const std::string& file) {
+  attention_kernels_[kernel] =
+      driver::load_kernel(file, "attention_kernel", config_.device, design_.shared_bytes(config_.head_dim));
+  if (design_.prefetches_code) attention_codes_[kernel] = driver::find_code(attention_kernels_[kernel]);
+}
+
+void Attention::load_kernel(const std::string& kernel, const std::string& file) {
+  const InUse in_use(*this);
+  for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
+    if (kernel == design_.kernels[i]) return load_attention_kernel(i, file);
+  }
+  refuse("kernel", kernel, "one of the design");
+}
+
+void Attention::set_variant_params(const void* params, size_t bytes) {
+  const InUse in_use(*this);
+  if (!config_.has_variant || bytes > VariantParams::kBytes)
+    refuse("bytes of the variant's Params", bytes,
+           "at most " + std::to_string(VariantParams::kBytes) + ", and there must be a variant");
+  std::memcpy(variant_params_.bytes, params, bytes);
+  has_variant_params_ = true;
 }
 
 WorkspaceSize Attention::workspace_size() const {
@@ -189,6 +216,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.schedule = schedule_;
   params.partial_o = partial_o_;
   params.partial_lse = partial_lse_;
+  params.adds_up = config_.has_variant && !config_.uses_softmax;
   params.num_kv_heads = config_.num_kv_heads;
   params.head_dim = config_.head_dim;
   params.kv_tile = schedule_config_.kv_tile;
@@ -203,7 +231,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     if (leads_beyond_ragged(schedule_, params.num_pages))
       errors |= kPageIndexInvalid;
     else
-      cpu::run_attention(params, config_.dtype, config_.head_dim);
+      cpu::run_attention(params, config_.dtype, config_.head_dim, config_.has_variant ? &cpu_kernels_ : nullptr);
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
@@ -215,6 +243,8 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   if (kernel == kRowsTooFarApart)
     refuse("k.stride(0)", params.k.page_stride,
            "smaller, or of a larger power of two: a row lies too far from the first");
+  if (!attention_kernels_[kernel])
+    TVM_FFI_THROW(RuntimeError) << "kernel is not loaded: " << design_.kernels[kernel];  // Python loads it
   driver::launch(attention_kernels_[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
                  &arguments, stream);
   driver::launch(

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "attention/cpu/kernels.h"
 #include "attention/kernel_design.h"
 #include "attention/params.h"
 #include "common/data_type.h"
@@ -29,10 +30,12 @@ struct AttentionConfig {
   int32_t device;
   bool batch_invariant;
   bool on_cuda;
+  bool has_variant;   // another one than the standard kernels'
+  bool uses_softmax;  // of the variant
 };
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names.
-/// None on a CPU.
+/// With a variant only the design's first kernel must be there. On a CPU "variant", a shared library, if there is one.
 using KernelFiles = std::map<std::string, std::string>;
 
 /// What `plan` is told of a level of a composition beside its tensors. Filled by Python.
@@ -101,11 +104,21 @@ class Attention {
   /// bits on a CPU, 0 on CUDA.
   uint32_t run(AttentionParams params, driver::Stream stream);
 
+  /// The variant's Params, of the runs that follow.
+  void set_variant_params(const void* params, size_t bytes);
+
+  /// Loads the design's kernel of this name, which was not among the files.
+  void load_kernel(const std::string& kernel, const std::string& file);
+
+  bool has_variant_params() const { return has_variant_params_; }
+  const VariantParams& variant_params() const { return variant_params_; }
+
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
   void load_kernels(const KernelFiles& files, int32_t forest_requests);
+  void load_attention_kernel(int32_t kernel, const std::string& file);
 
   AttentionConfig config_;
   const KernelDesign& design_;
@@ -115,6 +128,9 @@ class Attention {
   driver::Kernel attention_kernels_[kMaxDesignKernels];
   KernelCode attention_codes_[kMaxDesignKernels] = {};
   KernelCode merge_code_{};
+  cpu::Kernels cpu_kernels_{};  // of the variant
+  VariantParams variant_params_{};
+  bool has_variant_params_ = false;
   Schedule schedule_;
   PlanParams plan_params_{};
   float* partial_o_ = nullptr;

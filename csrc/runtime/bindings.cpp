@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "attention/cpu/executor.h"
+#include "common/cpu/isa.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/designs.h"
@@ -66,6 +67,12 @@ int64_t attention_create(const Bytes& config, const Map<String, String>& files) 
   KernelFiles paths;
   for (const auto& [kernel, file] : files) paths[kernel] = file;
   return reinterpret_cast<int64_t>(new Attention(c, paths));
+}
+
+/// The instruction set in use, by its name in ATTN_BACKEND_CPU_ISA.
+String current_isa() {
+  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "amx"};
+  return kNames[static_cast<int>(cpu::current_isa())];
 }
 
 void attention_destroy(int64_t handle) { delete &object(handle); }
@@ -162,6 +169,14 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
+/// The Params of the variant: those of all runs until it is called again.
+void set_variant_params(int64_t handle, const Bytes& params) {
+  object(handle).set_variant_params(params.data(), params.size());
+}
+
+/// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
+void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
+
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
   Attention& attention = object(handle);
@@ -194,6 +209,8 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
     check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
     check_shape("lse", t, {{"rows", q.size(0)}, heads});
     if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
+    if (config.has_variant && !config.uses_softmax)
+      refuse("lse", "a tensor", "None: the variant does not use softmax, so its rows have no sum of exponentials");
     params.lse = static_cast<float*>(t.data_ptr());
   }
   params.q = q.data_ptr();
@@ -205,7 +222,14 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.num_rows = num_rows;
   params.num_pages = static_cast<int32_t>(k.size(0));
   params.sm_scale = static_cast<float>(sm_scale);
-  params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
+  if (config.has_variant) {
+    if (logits_soft_cap != 0.0)
+      refuse("logits_soft_cap", logits_soft_cap, "0 with a variant: combine the variant with soft_cap instead");
+    if (!attention.has_variant_params()) TVM_FFI_THROW(RuntimeError) << "the variant's Params were not set";
+    params.variant = attention.variant_params();
+  } else {
+    params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
+  }
   params.after_append = after_append;
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, current_stream(device));
@@ -282,5 +306,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_layout, attn::schedule_layout);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_level, attn::plan_level);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon_plan, attn::abandon_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_variant_params, attn::set_variant_params);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_attention_kernel, attn::load_attention_kernel);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(current_isa, attn::current_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

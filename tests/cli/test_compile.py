@@ -31,7 +31,7 @@ def test_says_once_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, ca
     ("arguments", "message"),
     [
         (["--jobs", "0"], "argument --jobs: is 0, must be at least 1"),
-        (["--arch", "sm_70"], "argument --arch: invalid choice: 'sm_70'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: Capture) -> None:

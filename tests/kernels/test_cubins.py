@@ -130,6 +130,15 @@ def test_a_whole_cubin_of_the_package_is_used(fake: FakeKernels) -> None:
     assert fake.runs() == 0
 
 
+def test_without_jit_only_what_was_compiled_ahead_is_used(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    with pytest.raises(RuntimeError, match=r"kernel k is not compiled, and ATTN_BACKEND_JIT=0.*`attn-backend compile --arch sm_90a` compiles it ahead"):
+        cubins.find_kernel("k", "sm_90a")
+    assert fake.runs() == 0
+    path, _ = cubins.compile_kernel("k", "sm_90a")
+    assert cubins.find_kernel("k", "sm_90a") == path
+
+
 @pytest.mark.parametrize(("content", "reason"), [(cubin()[:-1], "is truncated"), (b"", "is empty"), (b"version https://git-lfs", "is neither a cubin nor")])
 def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = cubins.shipped_kernel("k", "sm_90a")

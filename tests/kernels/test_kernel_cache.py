@@ -187,11 +187,11 @@ def compiled_in_a_process(_: int) -> tuple[str, bytes]:
     return str(path), path.read_bytes()
 
 
-def test_processes_that_compile_the_same_kernel_leave_a_whole_one(fake: FakeKernels) -> None:
+def test_processes_that_need_the_same_kernel_compile_it_once(fake: FakeKernels) -> None:
     fake_nvcc(fake.nvcc, f"sleep 0.3; cp {fake.folder}/good $out; echo a report")
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         results = list(pool.map(compiled_in_a_process, range(4)))
-    assert fake.runs() > 1
+    assert fake.runs() == 1
     assert {content for _, content in results} == {cubin()}
     (path,) = {Path(path) for path, _ in results}
     assert kernel_cache.fault(path) == ""

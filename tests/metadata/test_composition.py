@@ -20,7 +20,7 @@ TREE_TABLE = PageTable.ragged(torch.arange(7, dtype=torch.int32))  # six nodes o
 
 
 def test_defaults() -> None:
-    assert VIEW.causal
+    assert VIEW.causal is None
     assert VIEW.window_left == -1
     assert VIEW.rows is None
     assert VIEW.batch_size == 2
@@ -69,7 +69,7 @@ def chain(nodes: int) -> Composition:
         (r"levels\[0\]: table", lambda: Composition.cascade([QO_INDPTR], [None])),
         (r"levels\[0\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR[:2], QO_INDPTR], [TABLE, TABLE])),
         (r"levels\[1\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR[:2]], [TABLE, TABLE])),
-        (r"levels\[1\]: causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal=None)),
+        (r"levels\[1\]: causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal="no")),
         ("window_left", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], window_left=3)),
         (r"levels\[0\]: window_left", lambda: Composition.cascade([QO_INDPTR], [TABLE], window_left=-3)),
         (r"levels\[1\]\.table\.page_size", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, PAGED])),
@@ -135,7 +135,7 @@ def test_cascade() -> None:
 
 def test_cascade_of_one_level() -> None:
     (level,) = Composition.cascade([QO_INDPTR], [TABLE], window_left=7).levels
-    assert (level.qo_indptr, level.table, level.causal, level.window_left, level.rows) == (QO_INDPTR, TABLE, True, 7, None)
+    assert (level.qo_indptr, level.table, level.causal, level.window_left, level.rows) == (QO_INDPTR, TABLE, None, 7, None)
 
 
 def described(composition: Composition) -> list[tuple[list[int], list[int]]]:

@@ -26,7 +26,7 @@ from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
 from .support import attention_layers, check_runner, plan_key, refuse

@@ -13,7 +13,8 @@ from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
+from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
 

@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "attention/cpu/kernels.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "planner/schedule.h"
@@ -133,8 +132,8 @@ void append_token(const AppendParams& params, int32_t token) {
 
 }  // namespace
 
-void run_attention(const AttentionParams& params, DataType dtype, int32_t head_dim) {
-  const Kernels kernels = choose_kernels(dtype, head_dim);
+void run_attention(const AttentionParams& params, DataType dtype, int32_t head_dim, const Kernels* of_variant) {
+  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, head_dim);
   const bool use_threads = estimate_work(params, head_dim) >= kMinThreadedWork;
   auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
   parallel_for(params.num_ctas, use_threads, run);

@@ -1,7 +1,7 @@
 // Shape of the merge kernel: what its launcher and the kernel itself must agree on.
 #pragma once
 
-#include <cstdint>
+#include "common/platform.h"
 
 namespace attn {
 

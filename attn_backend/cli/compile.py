@@ -1,0 +1,97 @@
+"""`attn-backend compile`: the standard kernels, or those of a variant, into the cache, ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..kernels import build, manifest
+
+if TYPE_CHECKING:
+    from ..variants import Variant
+
+_GPU = re.compile(r"sm_\d+a?")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    build.add_arguments(parser, jobs=2, archs=None)
+    variant = parser.add_argument_group("variants", "Compile the kernels of variants instead (needs nvcc or NVRTC, for --arch cpu a C++ compiler).")
+    variant.add_argument("--variant", action="append", metavar="MODULE:OBJECT", help="repeatable: a Variant that a module has when it is imported")
+    variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
+    variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128")
+    variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    try:
+        if not arguments.variant:
+            _check_archs(arguments.arch or [], [*manifest.ARCHS])
+            return build.run(arguments)
+        _compile_variants(arguments)
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _compile_variants(arguments: argparse.Namespace) -> None:
+    from ..kernels import variant_kernels
+    from ..kernels.library import library
+
+    archs = arguments.arch or [_own_arch()]
+    _check_archs([arch for arch in archs if not _GPU.fullmatch(arch)], ["cpu", *manifest.ARCHS])
+    isa = library().current_isa()
+    for place in arguments.variant:
+        variant = _imported(place)
+        for dtype in arguments.dtype or ["bfloat16"]:
+            for head_dim in arguments.head_dim or [128]:
+                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa):
+                    print(entry, flush=True)
+
+
+def _own_arch() -> str:
+    """Of this machine's GPU."""
+    import torch
+
+    from ..kernels.variant_kernels import target_of
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU here to compile for: say which with --arch, such as --arch sm_90a; --arch cpu compiles for this CPU")
+    return target_of(torch.cuda.get_device_capability())
+
+
+def _check_archs(archs: list[str], known: list[str]) -> None:
+    for arch in archs:
+        if arch not in known:
+            raise ValueError(f"--arch is {arch!r}, must be one of {', '.join(known)}")
+
+
+def _imported(place: str) -> Variant:
+    """What MODULE:OBJECT names; modules of the working folder are found, too."""
+    from ..variants import Variant
+
+    module_name, _, name = place.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"--variant is {place!r}, must be MODULE:OBJECT, such as my_package.masks:document_mask")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--variant is {place!r}: {error}") from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"--variant is {place!r}, but {module_name} has no {name}")
+        found = getattr(found, part)
+    if not isinstance(found, Variant):
+        raise ValueError(f"--variant is {place!r}, which is a {type(found).__name__}, must be a Variant")
+    return found

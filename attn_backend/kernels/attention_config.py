@@ -1,0 +1,79 @@
+"""What an Attention may be: checks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from ..metadata.composition import MAX_LEVELS
+from ..metadata.structure import MAX_INT32, check_int, check_types, refuse
+from . import manifest
+from .cubins import arch_of
+from .structs import values_of
+
+# By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
+DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
+DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
+MAX_CTAS = 4096
+_MAX_CPU_HEAD_DIM = 256
+_MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+_MAX_CPU_BATCH = 2**20
+
+
+def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
+    """Returns num_qo_heads, num_kv_heads, head_dim."""
+    max_heads = values_of("Limit")["kMaxHeads"]
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
+    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
+    if num_qo_heads % num_kv_heads:
+        refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+    head_dim = check_int("head_dim", head_dim, 1)
+    check_types(torch.dtype, "a torch.dtype", dtype=dtype)
+    if device.type == "cuda":
+        if head_dim not in manifest.CUDA_HEAD_DIMS:
+            refuse("head_dim", head_dim, f"one of {manifest.CUDA_HEAD_DIMS} on CUDA")
+        if dtype not in DTYPE_NAMES:
+            refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+    else:
+        if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
+            refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
+        if dtype not in DTYPES:
+            refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+    return num_qo_heads, num_kv_heads, head_dim
+
+
+def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:
+    """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
+    on_cuda = device.type == "cuda"
+    max_rows = check_int("max_rows", max_rows, 1)
+    if max_rows * group_size > MAX_INT32:
+        refuse("max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head")
+    max_batch = check_int("max_batch", max_batch, 1, _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
+    max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
+    if max_rows * max_levels > MAX_INT32:
+        refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
+    if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:
+        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+    return max_rows, max_batch, max_levels
+
+
+def check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
+    if not isinstance(batch_invariant, bool):
+        refuse("batch_invariant", batch_invariant, "True or False")
+    if batch_invariant and max_levels != 1:
+        refuse("max_levels", max_levels, "1 with batch_invariant=True")
+    if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+        refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
+
+
+def choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
+    """What a schedule is made for; None: the CPU."""
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
+        refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
+    if device.type == "cpu":
+        return None if kernel is None else manifest.DESIGNS[kernel]
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+    if kernel is not None and kernel not in runnable:
+        refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
+    return runnable[kernel] if kernel is not None else next(iter(runnable.values()))

@@ -1,0 +1,144 @@
+"""The variant of an Attention: which files its kernels are in, the interval that it lets plan know, the arguments of its functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView
+from ..metadata.structure import refuse
+from ..settings import Settings
+from . import manifest, variant_kernels
+from .library import library
+
+if TYPE_CHECKING:
+    from ..variants import Variant
+
+_NOT_LOADED = "kernel is not loaded: "  # Attention::run (csrc/runtime/attention.cpp)
+
+
+class AttentionVariant:
+    """A variant in an Attention of one dtype and head_dim. design: None on a CPU.
+
+    Raises:
+        ValueError: it is no variant.
+    """
+
+    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+        from ..variants import Variant
+
+        if not isinstance(variant, Variant):
+            refuse("variant", variant, "a Variant or None")
+        self.variant = variant
+        self._dtype = str(dtype).removeprefix("torch.")
+        self._head_dim = head_dim
+        self._device = device
+        self._kernels: dict[str, manifest.Kernel] = {}
+        self._target, self._options = "cpu", ""
+        if design is not None and device.type == "cuda":
+            self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
+            arch = variant_kernels.arch_of(self._target)
+            if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
+                self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
+            element = manifest.ELEMENT_NAMES[self._dtype]
+            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant)
+        self._bound: dict[str, Tensor | float | int] | None = None
+        self._addresses: list[int] = []
+        # Under a mask of the variant's own a view that does not say so is not causal.
+        self._is_causal_by_default = not (variant.has_mask or variant.causal or variant.window_left >= 0)
+
+    def files(self) -> dict[str, str]:
+        """The kernels that an Attention needs from the start, by their names in csrc/: one for all caches that are usual, compiled now if they are missing.
+
+        Raises:
+            RuntimeError: one is missing and cannot be compiled, or must not be.
+        """
+        if not self._kernels:
+            isa = library().current_isa()
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._head_dim, self._command(), Settings.read().jit))}
+        names = [name for name in self._kernels if name not in manifest.LATE_KERNELS]
+        with ThreadPoolExecutor(len(names)) as pool:
+            return dict(zip(names, pool.map(self.file_of, names), strict=True))
+
+    def file_of(self, name: str) -> str:
+        """One kernel, by its name in csrc/.
+
+        Raises:
+            RuntimeError: it is missing and cannot be compiled, or must not be.
+        """
+        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(), Settings.read().jit))
+
+    def late_kernel(self, error: Exception) -> str:
+        """The kernel that a run found not to be loaded; "" if the error is another one."""
+        return str(error).removeprefix(_NOT_LOADED) if str(error).startswith(_NOT_LOADED) else ""
+
+    def visibility(self, view: BSRView, num_levels: int) -> tuple[bool, int]:
+        """causal and window_left of what a view and the variant both let through.
+
+        Raises:
+            ValueError: a window of the variant in one of several levels, whose positions are not those in the requests.
+        """
+        if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
+            if self.variant.window_left >= 0:
+                refuse("len(composition.levels)", num_levels, f"1 under variant {self.variant.name}, which has a window")
+            return (self._is_causal_by_default or self.variant.causal) if view.causal is None else view.causal, view.window_left
+        causal = self.variant.causal or (self._is_causal_by_default if view.causal is None else view.causal)
+        windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
+        return causal, min(windows, default=-1)
+
+    def pack_if_new(self, args: Mapping[str, Tensor | float | int] | None) -> bytes | None:
+        """The bytes of the variant's Params; None if the arguments are those of the last call: the same tensors, where they were, and equal numbers.
+
+        Raises:
+            ValueError: an argument that the variant refuses.
+        """
+        args = {} if args is None else args
+        if self._bound is not None and self._is_bound(args):
+            return None
+        self._bound = None
+        packed = self.variant.pack(args, self._device)
+        self._bound = dict(args)
+        self._addresses = [value.data_ptr() for value in args.values() if isinstance(value, Tensor)]
+        return packed
+
+    def _is_bound(self, args: Mapping[str, Tensor | float | int]) -> bool:
+        bound = self._bound
+        if bound is None or len(bound) != len(args):
+            return False
+        addresses = iter(self._addresses)
+        for (name, value), (bound_name, bound_value) in zip(args.items(), bound.items(), strict=True):
+            if name != bound_name:
+                return False
+            if isinstance(value, Tensor):
+                if value is not bound_value or value.data_ptr() != next(addresses):
+                    return False
+            elif isinstance(bound_value, Tensor) or type(value) is not type(bound_value) or value != bound_value:
+                return False
+        return True
+
+    def forget_bound(self) -> None:
+        """The next call packs again."""
+        self._bound = None
+
+    def _command(self) -> str:
+        """That compiles the variant ahead, as far as it can be said where it is."""
+        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._head_dim}"
+        return f"attn-backend compile {place} --arch {self._target}{self._options}"
+
+
+def _place_of(variant: Variant) -> str:
+    """module:object, if a module has the variant among its names."""
+    for module_name, module in list(sys.modules.items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is variant:
+                if module_name != "__main__":
+                    return f"{module_name}:{name}"
+                file = getattr(module, "__file__", None)
+                return f"{Path(file).stem if file else '__main__'}:{name}"
+    return "MODULE:OBJECT"

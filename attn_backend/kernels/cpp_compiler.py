@@ -1,0 +1,70 @@
+"""The C++ compiler of this machine, for a variant's kernels on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+from . import cuda_compiler
+
+ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  # by torch's names
+_TIME_LIMIT = 600.0
+_ADVICE = "install g++, or set CXX to a C++ compiler"
+
+# What csrc/common/cpu/isa.cmake has for the kernels in the package.
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+ISA_FLAGS = {"baseline": [], "avx2": _AVX2, "avx512": _AVX512, "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]}
+_VECTORS = {"baseline": "Baseline", "avx2": "Avx2", "avx512": "Avx512"}
+
+
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler: CXX, or the first of the usual names; None where there is none."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        command = shlex.split(name)
+        path = shutil.which(command[0])
+        if path:
+            return [path, *command[1:]]
+    return None
+
+
+def no_compiler() -> str:
+    """Says that there is no compiler, and what to do."""
+    return f"no C++ compiler was found: {_ADVICE}"
+
+
+def isa_of(isa: str, dtype: str, head_dim: int) -> str:
+    """The instruction set that attention uses where `isa` is in use (csrc/attention/cpu/executor.cpp): AMX multiplies bfloat16 only."""
+    return "avx512" if isa == "amx" and (dtype != "bfloat16" or head_dim % 32) else isa
+
+
+def source(isa: str, dtype: str) -> str:
+    """What stands behind the source of a variant. isa: of isa_of()."""
+    if isa == "amx":
+        engine, headers = "attn::cpu::AmxEngine", ["attention/cpu/amx_engine.h"]
+    else:
+        element = ELEMENTS[dtype] if dtype == "float32" else f"attn::cpu::{ELEMENTS[dtype]}"
+        engine, headers = f"attn::cpu::Float32Engine<attn::cpu::{_VECTORS[isa]}, {element}>", ["attention/cpu/float32_engine.h", f"common/cpu/vector_{isa}.h"]
+    includes = "".join(f'#include "{header}"\n' for header in (*headers, "attention/cpu/variant_kernels.h"))
+    return f"#define ATTN_VARIANT_ENGINE {engine}\n{includes}"
+
+
+def flags(isa: str) -> list[str]:
+    """Without those that say where headers are."""
+    return ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w", *ISA_FLAGS[isa]]
+
+
+def compile_library(command: list[str], text: str, isa: str, headers: Path, digest: str, what: str) -> tuple[bytes, str]:
+    """Compiles a shared library; returns its content, and what the compiler said. digest: headers_digest() of `headers`.
+
+    Raises:
+        RuntimeError: it does not compile; carries the compiler's output.
+    """
+    with cuda_compiler.scratch_file("variant.so") as library:
+        file = library.with_suffix(".cpp")
+        file.write_text(text)
+        own = [f"-I{headers}", f'-DATTN_HEADERS_DIGEST="{digest}"', str(file), "-o", str(library)]
+        said = cuda_compiler.run([*command, *flags(isa), *own], what, _TIME_LIMIT, _ADVICE)
+        return library.read_bytes(), said

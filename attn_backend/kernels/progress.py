@@ -1,0 +1,37 @@
+"""What a user sees while a kernel compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+
+@contextlib.contextmanager
+def shown(text: str) -> Iterator[None]:
+    """While something is done that takes seconds: a line that moves on a terminal, and one plain line elsewhere; both on stderr."""
+    if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.errors import LiveError
+
+        status = Console(stderr=True).status(f"attn_backend: {text}")
+        try:
+            status.start()
+        except LiveError:  # another line moves already
+            yield
+            return
+        try:
+            yield
+        finally:
+            status.stop()
+    else:
+        say(text)
+        yield
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+        sys.stderr.write(f"attn_backend: {text}\n")
+        sys.stderr.flush()

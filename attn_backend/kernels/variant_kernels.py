@@ -1,0 +1,187 @@
+"""The kernels of a variant: found in the cache, or compiled when they are needed, with nvcc or NVRTC, and for a CPU with a C++ compiler.
+
+An entry's key does not depend on the compiler: what was compiled ahead with one is found where there is another one, or none.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ..settings import Settings
+from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
+from .headers_digest import headers_digest
+from .manifest import VariantSource
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version.
+
+    Raises:
+        ValueError: older than Ampere.
+    """
+    arch = cubins.arch_of(capability)
+    return arch if arch == manifest.SM90 else f"sm_{capability[0]}0"
+
+
+def arch_of(target: str) -> str:
+    """The arch of the standard kernels that stand beside them."""
+    return manifest.SM90 if target == manifest.SM90 else manifest.SM80
+
+
+def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
+    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: that compiles it ahead, for the message.
+
+    Raises:
+        RuntimeError: it is not there, and cannot be compiled, or must not be.
+    """
+    what = f"variant {variant.name} ({kernel.name.removesuffix(f'_{variant.name}')} for {target})"
+    place = Path(target) / f"{kernel.name}-{cubins.content_key(kernel.source, _nvcc_flags(target))}.cubin"
+    compiled = lambda: _compile_cuda(variant, kernel, target, what)  # noqa: E731
+    return code_address.usable(_find(what, place, compiled, command, jit))
+
+
+def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int, command: str, jit: bool) -> Path:
+    """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
+
+    isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message.
+
+    Raises:
+        RuntimeError: it is not there, and cannot be compiled, or must not be.
+    """
+    isa = cpp_compiler.isa_of(isa, dtype, head_dim)
+    source = manifest.variant_text(variant) + cpp_compiler.source(isa, dtype)
+    what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
+    folder = f"{platform.machine()}_{isa}"
+    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa)])
+    place = Path(folder) / f"attention_cpu_{dtype}_{variant.name}-{key}.so"
+    return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), command, jit)
+
+
+def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], command: str, jit: bool) -> Path:
+    """An entry of the cache. place: below its folder. compiled: gives its content, and what the compiler said."""
+    cached = kernel_cache.cache_dir() / place
+    entry, reason = kernel_cache.place(cached)
+    fault = kernel_cache.fault(entry)
+    if not fault:
+        return entry
+    if not jit:
+        raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `{command}` compiles it ahead")
+    if not reason:
+        try:
+            kernel_cache.prepare(entry)
+        except RuntimeError as error:  # a folder that can only be read, or a full one
+            reason = str(error)
+            entry = kernel_cache.private_place(cached, reason)
+    if reason:
+        cubins.warn_of_private_folder(entry, reason)
+        kernel_cache.prepare(entry)
+    with kernel_cache.locked(entry, cuda_compiler.TIME_LIMIT, lambda: progress.say(f"waiting for another process, which compiles {what}")):
+        if kernel_cache.fault(entry):
+            kernel_cache.store(entry, *compiled())
+    return entry
+
+
+def _nvcc_flags(target: str) -> list[str]:
+    """Without those that say where headers are."""
+    number = target.removeprefix("sm_")
+    return [*cubins.COMMON_FLAGS, f"-gencode=arch=compute_{number},code={target}", "-cubin"]
+
+
+def _nvrtc_flags(target: str) -> list[str]:
+    return ["-std=c++17", f"--gpu-architecture={target}", "--device-as-default-execution-space", "--ptxas-options=-v"]
+
+
+def _compile_cuda(variant: VariantSource, kernel: manifest.Kernel, target: str, what: str) -> tuple[bytes, str]:
+    wanted = Settings.read().cuda_compiler
+    nvcc = None if wanted == "nvrtc" else cuda_compiler.nvcc()
+    includes = f"-I{cubins.source_root()}"
+    failure = None
+    if nvcc is not None:
+        try:
+            with progress.shown(f"compiling {what} with nvcc"):
+                return cubins.compile_source(kernel.name, kernel.source, [*_nvcc_flags(target), includes], nvcc, what)
+        except RuntimeError as error:
+            failure = _explained(error, variant)
+            if failure is not error or wanted == "nvcc":
+                raise failure from None
+    # Without an nvcc, or with one that fails for another reason than the variant: often its host compiler is missing.
+    library = None if wanted == "nvcc" else nvrtc.nvrtc()
+    if library is None:
+        if failure is not None:
+            raise failure
+        raise RuntimeError(f"{what} cannot be compiled: {_no_compiler(wanted)}")
+    try:
+        with progress.shown(f"compiling {what} with NVRTC"):
+            content, report = library.compile(kernel.source, [*_nvrtc_flags(target), includes], what)
+    except RuntimeError as error:
+        raise _explained(error, variant) from None
+    damage = kernel_cache.damage(content)
+    if damage:
+        raise RuntimeError(f"{library} reported no error on {what}, but its output {damage}\n{report}".rstrip())
+    return cubins.completed(content, kernel.name), report
+
+
+def _no_compiler(wanted: str | None) -> str:
+    no_nvrtc = f"no NVRTC was found: {nvrtc.ADVICE}"
+    if wanted is None:
+        return f"{cuda_compiler.no_nvcc()}; and {no_nvrtc}"
+    return f"{cuda_compiler.no_nvcc() if wanted == 'nvcc' else no_nvrtc} (ATTN_BACKEND_CUDA_COMPILER is {wanted})"
+
+
+def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tuple[bytes, str]:
+    command = cpp_compiler.compiler()
+    if command is None:
+        raise RuntimeError(f"{what} cannot be compiled: {cpp_compiler.no_compiler()}")
+    root = cubins.source_root()
+    try:
+        with progress.shown(f"compiling {what} with {Path(command[0]).name}"):
+            return cpp_compiler.compile_library(command, source, isa, root, headers_digest(root), what)
+    except RuntimeError as error:
+        raise _explained(error, variant) from None
+
+
+def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError:
+    """What the compiler said of the user's own lines, or else of those made from Python functions; the error itself if it named none."""
+    for sources in (variant.user_sources, {manifest.variant_place(variant.name): variant.source}):
+        found = [message for place, source in sources.items() for message in _errors_in(place, source, str(error))]
+        if found:
+            return RuntimeError("\n".join((f"variant {variant.name} does not compile:", *dict.fromkeys(found))))
+    return error
+
+
+def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
+    """The errors that a compiler reports for lines of a source, with these lines."""
+    lines = source.split("\n")
+    # nvcc and NVRTC: FILE(LINE): error: TEXT; g++ and clang++: FILE:LINE:COLUMN: error: TEXT.
+    for match in re.finditer(rf"^{re.escape(place)}(?:\((\d+)\)|:(\d+)(?::\d+)?): *(.*\berror\b.*)$", said, re.MULTILINE):
+        number = int(match[1] or match[2])
+        yield f"{place}:{number}: {match[3]}\n{number:6} | {lines[number - 1] if 0 < number <= len(lines) else ''}"
+
+
+def compile_ahead(variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str) -> list[Path]:
+    """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
+    target's default.
+
+    Raises:
+        ValueError: there are no such kernels.
+        RuntimeError: one does not compile, or cannot be kept.
+    """
+    entries = []
+    for target in targets:
+        if target == "cpu":
+            entries.append(find_library(variant, isa, dtype, head_dim, "", True))
+            continue
+        arch = arch_of(target)
+        if dtype not in manifest.ELEMENT_NAMES or head_dim not in manifest.CUDA_HEAD_DIMS:
+            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim of {', '.join(map(str, manifest.CUDA_HEAD_DIMS))} on a GPU"
+            raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
+        designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+        if design_name is not None and design_name not in designs:
+            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
+        design = designs[design_name or next(iter(designs))]
+        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant)
+        entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
+    return entries

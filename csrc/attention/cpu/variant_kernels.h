@@ -1,0 +1,17 @@
+// Included behind the source of a variant, which defines attn::UserVariant. ATTN_VARIANT_ENGINE is the engine,
+// ATTN_HEADERS_DIGEST a string.
+#pragma once
+
+#include "attention/cpu/attention_kernel.h"
+#include "attention/cpu/variant_module.h"
+
+namespace attn::cpu {
+using VariantKernel = AttentionKernel<ATTN_VARIANT_ENGINE, UserVariant>;
+}  // namespace attn::cpu
+
+extern "C" {
+extern __attribute__((visibility("default"))) const attn::cpu::VariantModule attn_variant_module;
+const attn::cpu::VariantModule attn_variant_module = {
+    ATTN_HEADERS_DIGEST,
+    {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row}};
+}

@@ -1,0 +1,220 @@
+"""Attention with a variant: its results, what is refused, when its arguments are read. On a CPU with each instruction set that the machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import case_tensors
+import cases
+import cpu_isa
+import oracle
+import pytest
+import torch
+import variant_sources
+from tiers import mostly_slow
+from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
+
+from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
+from attn_backend.kernels import cpp_compiler, variant_kernels
+from attn_backend.kernels.attention_variant import AttentionVariant
+
+TESTS = Path(__file__).resolve().parent.parent
+SLOPE = 0.02
+ORACLES = {"slanted": variant_sources.slanted_oracle(SLOPE), "alibi": variant_sources.alibi_oracle(SLOPE), "squared": variant_sources.SQUARED_ORACLE}
+VARIANTS = {variant.name: variant for variant in (SLANTED, ALIBI, SQUARED)}
+
+needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One for all tests: each library is compiled once."""
+    before = os.environ.get("ATTN_BACKEND_CACHE")
+    os.environ["ATTN_BACKEND_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.pop("ATTN_BACKEND_CACHE")
+    if before is not None:
+        os.environ["ATTN_BACKEND_CACHE"] = before
+
+
+def arguments_of(variant: Variant) -> dict[str, float]:
+    return dict.fromkeys((param.name for param in variant.params), SLOPE)
+
+
+def check_case(spec: cases.Spec, variant: Variant, device: torch.device | str = "cpu") -> None:
+    spec = spec.with_(logits_soft_cap=0.0)
+    case = case_tensors.build(spec, device)
+    attention = case.attention(variant=variant)
+    attention.plan(case.view)
+    lse = case.lse if variant.uses_softmax else None
+    attention.run(case.q, case.kv, out=case.out, lse=lse, sm_scale=spec.sm_scale, variant_args=arguments_of(variant))
+    expected = oracle.paged_attention(
+        case.q,
+        case.k_slots,
+        case.v_slots,
+        list(spec.qo_lens),
+        case.slots,
+        sm_scale=spec.sm_scale,
+        causal=spec.causal,
+        window_left=spec.window_left,
+        variant=ORACLES[variant.name],
+    )
+    case_tensors.check(case, case.out, lse, expected)
+    case_tensors.check_padding(case)
+
+
+RUN = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import cases, test_attention_variant, torch
+
+torch.set_num_threads(1)
+first, count = map(int, sys.argv[3:5])
+dtypes = [torch.bfloat16, torch.float16, torch.float32]
+names = list(test_attention_variant.VARIANTS)
+for seed in range(first, first + count):
+    spec = cases.random_spec(seed, "cpu").with_(dtype=dtypes[seed % 3])
+    test_attention_variant.check_case(spec, test_attention_variant.VARIANTS[names[seed // 3 % len(names)]])
+"""
+
+
+@needs_cpp
+@pytest.mark.parametrize("first", mostly_slow([0, 18, 36], fast=1))
+@pytest.mark.parametrize("isa", cpu_isa.ISAS)
+def test_random_cases(isa: str, first: int) -> None:
+    """Each variant in each dtype."""
+    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", RUN, str(TESTS), str(Path(__file__).parent), str(first), "18"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_cases_on_a_gpu(name: str, kernel: str) -> None:
+    for seed in range(12):
+        check_case(cases.random_spec(seed, "cuda"), VARIANTS[name], "cuda")
+
+
+@needs_cpp
+@pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
+def test_behind_shared_prefixes_and_in_chunks(options: dict[str, object]) -> None:
+    for seed, variant in enumerate((SLANTED, SQUARED, SLANTED)):
+        spec = cases.Spec((1, 3, 1, 9), (700, 820, 64, 700), dtype=torch.float32, sharing=0.9, page_size=16, seed=seed)
+        case = case_tensors.build(spec, "cpu")
+        attention = case.attention(variant=variant, **options)
+        attention.plan(case.view)
+        out = attention.run(case.q, case.kv, variant_args=arguments_of(variant))
+        expected = oracle.paged_attention(case.q, case.k_slots, case.v_slots, list(spec.qo_lens), case.slots, variant=ORACLES[variant.name])
+        case_tensors.check(case, out, None, expected)
+
+
+class Problem:
+    """Three rows over 40 tokens, on a CPU."""
+
+    def __init__(self, variant: Variant | None, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.q = torch.randn(3, 4, 64, generator=generator)
+        self.kv = KVCache.from_ragged(*(torch.randn(40, 2, 64, generator=generator) for _ in range(2)))
+        self.attention = Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=3, max_batch=1, variant=variant, **options)
+        self.indptr, self.table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
+        self.attention.plan(BSRView(self.indptr, self.table))
+
+    def run(self, **arguments: Any) -> torch.Tensor:
+        return self.attention.run(self.q, self.kv, **arguments)
+
+
+@needs_cpp
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="logits_soft_cap is 2, must be 0 with a variant: combine the variant with soft_cap instead"):
+        Problem(ALIBI).run(logits_soft_cap=2.0, variant_args={"slope": 1.0})
+    with pytest.raises(ValueError, match="lse is a tensor, must be None: the variant does not use softmax"):
+        Problem(SQUARED).run(lse=torch.empty(3, 4))
+    with pytest.raises(ValueError, match=r"variant_args is .*, must be None: this Attention has no variant"):
+        Problem(None).run(variant_args={"slope": 1.0})
+    with pytest.raises(ValueError, match="variant is 'alibi', must be a Variant or None"):
+        Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=3, max_batch=1, variant="alibi")  # type: ignore[arg-type]
+
+
+def test_without_jit_the_exact_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    monkeypatch.setenv("ATTN_BACKEND_CPU_ISA", "baseline")
+    command = "attn-backend compile --variant [a-z_]+:[A-Z]+ --dtype float32 --head-dim 64 --arch cpu"
+    unknown = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit *"), "unknown")
+    with pytest.raises(
+        RuntimeError, match=f"variant unknown .* is not compiled, and ATTN_BACKEND_JIT=0.*`{command.replace('[a-z_]+:[A-Z]+', 'MODULE:OBJECT')}`"
+    ):
+        Problem(unknown)
+    monkeypatch.setattr(variant_sources, "UNKNOWN", unknown, raising=False)
+    with pytest.raises(RuntimeError, match=f"`{command}` compiles it ahead"):
+        Problem(unknown)
+
+
+@needs_cpp
+def test_arguments_are_read_again_only_if_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Mapping[str, Any]] = []
+    pack = Variant.pack
+
+    def counting(self: Variant, args: Mapping[str, Any], device: torch.device) -> bytes:
+        packed.append(dict(args))
+        return pack(self, args, device)
+
+    monkeypatch.setattr(Variant, "pack", counting)
+    variant = Variant.from_functions(score_mod=lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx), tensors={"slopes": torch.float32})  # type: ignore[name-defined]
+    problem = Problem(variant)
+    slopes = torch.full((4,), 0.5)
+    first = problem.run(variant_args={"slopes": slopes})
+    assert torch.equal(problem.run(variant_args={"slopes": slopes}), first)
+    assert len(packed) == 1
+    problem.run(variant_args={"slopes": slopes.clone()})
+    assert len(packed) == 2, "another tensor"
+    problem.run(variant_args={"slopes": slopes})
+    slopes.fill_(0.25)
+    other = problem.run(variant_args={"slopes": slopes})
+    assert len(packed) == 3
+    assert not torch.equal(other, first), "what tensors hold is read by each run"
+    with pytest.raises(ValueError, match="variant_args"):
+        problem.run(variant_args={"slopes": slopes.double()})
+    assert torch.equal(problem.run(variant_args={"slopes": slopes}), other)
+    assert len(packed) == 5, "what failed is not remembered"
+
+
+def test_numbers_are_read_again_if_they_changed() -> None:
+    problem = Problem(ALIBI)
+    first = problem.run(variant_args={"slope": 0.5})
+    assert not torch.equal(problem.run(variant_args={"slope": 0.25}), first)
+    assert torch.equal(problem.run(variant_args={"slope": 0.5}), first)
+
+
+def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not() -> None:
+    indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
+    plain, masked = ALIBI, SLANTED
+    causal, window = (Variant.from_source(ALIBI_CPP, {"slope": float}, name="interval", **interval) for interval in ({"causal": True}, {"window_left": 7}))
+    for variant, view, expected in [
+        (plain, {}, (True, -1)),
+        (masked, {}, (False, -1)),
+        (masked, {"causal": True}, (True, -1)),
+        (causal, {}, (True, -1)),
+        (causal, {"causal": False}, (True, -1)),
+        (window, {}, (False, 7)),
+        (window, {"window_left": 3}, (False, 3)),
+        (window, {"window_left": 30, "causal": True}, (True, 7)),
+        (plain, {"causal": False, "window_left": 5}, (False, 5)),
+    ]:
+        made = AttentionVariant(variant, None, torch.float32, 64, torch.device("cpu"))
+        assert made.visibility(BSRView(indptr, table, **view), 1) == expected
+    with pytest.raises(ValueError, match=r"len\(composition.levels\) is 2, must be 1 under variant interval, which has a window"):
+        AttentionVariant(window, None, torch.float32, 64, torch.device("cpu")).visibility(BSRView(indptr, table), 2)
+
+
+@needs_cpp
+def test_a_library_of_other_headers_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
+    other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")
+    with pytest.raises(RuntimeError, match=r"compiled from other headers than libattn_backend\.so; reinstall"):
+        Problem(other)

@@ -1,0 +1,351 @@
+"""How a variant's kernels are compiled and kept: with which compiler, once, whatever happens to compilers, processes and files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import variant_sources
+from fake_nvcc import FakeKernels, cubin, fake_nvcc
+from test_kernel_cache import messages, unprivileged
+from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
+
+from attn_backend import Variant
+from attn_backend.cli.main import main
+from attn_backend.kernels import code_address, cpp_compiler, cuda_compiler, kernel_cache, manifest, nvrtc, variant_kernels
+
+TARGET = "sm_90a"
+COMMAND = "attn-backend compile --variant module:object"
+HOPPER, GENERIC = manifest.DESIGNS["hopper"], manifest.DESIGNS["generic"]
+
+needs_nvcc = pytest.mark.skipif(cuda_compiler.nvcc() is None, reason="needs nvcc")
+needs_nvrtc = pytest.mark.skipif(nvrtc.nvrtc() is None, reason="needs NVRTC (pip install nvidia-cuda-nvrtc)")
+needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
+    made = FakeKernels(tmp_path, monkeypatch)
+    monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(made.nvcc))
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    return made
+
+
+def kernel_of(variant: Variant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention") -> manifest.Kernel:
+    return manifest.variant_kernels("sm_90a", design, "bf16", head_dim, variant)[name]
+
+
+def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
+    return variant_kernels.find_cubin(variant, kernel_of(variant), TARGET, COMMAND, jit)
+
+
+# The cache
+
+
+def test_what_was_compiled_is_found_whatever_the_compiler(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = find()
+    assert path.read_bytes() == cubin()
+    assert path.parent == fake.cache / TARGET
+    assert path.name.startswith("attention_sm90_bf16_d128_alibi-")
+    monkeypatch.setattr(cuda_compiler, "nvcc", lambda: None)
+    assert find() == path
+    assert find(jit=False) == path
+    assert fake.runs() == 1
+    assert fake.files() == [path.name, path.with_suffix(".txt").name]
+
+
+def test_what_decides_about_a_kernel_is_in_its_name(fake: FakeKernels) -> None:
+    other = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit -"))
+    names = {find().name, find(other).name, find(SLANTED).name}
+    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI), "sm_80", COMMAND, True).parent.name}
+    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET, COMMAND, True).name}
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "content"),
+    [("truncated", cubin()[:-9]), ("empty", b""), ("foreign", cubin(b"somebody's code")), ("garbage", b"<html>"), ("another", b"\x7fELF" * 99)],
+)
+def test_a_damaged_entry_is_compiled_again(how: str, content: bytes, fake: FakeKernels) -> None:
+    path = find()
+    path.write_bytes(content)
+    assert find() == path
+    assert path.read_bytes() == cubin()
+    assert fake.runs() == 2
+
+
+def found_in_a_process(_: int) -> tuple[str, bytes]:
+    path = find()
+    return str(path), path.read_bytes()
+
+
+def test_processes_that_need_the_same_kernel_compile_it_once(fake: FakeKernels) -> None:
+    fake_nvcc(fake.nvcc, f"sleep 0.5; cp {fake.folder}/good $out")
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        results = set(pool.map(found_in_a_process, range(4)))
+    ((path, content),) = results
+    assert content == cubin()
+    assert fake.runs() == 1
+    assert fake.files() == [Path(path).name, Path(path).with_suffix(".txt").name], "locks are gone, too"
+
+
+def test_who_waits_says_so_and_does_not_wait_for_ever(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    path = find()
+    path.unlink()
+    monkeypatch.setattr(cuda_compiler, "TIME_LIMIT", 0.2)
+    with kernel_cache.locked(path, 1, lambda: None):
+        assert find() == path
+    assert "waiting for another process, which compiles variant alibi" in capfd.readouterr().err
+    assert fake.runs() == 2
+
+
+def test_a_process_that_was_killed_while_it_compiled_is_no_obstacle(fake: FakeKernels) -> None:
+    started = fake.folder / "started"
+    fake_nvcc(fake.nvcc, f"touch {started}; sleep 60")
+    process = os.fork()
+    if process == 0:
+        find()
+        os._exit(0)
+    while not started.exists():
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    fake_nvcc(fake.nvcc, f"cp {fake.folder}/good $out")
+    begin = time.monotonic()
+    path = find()
+    assert time.monotonic() - begin < 20
+    assert path.read_bytes() == cubin()
+    assert not [name for name in fake.files() if name.endswith(".lock")]
+
+
+def test_a_compiler_that_is_killed_leaves_nothing(fake: FakeKernels) -> None:
+    fake_nvcc(fake.nvcc, "echo half > $out; kill -9 $$")
+    with pytest.raises(RuntimeError, match="was killed by signal 9 on variant alibi"):
+        find()
+    assert fake.files() == []
+    fake_nvcc(fake.nvcc, f"cp {fake.folder}/good $out")
+    assert find().read_bytes() == cubin()
+
+
+def test_a_cache_that_can_only_be_read_is_read(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+    path = find()
+    for folder in (path.parent, fake.cache):
+        folder.chmod(0o555)
+    fake.nvcc.parent.joinpath("nvcc.runs").chmod(0o666)
+    try:
+        with unprivileged(fake.folder):
+            assert find() == path
+            assert messages(caplog) == []
+    finally:
+        for folder in (fake.cache, path.parent):
+            folder.chmod(0o755)
+    assert fake.runs() == 1
+
+
+def test_beside_a_cache_that_can_only_be_read_a_private_folder_is_used(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+    fake.cache.mkdir()
+    fake.cache.chmod(0o555)
+    fake.temporary.chmod(0o777)
+    runs = Path(f"{fake.nvcc}.runs")
+    runs.touch()
+    runs.chmod(0o666)
+    try:
+        with unprivileged(fake.folder), caplog.at_level(logging.WARNING):
+            path = find()
+            assert path.is_relative_to(fake.temporary)
+            assert path.read_bytes() == cubin()
+            assert find() == path
+            find(SLANTED)
+    finally:
+        fake.cache.chmod(0o755)
+    assert fake.runs() == 2, "the private folder is a cache, too"
+    (message,) = messages(caplog)
+    assert "Permission denied" in message
+    assert f"private folder instead: {fake.temporary}" in message
+
+
+# Which compiler
+
+
+def test_without_jit_the_command_is_named(fake: FakeKernels) -> None:
+    with pytest.raises(RuntimeError, match=rf"variant alibi \(.*\) is not compiled, and ATTN_BACKEND_JIT=0.*`{COMMAND}` compiles it ahead"):
+        find(jit=False)
+    assert fake.runs() == 0
+    assert fake.files() == []
+
+
+def test_without_a_compiler_both_are_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_compiler, "nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match=r"no nvcc was found.*; and no NVRTC was found: `pip install nvidia-cuda-nvrtc`"):
+        find()
+    monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", "nvrtc")
+    with pytest.raises(RuntimeError, match=r"no NVRTC was found: .*ATTN_BACKEND_CUDA_COMPILER is nvrtc"):
+        find()
+
+
+class FakeNvrtc:
+    def compile(self, source: str, options: list[str], what: str) -> tuple[bytes, str]:
+        assert "--gpu-architecture=sm_90a" in options
+        return cubin(b"by NVRTC"), "a report"
+
+
+def test_an_nvcc_that_does_not_run_gives_way_to_nvrtc(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvcc(fake.nvcc, "echo nvcc fatal: Failed to preprocess host compiler properties; exit 1")
+    with pytest.raises(RuntimeError, match="Failed to preprocess host compiler properties"):
+        find()
+    monkeypatch.setattr(nvrtc, "nvrtc", FakeNvrtc)
+    monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", "nvcc")
+    with pytest.raises(RuntimeError, match="Failed to preprocess host compiler properties"):
+        find()
+    monkeypatch.delenv("ATTN_BACKEND_CUDA_COMPILER")
+    assert find().read_bytes() == cubin(b"by NVRTC")
+
+
+def test_an_error_in_a_variant_is_not_tried_with_another_compiler(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [
+        f'<variant misspelt>({MISSPELT_LINE}): error: identifier "logti" is undefined',
+        "      return logti + 1;",
+        "             ^",
+        "csrc/attention/warp_state.cuh(250): error: more of it",
+    ]
+    fake_nvcc(fake.nvcc, "".join(f"echo '{line}'\n" for line in said) + "exit 2")
+    monkeypatch.setattr(nvrtc, "nvrtc", FakeNvrtc)
+    with pytest.raises(RuntimeError) as failure:
+        find(MISSPELT)
+    line = "  return logti + slope * static_cast<float>(kv_position - row.position);"
+    assert str(failure.value) == (
+        f'variant misspelt does not compile:\n<variant misspelt>:{MISSPELT_LINE}: error: identifier "logti" is undefined\n{MISSPELT_LINE:6} | {line}'
+    )
+
+
+# Compilers that are
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+COMPILERS = [pytest.param("nvcc", marks=needs_nvcc), pytest.param("nvrtc", marks=needs_nvrtc)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("design", ["hopper", "generic"])
+def test_every_kernel_of_a_variant_compiles(design: str, compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
+    targets = {"hopper": ["sm_90a"], "generic": ["sm_80"]}[design]
+    entries = variant_kernels.compile_ahead(SLANTED, targets, design, "bfloat16", 128, "")
+    assert len(entries) == len(manifest.DESIGNS[design].cubins) + 1, "merge, too: the variant transforms the output"
+    for entry in entries:
+        assert kernel_cache.fault(entry) == ""
+        content = entry.read_bytes()
+        assert all(kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 997), len(content) - 1))
+        assert "instructions are serialized" not in kernel_cache.report(entry)
+        if design == "hopper":
+            (variable,) = code_address._variables(content)
+            assert variable.kernel == ("merge_kernel" if entry.name.startswith("merge") else "attention_kernel")
+            assert code_address._written(content, [variable], complete=True) == content, "the entry says where its code lies"
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_an_error_shows_the_line_of_the_variant(compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
+    with pytest.raises(RuntimeError) as failure:
+        find(MISSPELT)
+    check_misspelt(str(failure.value))
+
+
+def check_misspelt(message: str) -> None:
+    first, second, third = message.split("\n")
+    assert first == "variant misspelt does not compile:"
+    assert second.startswith(f"<variant misspelt>:{MISSPELT_LINE}: error: ")
+    assert "logti" in second
+    assert third == f"{MISSPELT_LINE:6} |   return logti + slope * static_cast<float>(kv_position - row.position);"
+
+
+@needs_cpp
+def test_an_error_of_a_cpp_compiler_shows_the_line_of_the_variant(cache: Path) -> None:
+    with pytest.raises(RuntimeError) as failure:
+        variant_kernels.find_library(MISSPELT, "baseline", "float32", 64, COMMAND, True)
+    check_misspelt(str(failure.value))
+
+
+def test_without_a_cpp_compiler_the_message_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found: install g\+\+, or set CXX"):
+        variant_kernels.find_library(ALIBI, "baseline", "float32", 64, COMMAND, True)
+    with pytest.raises(RuntimeError, match=f"ATTN_BACKEND_JIT=0.*`{COMMAND}`"):
+        variant_kernels.find_library(ALIBI, "baseline", "float32", 64, COMMAND, False)
+
+
+def test_the_instruction_sets_have_the_flags_of_the_package() -> None:
+    """csrc/common/cpu/isa.cmake has them for the kernels in the package."""
+    text = (Path(__file__).parents[2] / "csrc" / "common" / "cpu" / "isa.cmake").read_text()
+    known = {"avx2": "", "avx512": "${avx2}", "amx": "${avx512}"}
+    flags: dict[str, list[str]] = {}
+    for isa, base in known.items():
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(f"set({isa} ")]
+        words = line.strip().removeprefix(f"set({isa} ").rstrip(")").split()
+        flags[isa] = [flag for word in words for flag in (flags[word[2:-1]] if word == base else [word]) if not flag.startswith("-W")]
+    assert {"baseline": [], **flags} == cpp_compiler.ISA_FLAGS
+
+
+# The command
+
+
+@needs_cpp
+def test_a_variant_is_compiled_ahead_by_the_command(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["compile", "--variant", "variant_sources:ALIBI", "--arch", "cpu", "--dtype", "float32", "--head-dim", "64"]
+    assert main(arguments) == 0
+    (path,) = capsys.readouterr().out.split()
+    assert Path(path).is_relative_to(cache)
+    monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.split() == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "variant_sources", "--arch", "cpu"], "--variant is 'variant_sources', must be MODULE:OBJECT"),
+        (["--variant", "no_such_module:x", "--arch", "cpu"], "--variant is 'no_such_module:x': No module named 'no_such_module'"),
+        (["--variant", "variant_sources:NOTHING", "--arch", "cpu"], "variant_sources has no NOTHING"),
+        (["--variant", "variant_sources:ALIBI_CPP", "--arch", "cpu"], "which is a str, must be a Variant"),
+        (["--variant", "variant_sources:ALIBI", "--arch", "tpu"], "--arch is 'tpu', must be one of cpu, sm_90a, sm_80"),
+        (["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"], "dtype is float32 and head_dim 128, must be bfloat16, float16 with"),
+        (["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"], "kernel is hopper, must be generic for sm_80"),
+        (["--arch", "sm_75"], "--arch is 'sm_75', must be one of sm_90a, sm_80"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments: list[str], message: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+# Seconds
+
+
+@needs_cpp
+def test_what_is_in_the_cache_is_found_fast(cache: Path) -> None:
+    """Without reading more than its headers: in a process of its own, less the time that imports take."""
+    variant_kernels.find_library(ALIBI, "baseline", "float32", 64, COMMAND, True)
+    program = (
+        "import time, variant_sources\n"
+        "from attn_backend.kernels import variant_kernels\n"
+        "begin = time.perf_counter()\n"
+        "variant_kernels.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, '', False)\n"
+        "print(time.perf_counter() - begin)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(variant_sources.__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.05
