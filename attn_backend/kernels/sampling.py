@@ -57,14 +57,6 @@ def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
     return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
 
 
-@cache
-def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
-    """The cubin that looks for few survivors first (csrc/sampling/device/few.cuh); "" where there is none."""
-    if device.type != "cuda" or arch_of(torch.cuda.get_device_capability(device)) != manifest.SM90 or dtype not in _DTYPE_NAMES:
-        return ""
-    return str(find_kernel(manifest.few_sampling_name(_DTYPE_NAMES[dtype]), manifest.SM90))
-
-
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     """A workspace for `sample`: int64 [4096] on `device`. It may hold anything. Launches that may run at the same time need one each."""
     return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=check_device(device))
@@ -73,7 +65,7 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
 # What the library's functions are given, by the caller's names; "": not the caller's own.
 _OF_SAMPLE = (
     *("logits", "", "temperature", "top_k", "top_p", "min_p", "seed", "position", "token_mask", "", ""),
-    *("out", "", "", "", "", "workspace", "", "", "", "row_ctas"),
+    *("out", "", "", "", "", "workspace", "", "", "row_ctas"),
 )
 _OF_SAMPLE_FROM_PROBS = ("probs", *_OF_SAMPLE[1:])
 _OF_WRITE_ROWS = ("", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
@@ -177,7 +169,7 @@ def sample(
         logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
         out: int32 or int64 [batch] that takes the tokens.
         workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without filters are faster with it.
-        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 64 rows) any number;
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 256 rows) any number;
             0: as many as suit the batch. No result depends on it.
 
     Raises:
@@ -214,7 +206,6 @@ def sample(
         samples.top_logprobs,
         samples.top_token_ids,
         workspace,
-        _few_kernel(logits.dtype, device),
         *_logits_kernel(logits),
         row_ctas,
     )
@@ -265,7 +256,6 @@ def sample_from_probs(
         None,
         None,
         None,
-        "",
         *_kernel("probs", device),
         row_ctas,
     )

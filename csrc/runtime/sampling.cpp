@@ -128,16 +128,16 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs for each row, from measurements (docs/decisions.md): as many as give every multiprocessor two, or one where a
-/// warp would have less than two segments; but two for a row as long as that fills the GPU no more than once. Each warp
-/// should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
+/// CTAs of the cluster that takes a row, from measurements (docs/decisions.md): as many as give every multiprocessor
+/// two, or one where a warp would have less than two segments; but two for a row as long as that fills the GPU no more
+/// than once. Each warp should have a segment. Sixteen, which take longer to start, where top-k leaves little to tell
+/// each other and each multiprocessor has one.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
-  const bool has_filters =
-      params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
-  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters)
-    max_ctas = std::min(max_ctas, kPortableClusterCtas);
+  const bool has_top_k = params.top_k.array || params.top_k.value > 0;
+  if (has_top_k && segments > max_ctas * kSamplingWarps && params.batch * max_ctas <= multiprocessors) return max_ctas;
+  max_ctas = std::min(max_ctas, kPortableClusterCtas);
   int32_t ctas = 1;
   while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
     const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
@@ -155,76 +155,59 @@ bool is_unfiltered(const SamplingParams& params) {
          params.num_top_logprobs == 0;
 }
 
-/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment if there is room for so many;
-/// 0: there are too many rows for that. Nobody waits but the last CTA of a row, which starts after the others: with as
-/// few rows as these the others find room whatever else runs.
-int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
-  const int32_t most = kUnfilteredCtas * multiprocessors_of(device) / params.batch;
+/// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
+/// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
+int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int64_t max_ctas) {
+  const int32_t room = kUnfilteredCtas * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
-  return params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
+  if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
+    return std::min({wanted, room / params.batch, 1 + kWorkspaceMails / params.batch});
+  return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
 
-/// Whether the kernel that looks for few survivors first may be taken (csrc/sampling/device/few.cuh).
-bool may_leave_few(const SamplingParams& params) {
-  return params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) &&
-         params.logprobs == nullptr && params.num_top_logprobs == 0 &&
-         params.vocab > 2 * kSamplingWarps * kSegmentTokens;
-}
-
-/// How many CTAs of a row suit it: all that a cluster may have, if each warp then has a segment and each multiprocessor
-/// a CTA; 0: as elsewhere.
-int32_t choose_few_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
-  return params.vocab > max_ctas * kSamplingWarps * kSegmentTokens &&
-                 params.batch * max_ctas <= multiprocessors_of(device)
-             ? max_ctas
-             : 0;
-}
-
-bool suits_few(const SamplingParams& params, int32_t ctas) {
-  return ctas >= kLeastFewCtas && params.vocab <= kMostFewSegments * kSegmentTokens * kSamplingWarps * ctas;
-}
-
-/// way: "", "few_" or "unfiltered_".
-driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const std::string& way,
-                               int32_t device, bool in_large_clusters) {
+driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const char* function,
+                               int32_t device, bool has_clusters) {
   static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
-  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + way + "sampling_kernel";
+  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + std::string(function) + "_kernel";
   const std::lock_guard<std::mutex> lock(mutex);
   driver::Kernel& known = kernels[{symbol, file, device}];
   if (!known) {
-    known = driver::load_kernel(file, symbol.c_str(), device,
-                                way == "unfiltered_" ? 0 : sampling_shared_bytes(kMaxVocab, 1));
-    if (in_large_clusters) driver::allow_large_clusters(known);
+    const bool is_unfiltered = symbol.find("unfiltered") != std::string::npos;
+    known = driver::load_kernel(file, symbol.c_str(), device, is_unfiltered ? 0 : sampling_shared_bytes(kMaxVocab, 1));
+    if (has_clusters && !is_unfiltered) driver::allow_large_clusters(known);
   }
   return known;
 }
 
-/// few_file: has the kernel that looks for few survivors first, or "". max_ctas: of a row; 1 where there are no
-/// clusters. row_ctas: 0, or how many to take.
-void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas,
+/// max_ctas: of a cluster; 1 where there are none. row_ctas: 0, or how many to take.
+void launch(const SamplingParams& params, bool of_probs, const String& file, DLDevice device, int64_t max_ctas,
             int64_t row_ctas) {
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   narrow("row_ctas", row_ctas, 0, kWorkspaceMails);
-  if (params.workspace != nullptr && is_unfiltered(params)) {
-    const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
-    if (ctas > 0 && params.batch <= kMostUnfilteredRows && params.batch * (ctas - 1) <= kWorkspaceMails) {
-      const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
+  constexpr int32_t kMostGridRows = 65535;
+  if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
+    const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
+    const int64_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
+                         : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMails) ? row_ctas
+                                                                                                            : 0;
+    if (ctas > 0) {
+      const driver::Kernel kernel = sampling_kernel(params, file, "sample_unfiltered", device.device_id, false);
       driver::launch(kernel,
                      driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads},
                      &params, stream);
       return;
     }
   }
-  const bool may_be_few = !few_file.empty() && may_leave_few(params);
-  int32_t ctas = static_cast<int32_t>(row_ctas);
-  if (ctas == 0 && may_be_few) ctas = choose_few_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas == 0) ctas = choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  const int32_t ctas = row_ctas != 0 ? static_cast<int32_t>(row_ctas)
+                                     : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
   if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0)
     refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
-  const bool looks_for_few = may_be_few && suits_few(params, ctas);
-  const driver::Kernel kernel = sampling_kernel(params, looks_for_few ? few_file : file, looks_for_few ? "few_" : "",
-                                                device.device_id, max_ctas > kPortableClusterCtas);
+  const char* function = params.task == RowTask::kSample      ? "sample_filtered"
+                         : params.task == RowTask::kSpeculate ? "speculate"
+                                                              : "write_rows";
+  const driver::Kernel kernel =
+      sampling_kernel(params, file, function, device.device_id, max_ctas > kPortableClusterCtas);
   driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
   shape.shared_bytes = sampling_shared_bytes(params.vocab, ctas);
   shape.cluster_x = static_cast<uint32_t>(ctas);
@@ -232,10 +215,10 @@ void launch(const SamplingParams& params, const String& file, const String& few_
 }
 
 void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file,
-         int64_t max_ctas, int64_t row_ctas, const String& few_file = "") {
+         int64_t max_ctas, int64_t row_ctas) {
   if (params.batch == 0) return;
   if (device.device_type == kDLCUDA)
-    launch(params, file, few_file, device, max_ctas, row_ctas);
+    launch(params, of_probs, file, device, max_ctas, row_ctas);
   else if (of_probs)
     cpu::sample_probs(params);
   else
@@ -246,8 +229,8 @@ void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice d
 void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
             AnyView seed, AnyView position, Optional<TensorView> token_mask, bool joint, bool tempered_logprobs,
             TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
-            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String few_file, String file,
-            int64_t max_ctas, int64_t row_ctas) {
+            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String file, int64_t max_ctas,
+            int64_t row_ctas) {
   const DLDevice device = values.device();
   const char* name = of_probs ? "probs" : "logits";
   SamplingParams params{};
@@ -302,7 +285,7 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
   params.joint = joint;
   params.tempered_logprobs = tempered_logprobs;
   params.task = RowTask::kSample;
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas, few_file);
+  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
 }
 
 /// Writes float32 [batch, vocab].

@@ -23,23 +23,20 @@ constexpr int32_t kSamplingThreads = 256;
 constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
 constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
-constexpr int32_t kSamplingStateBytes = 33280;  // of shared memory, before the tables of segments
+constexpr int32_t kSamplingStateBytes = 51456;  // of shared memory, before the tables of segments
 
 // Of rows without filters whose CTAs tell each other through global memory.
-constexpr int32_t kUnfilteredCtas = 4;       // on a multiprocessor at a time
-constexpr int32_t kMostUnfilteredRows = 64;  // that wait at a time
+constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
+constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
 constexpr int32_t kWorkspaceWords =
     4096;  // of 8 bytes: a launch number of 4 bytes for each row, then two words for each CTA
-constexpr int32_t kWorkspaceMails = kWorkspaceWords / 2 - kMostUnfilteredRows / 4;
-
-// Of rows that are looked at for few survivors first.
-constexpr int32_t kLeastFewCtas = 4;
-constexpr int32_t kMostFewSegments = 4;  // of a warp
+constexpr int32_t kWorkspaceMails = kWorkspaceWords / 2 - kMostSharedRows / 4;
 
 /// Dynamic shared memory where each row has `ctas` CTAs.
 constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
   constexpr int32_t kSegmentBytes = 20;  // two masses and the largest value
-  return kSamplingStateBytes + ceil_div(ceil_div(vocab, kSegmentTokens), ctas) * kSegmentBytes;
+  const int32_t rounds = ceil_div(ceil_div(vocab, kSegmentTokens), kSamplingWarps * ctas);
+  return kSamplingStateBytes + rounds * kSamplingWarps * kSegmentBytes;
 }
 
 // ---- Bits ----

@@ -1,179 +1,232 @@
-// The first CTA's part: what the candidates tell of the filters' threshold, the draw among them, the most likely
-// tokens.
+// Few survivors: every CTA lists the tokens at or above a bound that is sure to leave as many as are needed, the first
+// one finds among all lists who survives, who wins the race, and which tokens are the most likely ones.
 #pragma once
 
 #include "sampling/device/row.cuh"
 
 namespace attn {
 
-/// A survivor, where there are few.
-struct alignas(16) Survivor {
-  uint64_t weight;
-  uint32_t key;
-  int32_t token;
-};
-
 template <class Source>
 struct Candidates {
+  using Weights = typename Source::Weights;
+
   const Row<Source>& row;
   SamplingShared& shared;
-  BlockSums sums;
-  const uint32_t bound;  // they are complete from here on
-  uint32_t keys[kHeld];  // this thread's: shared.keys[threadIdx.x + i * kSamplingThreads]; 0: none, or below the bound
+  const RowSettings& settings;
 
-  /// Leaves zeros in the list where there is no candidate.
   __device__ __forceinline__ explicit Candidates(const Row<Source>& row)
-      : row(row), shared(row.shared), sums(shared.scratch), bound(shared.bound) {
-    const int32_t room = row.candidate_room();
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      const int32_t cta = at * shared.num_ctas / kMaxCandidates;
-      const bool is_one = at - cta * room < shared.summaries[cta].num_candidates;
-      const uint32_t key = is_one ? shared.keys[at] : 0;
-      keys[i] = key >= bound ? key : 0;
-      shared.keys[at] = keys[i];
-    }
+      : row(row), shared(row.shared), settings(row.settings) {}
+
+  static constexpr int32_t kMostFinalists = 256;
+  static constexpr int32_t kPairThreads = kSamplingThreads / 2;  // compare; the others have the finalists race
+
+  /// Candidates that are compared with each other. In the place of what is staged.
+  struct Finalists {
+    uint64_t weights[kMostFinalists];
+    uint64_t above[kMostFinalists];  // mass
+    uint32_t keys[kMostFinalists];
+    int32_t tokens[kMostFinalists];
+    Racer racers[kMostFinalists];
+    uint8_t survives[kMostFinalists];
+  };
+  static_assert(sizeof(Finalists) <= sizeof(SamplingShared::staged), "they have that room");
+
+  __device__ __forceinline__ Finalists& finalists() const { return *reinterpret_cast<Finalists*>(shared.staged); }
+  /// Candidates that a CTA has room for.
+  __device__ __forceinline__ int32_t room() const { return row.share_of_cta(kMaxCandidates); }
+
+  /// Tokens that the lists must hold at least, for top-k and the most likely tokens.
+  __device__ __forceinline__ int32_t wanted() const {
+    return max_of(settings.greedy ? 0 : settings.top_k, row.params.num_top_logprobs);
+  }
+  __device__ __forceinline__ bool may_settle() const { return settings.top_k > 0 || settings.min_p > 0.0f; }
+  /// Whether so many are surely among what there is room for: each CTA lists as many by itself.
+  __device__ __forceinline__ bool suits() const {
+    return wanted() <= kSamplingThreads - 1 && wanted() <= room() * 3 / 4 && (may_settle() || wanted() > 0);
+  }
+
+  /// A key that `count` of the CTA's lanes reach: to 16 bits the count-th largest of their largest.
+  __device__ __forceinline__ uint32_t bound_of_lanes(uint32_t lane_key, int32_t count) const {
+    const uint32_t own = lane_key >> 16 << 8 | threadIdx.x;
+    shared.lane_keys[threadIdx.x] = own;
     __syncthreads();
-  }
-
-  __device__ __forceinline__ uint32_t best_key() const { return order_key(shared.reference); }
-
-  __device__ __forceinline__ uint32_t count_from(uint32_t key) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? 1 : 0;
-    return sums(sum);
-  }
-
-  /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
-  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
-    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
-  }
-
-  /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
-  __device__ __forceinline__ uint32_t settle_top_k() {
-    const uint32_t min_p = min_p_key(row.weights(), row.settings);
-    if (row.settings.top_k == 0) return min_p;
-    const uint32_t from = max_of(min_p, bound);
-    const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
-    return count_from(from) >= wanted ? key_of_count(from, wanted) : min_p;
-  }
-
-  /// Goes on with top-p. False if the candidates do not tell.
-  __device__ __forceinline__ bool settle_top_p(uint32_t& threshold) {
-    if (row.settings.has_top_p) {
-      const bool of_all = row.top_p_of_all();
-      if (!of_all && threshold < bound) return false;
-      uint64_t weight[kHeld];
-#pragma unroll
-      for (int32_t i = 0; i < kHeld; ++i)
-        weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-      const auto mass_from = [&](uint32_t key) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? weight[i] : 0;
-        return sums(sum);
-      };
-      const uint32_t from = max_of(threshold, bound);
-      const uint64_t available = mass_from(from);
-      const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
-      if (available >= target) threshold = bisect<uint64_t>(from, best_key() + 1, target, true, mass_from);
+    uint32_t before = 0;
+#pragma unroll 8
+    for (int32_t i = 0; i < kSamplingThreads; i += 4) {
+      const uint4 others = *reinterpret_cast<const uint4*>(shared.lane_keys + i);
+      before +=
+          ((own - others.x) >> 31) + ((own - others.y) >> 31) + ((own - others.z) >> 31) + ((own - others.w) >> 31);
     }
-    return threshold >= bound;
-  }
-
-  __device__ __forceinline__ uint64_t mass_from(uint32_t threshold) {
-    uint64_t sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-    return sums(sum);
-  }
-
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it
-  /// is to: a thread for each compares it with every other.
-  __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
-    Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
-    if (threadIdx.x == 0) shared.num_listed = 0;
+    if (static_cast<int32_t>(before) == count - 1) shared.bound = max_of(own >> 8 << 16, kWholeRow);
     __syncthreads();
+    return shared.bound;
+  }
+
+  /// Lists the CTA's tokens from `bound` on in the first CTA: those of the chunks that reach it.
+  __device__ __forceinline__ void list(uint32_t lane_key, uint32_t bound) const {
+    if (lane_key < bound) return;
+    const int32_t shift = row.chunk_shift(), first = row.reader.first, step = row.reader.step;
+    const int32_t num_segments = row.reader.num_segments();
+    const float least = key_value(bound);
+    Candidate* to = ptx::cluster_pointer(shared.list, 0) + row.rank * room();
 #pragma unroll 1
-    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
-      if (shared.keys[at] < threshold) continue;
-      Survivor& survivor = survivors[atomicAdd(&shared.num_listed, 1)];
-      survivor.key = shared.keys[at];
-      survivor.token = shared.tokens[at];
-    }
-    __syncthreads();
-    const int32_t num_survivors = shared.num_listed;
-    if (cuts_top_p) {
-      const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
-      const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
-      const uint64_t weight = is_one ? row.weights()(key_value(own_key)) : 0;
-      survivors[threadIdx.x].weight = weight;
-      const uint64_t total = sums(weight);
-      uint64_t above = 0;
-      if (is_one) {
-#pragma unroll 4
-        for (int32_t i = 0; i < num_survivors; ++i) above += survivors[i].key > own_key ? survivors[i].weight : 0;
+    for (int32_t chunk = 0; first + (chunk << shift) * step < num_segments; ++chunk) {
+      if (shared.chunk_keys()[chunk * kSamplingThreads + threadIdx.x] < bound >> 16) continue;
+#pragma unroll 1
+      for (int32_t i = 0; i < 1 << shift; ++i) {
+        const int32_t segment = first + ((chunk << shift) + i) * step;
+        if (segment >= num_segments) break;
+        typename Source::Vector raw[Source::kVectors];
+        float v[kLaneTokens];
+        load_segment(row.source, segment, row.lane(), raw);
+        segment_values(row.source, raw, v);
+#pragma unroll
+        for (int32_t j = 0; j < kLaneTokens; ++j) {
+          if (!(v[j] >= least)) continue;
+          const int32_t at = atomicAdd(&shared.num_listed, 1);
+          if (at < room()) to[at] = Candidate{order_key(v[j]), lane_token<Source>(segment, j)};
+        }
       }
-      __syncthreads();
-      if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total))
-        survivors[threadIdx.x].key = 0;
     }
   }
 
-  /// The race among the candidates from `threshold` on. is_few: those of the list.
-  __device__ __forceinline__ void draw(uint32_t threshold, bool is_few) {
-    const Survivor* survivors = reinterpret_cast<const Survivor*>(shared.bins);
-    const uint32_t* of_keys = is_few ? &survivors->key : shared.keys;
-    const int32_t* of_tokens = is_few ? &survivors->token : shared.tokens;
-    const int32_t stride = is_few ? sizeof(Survivor) / sizeof(uint32_t) : 1;
-    const int32_t number = is_few ? shared.num_listed : kMaxCandidates;
+  /// All of it, behind a read of the row. needs_token: it is not known yet. True: the token is found (in
+  /// shared.token of the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
+  __device__ __forceinline__ bool run(uint32_t lane_key, bool needs_token) const {
+    uint32_t bound = kWholeRow;
+    if (wanted() > 0) bound = bound_of_lanes(lane_key, wanted());
+    if (needs_token && settings.top_k == 0 && settings.min_p > 0.0f) {
+      const uint32_t min_p = min_p_key(row.weights(), settings);
+      bound = wanted() > 0 ? min_of(bound, min_p) : min_p;
+    }
+    list(lane_key, bound);
+    __syncthreads();
+    if (threadIdx.x == 0)
+      ptx::cluster_pointer(&shared, 0)->candidates[row.rank] =
+          CandidateResult{shared.best_key, bound, shared.num_listed};
+    row.sync();
+    int32_t count = 0;
+    if (row.rank == 0) {
+      count = choose_finalists(needs_token && may_settle());
+      if (static_cast<int32_t>(threadIdx.x) < row.num_ctas)
+        *ptx::cluster_pointer(&shared.decision, threadIdx.x) = shared.decision;
+    }
+    // The others wait for the decision, the first CTA goes on.
+    if (row.num_ctas > 1) {
+      ptx::cluster_arrive_release();
+      if (row.rank != 0) ptx::cluster_wait();
+    }
+    const bool is_settled = shared.decision.is_settled;
+    if (row.rank == 0) {
+      if (is_settled && count > 0) draw(count);
+      if (shared.decision.has_top) write_top(count);
+      if (row.num_ctas > 1) ptx::cluster_wait();
+    }
+    return is_settled;
+  }
+
+ private:
+  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
+  __device__ __forceinline__ int32_t choose_finalists(bool settles) const {
+    const CandidateResult* own = &shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
+    const uint32_t best = ptx::warp_max(own->best_key), bound = ptx::warp_max(own->bound);
+    const uint32_t of_lane = row.lane() < row.num_ctas ? static_cast<uint32_t>(own->count) : 0;
+    const bool fits = __all_sync(ptx::kAllLanes, static_cast<int32_t>(of_lane) <= room());
+    const bool is_valid = settings.valid && is_drawable(best);
+    uint64_t count = ptx::warp_add(of_lane);
+    uint32_t least = bound;
+    const auto visit = [&](const auto& use) {
+#pragma unroll 1
+      for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
+        const int32_t cta = row.num_ctas * at / kMaxCandidates;
+        if (at - cta * room() < shared.candidates[cta].count && shared.list[at].key >= bound) use(shared.list[at]);
+      }
+    };
+    const bool is_enough = is_valid && fits;
+    if (is_enough && count > kMostFinalists && wanted() > 0) {
+      const auto selected =
+          row.select(bound, best, static_cast<uint64_t>(wanted()), kMostFinalists, true,
+                     [&](const auto& add) { visit([&](const Candidate& candidate) { add(candidate.key, 1); }); });
+      least = selected.key;
+      count = selected.sum;
+      settles = settles && settings.top_k > 0;  // min-p may leave more
+    }
+    const bool has_finalists = is_enough && count <= kMostFinalists;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      shared.decision =
+          Decision{best, !is_valid || (has_finalists && settles), has_finalists && row.params.num_top_logprobs > 0};
+      shared.num_listed = 0;
+    }
+    __syncthreads();
+    if (!has_finalists) return 0;
+    visit([&](const Candidate& candidate) {
+      if (candidate.key < least) return;
+      const int32_t at = atomicAdd(&shared.num_listed, 1);
+      finalists().keys[at] = candidate.key;
+      finalists().tokens[at] = candidate.token;
+      finalists().weights[at] = settings.has_top_p ? row.weights()(key_value(candidate.key)) : 0;
+    });
+    __syncthreads();
+    return shared.num_listed;
+  }
+
+  /// Who of the finalists survives is told by how many are above it and what they weigh. Half of the threads compare
+  /// all pairs; the other half has them race.
+  __device__ __forceinline__ void draw(int32_t count) const {
+    Finalists& all = finalists();
+    const Weights weights = row.weights();
+    const uint32_t least = min_p_key(weights, settings);
+    uint64_t kept = 0;
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x) % kPairThreads; i < count; i += kPairThreads) {
+      const uint32_t key = all.keys[i];
+      if (threadIdx.x >= kPairThreads) {
+        all.racers[i] =
+            enter_race<kPhiloxRounds>(weights, shared.draw.seed, shared.draw.position, all.tokens[i], key_value(key));
+        continue;
+      }
+      int32_t ahead = 0;
+      uint64_t above = 0;
+#pragma unroll 4
+      for (int32_t j = 0; j < count; ++j) {
+        if (all.keys[j] > key) {
+          ++ahead;
+          above += all.weights[j];
+        }
+      }
+      const bool survives = key >= least && (settings.top_k == 0 || ahead < settings.top_k);
+      all.above[i] = above;
+      all.survives[i] = survives ? 1 : 0;
+      if (survives) kept += all.weights[i];
+    }
+    uint64_t target = ~uint64_t{0};
+    if (settings.has_top_p) {
+      const uint64_t mass = row.block_sum(kept);
+      target = top_p_target(settings, row.top_p_of_all() ? shared.row_mass : mass);
+    }
+    __syncthreads();
+    if (row.warp() != 0) return;
     Racer best = nobody();
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
-      const uint32_t key = of_keys[i * stride];
-      if (key < threshold) continue;
-      const Racer racer =
-          enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
-      if (racer.beats(best)) best = racer;
+    for (int32_t i = row.lane(); i < count; i += 32) {
+      if (all.survives[i] != 0 && all.above[i] < target && all.racers[i].beats(best)) best = all.racers[i];
     }
     best = best_of_warp(best);
-    if (row.lane() == 0) shared.warp_racers[row.warp()] = best;
-    __syncthreads();
-    if (row.warp() == 0) {
-      best = best_of_warp(row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
-      if (row.lane() == 0) shared.token = best.token;
-    }
+    if (row.lane() == 0) shared.token = best.token;
   }
 
-  /// The most likely tokens, in order. False if the candidates do not tell.
-  __device__ __forceinline__ bool write_top() {
-    const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
-    const uint32_t available = count_from(bound);
-    if (available < wanted && bound != kWholeRow) return false;
-    const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
-    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);  // key, then ~token
-    if (threadIdx.x == 0) shared.num_listed = 0;
-    __syncthreads();
+  /// The most likely tokens, in order. There are as many finalists, or all that can be drawn.
+  __device__ __forceinline__ void write_top(int32_t count) const {
+    const Finalists& all = finalists();
+    const int32_t wanted = row.params.num_top_logprobs;
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < kMaxCandidates; i += kSamplingThreads) {
-      const uint64_t own = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
-      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = own;
+    for (int32_t i = threadIdx.x; i < max_of(count, wanted); i += kSamplingThreads) {
+      const uint64_t own = i < count ? ranked(all.keys[i], all.tokens[i]) : 0;
+      int32_t place = i < count ? 0 : i;
+      for (int32_t j = 0; j < count && i < count; ++j) place += ranked(all.keys[j], all.tokens[j]) > own ? 1 : 0;
+      if (place < wanted) row.store_top(place, own);
     }
-    __syncthreads();
-    const int32_t found = shared.num_listed;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < found; i += kSamplingThreads) {
-      uint32_t place = 0;
-#pragma unroll 4
-      for (int32_t j = 0; j < found; ++j) place += ranked[j] > ranked[i] ? 1 : 0;
-      if (place < wanted) row.store_top(static_cast<int32_t>(place), ranked[i]);
-    }
-    for (uint32_t place = found + threadIdx.x; place < wanted; place += kSamplingThreads)
-      row.store_top(static_cast<int32_t>(place), 0);
-    __syncthreads();
-    return true;
   }
 };
 

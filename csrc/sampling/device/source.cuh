@@ -5,7 +5,9 @@
 // nothing of masks, tails and element types.
 #pragma once
 
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
 
 namespace attn {
@@ -91,19 +93,6 @@ struct RowReader {
     }
   }
 
-  /// Whether each vector lies in the row or behind it, and can be read at once.
-  __device__ __forceinline__ bool has_whole_vectors() const {
-    return reinterpret_cast<uint64_t>(row) % 16 == 0 && vocab % kVectorTokens == 0;
-  }
-
-  /// A vector of such a row.
-  __device__ __forceinline__ void load_whole(int32_t first, uint32_t (&words)[4]) const {
-    uint4 vector =
-        make_uint4(Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord);
-    if (first < vocab) vector = __ldg(reinterpret_cast<const uint4*>(row + first));
-    take(vector, words);
-  }
-
   __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) {
     return Element::from_word(words[i / kWordTokens], i % kWordTokens);
   }
@@ -138,17 +127,10 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  /// The vector that begins with the token `first`. is_whole: Reader::has_whole_vectors().
-  __device__ __forceinline__ void load(int32_t first, bool is_whole, Vector& vector) const {
-    if (is_whole)
-      reader.load_whole(first, vector.words);
-    else
-      reader.load(first, vector.words);
-    load_mask(first, vector);
-  }
-
   __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    load(Reader::vector_token(segment, lane, j), false, vector);
+    const int32_t first = Reader::vector_token(segment, lane, j);
+    reader.load(first, vector.words);
+    load_mask(first, vector);
   }
 
   /// The same of a vector that was brought to shared memory.
@@ -171,21 +153,6 @@ struct LogitSource {
       for (int32_t i = 0; i < kVectorTokens; ++i) {
         if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
       }
-    }
-  }
-
-  /// Moves what comes behind the first four values to the front.
-  __device__ __forceinline__ static void skip_four(Vector& vector) {
-    vector.words[0] = vector.words[2];
-    vector.words[1] = vector.words[3];
-    vector.allowed >>= 4;
-  }
-
-  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const {
-#pragma unroll
-    for (int32_t i = 0; i < 4; ++i) {
-      v[i] = Reader::value(vector.words, i);
-      if (kMasked && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
     }
   }
 
@@ -242,9 +209,6 @@ struct ProbSource {
     }
   }
 
-  __device__ __forceinline__ static void skip_four(Vector&) {}
-  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const { values<0>(vector, v); }
-
   __device__ __forceinline__ float one(int32_t token) const {
     if (token >= reader.vocab) return kMinusInfinity;
     const float prob = reader.one(token);
@@ -269,19 +233,6 @@ __device__ __forceinline__ void load_segment(const Source& source, int32_t segme
   for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
 }
 
-/// A lane's vectors at once, which begin with the tokens first(j).
-template <class Source, class First>
-__device__ __forceinline__ void load_vectors(const Source& source, const First& first,
-                                             typename Source::Vector (&raw)[Source::kVectors]) {
-  if (__builtin_expect(source.reader.has_whole_vectors(), 1)) {
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), true, raw[j]);
-  } else {
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), false, raw[j]);
-  }
-}
-
 /// What they hold.
 template <class Source>
 __device__ __forceinline__ void segment_values(const Source& source,
@@ -294,5 +245,74 @@ __device__ __forceinline__ void segment_values(const Source& source,
     source.template values<12>(raw[3], v);
   }
 }
+
+/// Reads those segments of a row that are a warp's: `first` and every `step`-th behind it. Each lane copies what it
+/// reads itself to shared memory, where the next segment is on its way while one is worked on: registers there are
+/// none.
+template <class Source>
+struct SegmentReader {
+  const Source& source;
+  uint4* staged;  // 4 vectors of each thread of the CTA
+  int32_t vocab, first, step;
+
+  __device__ __forceinline__ int32_t num_segments() const { return ceil_div(vocab, kSegmentTokens); }
+
+  /// Has the first segment on its way before for_each() comes. Once for each for_each(), which waits for it.
+  __device__ __forceinline__ void start() const {
+    if (first < num_segments()) stage(first);
+  }
+
+  /// Behind start(): meanwhile(segment) while the segment is on its way, body(segment, values).
+  template <class Meanwhile, class Body>
+  __device__ __forceinline__ void for_each(const Meanwhile& meanwhile, const Body& body) const {
+    const int32_t end = num_segments();
+#pragma unroll 1
+    for (int32_t segment = first; segment < end; segment += step) {
+      meanwhile(segment);
+      typename Source::Vector raw[Source::kVectors];
+      float v[kLaneTokens];
+      if (is_staged(segment)) {
+        ptx::cp_async_wait<0>();
+#pragma unroll
+        for (int32_t j = 0; j < Source::kVectors; ++j)
+          source.take(segment, ptx::lane_id(), j, staged[j * kSamplingThreads + threadIdx.x], raw[j]);
+      } else {
+        load_segment(source, segment, ptx::lane_id(), raw);
+      }
+      segment_values(source, raw, v);
+      if (segment + step < end) stage(segment + step);
+      body(segment, v);
+    }
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void for_each(const Body& body) const {
+    for_each([](int32_t) {}, body);
+  }
+
+ private:
+  __device__ __forceinline__ bool is_staged(int32_t segment) const {
+    return !Source::kHasDraft && source.reader.reads_whole((segment + 1) * kSegmentTokens);
+  }
+
+  __device__ __forceinline__ void stage(int32_t segment) const {
+    if (!is_staged(segment)) return;
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j)
+      ptx::cp_async_16(ptx::shared_address(staged + j * kSamplingThreads + threadIdx.x),
+                       source.reader.row + Source::Reader::vector_token(segment, ptx::lane_id(), j));
+    ptx::cp_async_commit();
+  }
+};
+
+/// Of the largest value; a NaN's is above all others (max_nan gives the positive one).
+__device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
+  float most = v[0];
+#pragma unroll
+  for (int32_t i = 1; i < kLaneTokens; ++i) most = ptx::max_nan(most, v[i]);
+  return order_key(most);
+}
+
+__device__ __forceinline__ bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
 
 }  // namespace attn

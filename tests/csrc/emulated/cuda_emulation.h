@@ -72,6 +72,18 @@ bool barrier(int32_t id, int32_t threads, bool value);
 /// must agree on.
 const uint64_t* exchange(uint64_t value, const char* operation);
 
+/// Of the running thread: its number, in its cluster; of its CTA, that of its cluster's CTAs.
+int32_t fiber();
+int32_t cluster_rank();
+int32_t cluster_size();
+
+/// The halves of a barrier of the cluster.
+void cluster_arrive();
+void cluster_wait();
+
+/// Runs `thread` as each thread of a cluster, in an order that depends on `seed`. Each CTA has a part of shared memory.
+void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)());
+
 /// Runs `thread` as each of a CTA's threads, in an order that depends on `seed`.
 void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)());
 
@@ -158,6 +170,11 @@ T __reduce_max_sync(uint32_t, T value) {
   return largest;
 }
 
+inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value) {
+  return static_cast<uint32_t>(__reduce_add_sync(mask, static_cast<int32_t>(value)));
+}
+
+inline int32_t __clz(int32_t value) { return value == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(value)); }
 inline int32_t __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int32_t __ffs(int32_t value) { return __builtin_ffs(value); }
 
@@ -171,6 +188,10 @@ T atomicExch(T* address, T value) {
   const T was = *address;
   *address = value;
   return was;
+}
+template <class T, class Value>
+T atomicAdd(T* address, Value value) {
+  return atomicExch(address, *address + static_cast<T>(value));
 }
 template <class T>
 T atomicMax(T* address, T value) {

@@ -1,0 +1,159 @@
+// Sampling with filters, log-probabilities, or both. Of a row:
+//
+//   1. Without filters the row races as it is read (race.cuh). With top-p alone it races, too, if it is long: a survey
+//      tells who may survive, and sums of the same read prove it (top_p.cuh).
+//   2. Otherwise the read finds the largest value, the masses that are asked for, and the largest value of each chunk
+//      of some tokens. From these follows a bound that the top-k largest are sure to reach: their chunks alone are read
+//      again, and the few candidates go to the first CTA, which does the rest (candidates.cuh).
+//   3. What that does not settle (a large top-k, top-p below another filter, thousands of equal values) takes an exact
+//      selection by the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//
+// The CTAs of a row are a cluster, which share its segments in turn: likely tokens lie together. All ways have the same
+// winner. Every loop has a bound; nothing that is written depends on the order in which threads run. docs/sampling.md
+// has the whole of it. With a cold L2 the instructions come from memory too, so what is rare is kept small.
+#pragma once
+
+#include "sampling/device/candidates.cuh"
+#include "sampling/device/top_p.cuh"
+
+namespace attn {
+
+template <class Source>
+struct RowSampler : Row<Source> {
+  using Base = Row<Source>;
+  using Base::num_ctas;
+  using Base::params;
+  using Base::rank;
+  using Base::reader;
+  using Base::row;
+  using Base::settings;
+  using Base::shared;
+  using Base::source;
+  using Base::wants_logprobs;
+
+  using Base::Base;
+
+  /// Of a row that cannot be sampled. token_index: where in token_ids the token goes.
+  __device__ __forceinline__ void write_invalid(int64_t token_index) const {
+    if (rank != 0) return;
+    const int32_t first = this->warp() == 0 ? first_allowed(params, row) : 0;
+    const float nan = __uint_as_float(0x7fc00000u);
+    if (threadIdx.x == 0) {
+      store_token(params, token_index, first);
+      params.valid[row] = 0;
+      if (params.logprobs != nullptr) params.logprobs[row] = nan;
+    }
+    for (int32_t i = threadIdx.x; i < params.num_top_logprobs; i += kSamplingThreads) {
+      params.top_token_ids[static_cast<int64_t>(row) * params.num_top_logprobs + i] = 0;
+      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = nan;
+    }
+  }
+
+  /// shared.token and, if they are asked for, its log-probability.
+  __device__ __forceinline__ void write_token(int64_t token_index) const {
+    if (rank != 0 || threadIdx.x != 0) return;
+    store_token(params, token_index, shared.token);
+    params.valid[row] = 1;
+    if (params.logprobs != nullptr) params.logprobs[row] = this->logprob_of(source.one(shared.token));
+  }
+
+  /// The race of the whole row, as it is read first. False: the row is not valid.
+  __device__ __forceinline__ bool race_all() const {
+    const RaceResult result = this->race(Everything{});
+    if (threadIdx.x == 0) shared.token = result.best.token;
+    return !result.is_spoilt && result.best.token < params.vocab;
+  }
+
+  /// The most likely tokens where the candidates do not tell: one read of the row for each. Rare (thousands of equal
+  /// values).
+  __device__ __forceinline__ void write_top_again() const {
+    uint64_t last = ~uint64_t{0};
+#pragma unroll 1
+    for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
+      uint32_t best_key = 0;
+      int32_t best_token = 0;
+      reader.start();
+      reader.for_each([&](int32_t segment, const float (&v)[kLaneTokens]) {
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) {
+          const uint32_t key = order_key(v[i]);
+          const int32_t token = lane_token<Source>(segment, i);
+          if (key > kExcludedKey && ranked(key, token) < last &&
+              (best_key == 0 || ranked(key, token) > ranked(best_key, best_token))) {
+            best_key = key;
+            best_token = token;
+          }
+        }
+      });
+      // As in a race whose winner is the largest.
+      Racer best = nobody();
+      if (best_key != 0) best = Racer{static_cast<uint64_t>(best_key) << 32, best_token, best_key};
+      best = this->exchange(best, false, BandMasses()).best;
+      last = best.key != 0 ? ranked(best.key, best.token) : 0;
+      if (rank == 0 && threadIdx.x == 0) this->store_top(place, last);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    this->begin(0);
+    const bool filters = settings.filters() && !settings.greedy;
+    const TopP<Source> top_p(*this);
+    bool has_token = false, is_valid = true;
+    if (!filters || (settings.valid && top_p.suits())) {
+      if (filters) {
+        const typename TopP<Source>::Found found = top_p.run();
+        has_token = found == TopP<Source>::Found::kToken;
+        is_valid = found != TopP<Source>::Found::kInvalid;
+      } else {
+        has_token = is_valid = race_all();
+      }
+      if (is_valid && (!has_token || wants_logprobs())) reader.start();
+    }
+    if (is_valid && (!has_token || wants_logprobs())) is_valid = read(has_token);
+    if (is_valid)
+      write_token(row);
+    else
+      write_invalid(row);
+  }
+
+ private:
+  /// Behind reader.start(): all but the ways of the first read, see above. False: the row is not valid.
+  __device__ __forceinline__ bool read(bool has_token) const {
+    const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
+    const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
+    const Candidates<Source> candidates(*this);
+    if (needs_mass || wants_logprobs() || settings.top_k == 0 || !candidates.suits()) {
+      this->exchange_best();
+      if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
+      if (needs_mass || wants_logprobs()) this->sum_masses(needs_mass, wants_logprobs());
+    } else {
+      __syncthreads();  // best_key
+    }
+    bool has_top = params.num_top_logprobs == 0;
+    if (candidates.suits()) {
+      const bool is_settled = candidates.run(lane_key, !has_token);
+      if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
+      has_token = has_token || is_settled;
+      has_top = has_top || shared.decision.has_top;
+    }
+    if (!has_token) {
+      const uint32_t threshold = this->find_threshold(false).key;
+      reader.start();
+      if (threadIdx.x == 0) shared.board.reset();
+      __syncthreads();
+      const RaceResult result = this->race(Survivors{key_value(threshold)});
+      if (threadIdx.x == 0) shared.token = result.best.token;
+    }
+    if (!has_top) write_top_again();
+    return true;
+  }
+};
+
+template <class Source>
+__device__ __forceinline__ void sample_filtered(const SamplingParams& params) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  const Source source(params, ptx::cluster_id());
+  RowSampler<Source>(params, source, *reinterpret_cast<SamplingShared*>(dynamic_shared)).run();
+}
+
+}  // namespace attn
