@@ -11,7 +11,6 @@ from string import Template
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
-_SAMPLING_CTAS = 3
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 CUDA_HEAD_DIMS = (64, 128, 256)
 VARIANTS = {"standard": "StandardVariant"}
@@ -100,15 +99,17 @@ def _attention_kernels() -> list[Kernel]:
 def _sampling_kernels() -> list[Kernel]:
     headers = "".join(f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows"))
 
-    def kernel(name: str, call: str) -> str:
-        return _SAMPLING.substitute(name=name, ctas=_SAMPLING_CTAS, call=call)
+    def kernel(name: str, call: str, ctas: int = 3) -> str:
+        return _SAMPLING.substitute(name=name, ctas=ctas, call=call)
 
     made = []
     for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
         plain, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
         text = headers
-        for function in ("sample_unfiltered", "sample_filtered"):
-            text += kernel(function, f"{function}<attn::{plain}>") + kernel(f"masked_{function}", f"{function}<attn::{masked}>")
+        text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)  # 16-bit logits need more registers
+        text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
+        text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
+        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
         made.append(Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>")))
     probs = "".join(kernel(function, f"{function}<attn::ProbSource<false>>") for function in ("sample_filtered", "write_rows"))
     made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))

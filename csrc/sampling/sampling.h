@@ -23,7 +23,7 @@ constexpr int32_t kSamplingThreads = 256;
 constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
 constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
-constexpr int32_t kSamplingStateBytes = 51456;  // of shared memory, before the tables of segments
+constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
 
 // Of rows without filters whose CTAs tell each other through global memory.
 constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time

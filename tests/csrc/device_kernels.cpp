@@ -8,7 +8,7 @@
 #include "cuda_emulation.h"
 
 namespace attn {
-alignas(1024) char shared[256 << 10];  // shared memory of the CTAs that run together
+alignas(1024) char shared[512 << 10];  // shared memory of the CTAs that run together
 }
 
 namespace emulation {

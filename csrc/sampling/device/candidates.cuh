@@ -40,10 +40,11 @@ struct Candidates {
     return max_of(settings.greedy ? 0 : settings.top_k, row.params.num_top_logprobs);
   }
   __device__ __forceinline__ bool may_settle() const { return settings.top_k > 0 || settings.min_p > 0.0f; }
-  /// Whether so many are surely among what there is room for: each CTA lists as many by itself.
-  __device__ __forceinline__ bool suits() const {
-    return wanted() <= kSamplingThreads - 1 && wanted() <= room() * 3 / 4 && (may_settle() || wanted() > 0);
-  }
+  /// Whether the finalists may be enough.
+  __device__ __forceinline__ bool suits() const { return wanted() < kMostFinalists && (may_settle() || wanted() > 0); }
+  /// Lanes of a CTA that make its bound: as many as tokens are wanted, which leaves nothing to chance, if there is room
+  /// for what else reaches it (q lanes of 256 are reached by 256 * ln(256 / (256 - q)) tokens).
+  __device__ __forceinline__ int32_t lanes_at_bound() const { return min_of(wanted(), min_of(room() * 5 / 8, 176)); }
 
   /// A key that `count` of the CTA's lanes reach: to 16 bits the count-th largest of their largest.
   __device__ __forceinline__ uint32_t bound_of_lanes(uint32_t lane_key, int32_t count) const {
@@ -94,7 +95,7 @@ struct Candidates {
   /// shared.token of the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
   __device__ __forceinline__ bool run(uint32_t lane_key, bool needs_token) const {
     uint32_t bound = kWholeRow;
-    if (wanted() > 0) bound = bound_of_lanes(lane_key, wanted());
+    if (wanted() > 0) bound = bound_of_lanes(lane_key, lanes_at_bound());
     if (needs_token && settings.top_k == 0 && settings.min_p > 0.0f) {
       const uint32_t min_p = min_p_key(row.weights(), settings);
       bound = wanted() > 0 ? min_of(bound, min_p) : min_p;
@@ -108,7 +109,7 @@ struct Candidates {
     int32_t count = 0;
     if (row.rank == 0) {
       count = choose_finalists(needs_token && may_settle());
-      if (static_cast<int32_t>(threadIdx.x) < row.num_ctas)
+      if (threadIdx.x > 0 && static_cast<int32_t>(threadIdx.x) < row.num_ctas)
         *ptx::cluster_pointer(&shared.decision, threadIdx.x) = shared.decision;
     }
     // The others wait for the decision, the first CTA goes on.
@@ -142,13 +143,15 @@ struct Candidates {
         if (at - cta * room() < shared.candidates[cta].count && shared.list[at].key >= bound) use(shared.list[at]);
       }
     };
-    const bool is_enough = is_valid && fits;
-    if (is_enough && count > kMostFinalists && wanted() > 0) {
-      const auto selected =
-          row.select(bound, best, static_cast<uint64_t>(wanted()), kMostFinalists, true,
-                     [&](const auto& add) { visit([&](const Candidate& candidate) { add(candidate.key, 1); }); });
+    bool is_enough = is_valid && fits;
+    if (is_enough && wanted() > 0 && (count > kMostFinalists || lanes_at_bound() < wanted())) {
+      const uint64_t target = static_cast<uint64_t>(wanted());
+      const auto selected = row.select(bound, best, target, kMostFinalists, true, [&](const auto& add) {
+        visit([&](const Candidate& candidate) { add(candidate.key, 1); });
+      });
       least = selected.key;
       count = selected.sum;
+      is_enough = count >= target || bound == kWholeRow;
       settles = settles && settings.top_k > 0;  // min-p may leave more
     }
     const bool has_finalists = is_enough && count <= kMostFinalists;

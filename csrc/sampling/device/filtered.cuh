@@ -88,7 +88,7 @@ struct RowSampler : Row<Source> {
       // As in a race whose winner is the largest.
       Racer best = nobody();
       if (best_key != 0) best = Racer{static_cast<uint64_t>(best_key) << 32, best_token, best_key};
-      best = this->exchange(best, false, BandMasses()).best;
+      best = this->exchange(best, BandMasses()).best;
       last = best.key != 0 ? ranked(best.key, best.token) : 0;
       if (rank == 0 && threadIdx.x == 0) this->store_top(place, last);
     }
@@ -138,9 +138,7 @@ struct RowSampler : Row<Source> {
     }
     if (!has_token) {
       const uint32_t threshold = this->find_threshold(false).key;
-      reader.start();
-      if (threadIdx.x == 0) shared.board.reset();
-      __syncthreads();
+      this->start_again();
       const RaceResult result = this->race(Survivors{key_value(threshold)});
       if (threadIdx.x == 0) shared.token = result.best.token;
     }

@@ -168,10 +168,12 @@ __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t w
 struct RaceBoard {
   uint32_t reached;  // order_key() of what some racer has reached, or a little less
   uint32_t magic;    // 0x4b00, see has_lost()
+  bool is_spoilt;    // a value was seen that no row may hold, or a parameter
 
-  __device__ __forceinline__ void reset() {
+  __device__ __forceinline__ void reset(bool is_valid) {
     reached = kExcludedKey;
     magic = 0x4b00;
+    is_spoilt = !is_valid;
   }
 };
 
@@ -272,11 +274,11 @@ struct Survivors {
   __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
 };
 
-/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. is_spoilt is set where
-/// a value is seen that no row may hold. racing.look() sees all values, those below racing.least() do not race.
+/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. racing.look() sees all
+/// values, those below racing.least() do not race. Behind a barrier after board.reset().
 template <class Source, class Racing>
 __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, const Draw& draw, RaceBoard& board,
-                                         const Racing& racing, Racer& best, bool& is_spoilt) {
+                                         const Racing& racing, Racer& best) {
   using Weights = typename Source::Weights;
   best = nobody();
   uint32_t words[kLaneTokens / 2] = {};
@@ -286,7 +288,7 @@ __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, co
       },
       [&](int32_t segment, float (&v)[kLaneTokens]) {
         const uint32_t lane_key = lane_max_key(v);
-        is_spoilt |= lane_key >= kInfiniteKey;
+        if (lane_key >= kInfiniteKey) board.is_spoilt = true;
         racing.look(v);
         if (draw.greedy) {
           take_largest<Source>(segment, v, best);

@@ -11,7 +11,7 @@ constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be dra
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
 constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
-constexpr int32_t kMaxCandidates = 2048;  // of all CTAs
+constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
 
 struct Candidate {
   uint32_t key;
@@ -68,9 +68,9 @@ struct Bands {
 enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
 
 struct SamplingShared {
-  alignas(16) uint4 staged[4 * kSamplingThreads];  // segments on their way; or Finalists (candidates.cuh)
-  alignas(16) uint64_t bins[kBins];                // or chunk_keys()
-  alignas(16) Candidate list[kMaxCandidates];      // in the first CTA, from all; or LaneRace of each thread
+  alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way; or Finalists (candidates.cuh)
+  alignas(16) uint64_t bins[kBins];                  // or chunk_keys()
+  alignas(16) Candidate list[kMaxCandidates];        // in the first CTA, from all; or LaneRace of each thread
   uint64_t block_sums[2][kSamplingWarps];
   uint64_t crossing[3];
   RaceResult of_warps[kSamplingWarps];
@@ -172,7 +172,7 @@ struct Row {
       shared.settings = row_settings(own, params.vocab);
       shared.draw =
           Draw{settings.scale, settings.floor, draw.seed.value(), draw.position.value() + ahead, settings.greedy};
-      shared.board.reset();
+      shared.board.reset(settings.valid);
       shared.best_key = shared.bound = 0;
       shared.num_listed = 0;
     }
@@ -290,42 +290,44 @@ struct Row {
     return reinterpret_cast<LaneRace*>(shared.list)[threadIdx.x];
   }
 
-  /// Puts together what the CTAs' lanes found, in all threads.
-  __device__ __forceinline__ RaceResult exchange(const Racer& of_lane, bool is_spoilt, BandMasses masses) const {
-    masses = BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)};
-    const Racer of_warp = best_of_warp(of_lane);
-    is_spoilt = __any_sync(ptx::kAllLanes, is_spoilt);
-    if (lane() == 0) shared.of_warps[warp()] = RaceResult{of_warp, masses, is_spoilt};
+  /// Puts together what the lanes of a warp have; `has`: this lane has something.
+  __device__ __forceinline__ static RaceResult together(bool has, const RaceResult& own) {
+    const BandMasses masses = has ? own.masses : BandMasses();
+    return RaceResult{best_of_warp(has ? own.best : nobody()),
+                      BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)},
+                      __any_sync(ptx::kAllLanes, has && own.is_spoilt) != 0};
+  }
+
+  /// Puts together what the lanes of all CTAs have, in all threads.
+  __device__ __forceinline__ RaceResult exchange(const Racer& best, const BandMasses& masses) const {
+    RaceResult all = together(true, RaceResult{best, masses, false});
+    if (lane() == 0) shared.of_warps[warp()] = all;
     __syncthreads();
-    if (threadIdx.x == 0) {
-      RaceResult all = shared.of_warps[0];
-#pragma unroll 1
-      for (int32_t w = 1; w < kSamplingWarps; ++w) all = together(all, shared.of_warps[w]);
-      shared.of_cta = all;
+    all = together(lane() < kSamplingWarps, shared.of_warps[lane() % kSamplingWarps]);
+    all.is_spoilt = shared.board.is_spoilt;
+    if (num_ctas > 1) {
+      if (threadIdx.x == 0) shared.of_cta = all;
+      sync();
+      all = together(lane() < num_ctas, *ptx::cluster_pointer(&shared.of_cta, lane() & (num_ctas - 1)));
     }
-    sync();
-    RaceResult all = *ptx::cluster_pointer(&shared.of_cta, 0);
-#pragma unroll 1
-    for (int32_t cta = 1; cta < num_ctas; ++cta) all = together(all, *ptx::cluster_pointer(&shared.of_cta, cta));
     sync();  // all has been read
     return all;
   }
 
-  __device__ __forceinline__ static RaceResult together(RaceResult a, const RaceResult& b) {
-    if (b.best.beats(a.best)) a.best = b.best;
-    a.masses.add(b.masses);
-    a.is_spoilt |= b.is_spoilt;
-    return a;
+  /// Before the next race.
+  __device__ __forceinline__ void start_again() const {
+    reader.start();
+    if (threadIdx.x == 0) shared.board.reset(true);
+    __syncthreads();
   }
 
   /// The race of a read. Behind reader.start().
   template <class Racing>
   __device__ __forceinline__ RaceResult race(const Racing& racing) const {
-    bool is_spoilt = !settings.valid;
     LaneRace& own = lane_race();
     own.masses = BandMasses();
-    race_row(reader, shared.draw, shared.board, racing, own.best, is_spoilt);
-    return exchange(own.best, is_spoilt, own.masses);
+    race_row(reader, shared.draw, shared.board, racing, own.best);
+    return exchange(own.best, own.masses);
   }
 
   // ---- Results ----

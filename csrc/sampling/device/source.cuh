@@ -247,40 +247,44 @@ __device__ __forceinline__ void segment_values(const Source& source,
 }
 
 /// Reads those segments of a row that are a warp's: `first` and every `step`-th behind it. Each lane copies what it
-/// reads itself to shared memory, where the next segment is on its way while one is worked on: registers there are
-/// none.
+/// reads itself to shared memory, where two segments are on their way while one is worked on: registers there are none.
 template <class Source>
 struct SegmentReader {
+  static constexpr int32_t kAhead = 2;
+  using Staged = uint4[kAhead][4][kSamplingThreads];
+
   const Source& source;
-  uint4* staged;  // 4 vectors of each thread of the CTA
+  Staged& staged;
   int32_t vocab, first, step;
 
   __device__ __forceinline__ int32_t num_segments() const { return ceil_div(vocab, kSegmentTokens); }
 
-  /// Has the first segment on its way before for_each() comes. Once for each for_each(), which waits for it.
+  /// Has the first segments on their way: before each for_each(), some time if possible.
   __device__ __forceinline__ void start() const {
-    if (first < num_segments()) stage(first);
+#pragma unroll
+    for (int32_t i = 0; i < kAhead; ++i) stage(first + i * step, i);
   }
 
-  /// Behind start(): meanwhile(segment) while the segment is on its way, body(segment, values).
+  /// meanwhile(segment) while the segment is on its way, then body(segment, values).
   template <class Meanwhile, class Body>
   __device__ __forceinline__ void for_each(const Meanwhile& meanwhile, const Body& body) const {
-    const int32_t end = num_segments();
+    int32_t slot = 0;
 #pragma unroll 1
-    for (int32_t segment = first; segment < end; segment += step) {
+    for (int32_t segment = first; segment < num_segments(); segment += step) {
       meanwhile(segment);
+      ptx::cp_async_wait<kAhead - 1>();
       typename Source::Vector raw[Source::kVectors];
-      float v[kLaneTokens];
-      if (is_staged(segment)) {
-        ptx::cp_async_wait<0>();
 #pragma unroll
-        for (int32_t j = 0; j < Source::kVectors; ++j)
-          source.take(segment, ptx::lane_id(), j, staged[j * kSamplingThreads + threadIdx.x], raw[j]);
-      } else {
-        load_segment(source, segment, ptx::lane_id(), raw);
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        if (is_staged(segment, j))
+          source.take(segment, ptx::lane_id(), j, staged[slot][j][threadIdx.x], raw[j]);
+        else
+          source.load(segment, ptx::lane_id(), j, raw[j]);
       }
+      float v[kLaneTokens];
       segment_values(source, raw, v);
-      if (segment + step < end) stage(segment + step);
+      stage(segment + kAhead * step, slot);
+      slot ^= 1;
       body(segment, v);
     }
   }
@@ -291,16 +295,20 @@ struct SegmentReader {
   }
 
  private:
-  __device__ __forceinline__ bool is_staged(int32_t segment) const {
-    return !Source::kHasDraft && source.reader.reads_whole((segment + 1) * kSegmentTokens);
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j) {
+    return Source::Reader::vector_token(segment, ptx::lane_id(), j);
   }
 
-  __device__ __forceinline__ void stage(int32_t segment) const {
-    if (!is_staged(segment)) return;
+  __device__ __forceinline__ bool is_staged(int32_t segment, int32_t j) const {
+    return !Source::kHasDraft && source.reader.reads_whole(token(segment, j) + Source::kVectorTokens);
+  }
+
+  __device__ __forceinline__ void stage(int32_t segment, int32_t slot) const {
 #pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j)
-      ptx::cp_async_16(ptx::shared_address(staged + j * kSamplingThreads + threadIdx.x),
-                       source.reader.row + Source::Reader::vector_token(segment, ptx::lane_id(), j));
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      if (is_staged(segment, j))
+        ptx::cp_async_16(ptx::shared_address(&staged[slot][j][threadIdx.x]), source.reader.row + token(segment, j));
+    }
     ptx::cp_async_commit();
   }
 };

@@ -65,11 +65,7 @@ struct TopP {
     bool is_useful = survey();
 #pragma unroll 1
     for (int32_t read = 0; is_useful && read < kMostReads; ++read) {
-      if (read > 0) {
-        row.reader.start();
-        if (threadIdx.x == 0) shared.board.reset();
-        __syncthreads();
-      }
+      if (read > 0) row.start_again();
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
       if (result.is_spoilt) return Found::kInvalid;

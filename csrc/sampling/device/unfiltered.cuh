@@ -10,9 +10,10 @@
 namespace attn {
 
 struct UnfilteredShared {
-  uint4 staged[4 * kSamplingThreads];
+  alignas(16) uint4 staged[2][4][kSamplingThreads];
   Racer of_lanes[kSamplingThreads];  // registers are short
   Racer of_warps[kSamplingWarps];
+  Draw draw;
   RaceBoard board;
 };
 
@@ -69,17 +70,19 @@ struct UnfilteredRow {
     const SegmentReader<Source> reader{source, shared.staged, params.vocab, rank * kSamplingWarps + warp,
                                        num_ctas * kSamplingWarps};
     reader.start();
-    if (threadIdx.x == 0) shared.board.reset();
-    const float temperature = params.temperature[row];
-    const float scale = temperature_scale(temperature);
-    const Draw draw{scale, LogitWeights::floor_of(scale), params.seed[row], params.position[row], temperature == 0.0f};
+    if (threadIdx.x == 0) {
+      const float temperature = params.temperature[row], scale = temperature_scale(temperature);
+      shared.draw =
+          Draw{scale, LogitWeights::floor_of(scale), params.seed[row], params.position[row], temperature == 0.0f};
+      shared.board.reset(temperature >= 0.0f);
+    }
     __syncthreads();
-    bool is_spoilt = !(temperature >= 0.0f);
-    race_row(reader, draw, shared.board, Everything{}, shared.of_lanes[threadIdx.x], is_spoilt);
+    race_row(reader, shared.draw, shared.board, Everything{}, shared.of_lanes[threadIdx.x]);
     Racer best = best_of_warp(shared.of_lanes[threadIdx.x]);
     if (lane == 0) shared.of_warps[warp] = best;
-    is_spoilt = __syncthreads_or(is_spoilt) != 0;
+    __syncthreads();
     if (warp != 0) return;
+    bool is_spoilt = shared.board.is_spoilt;
     best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : nobody());
     if (rank + 1 < num_ctas) {
       if (lane == 0)
