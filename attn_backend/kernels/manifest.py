@@ -106,10 +106,11 @@ def _sampling_kernels() -> list[Kernel]:
     for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
         plain, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
         text = headers
-        text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)  # 16-bit logits need more registers
+        # As many as fit without spilled registers.
+        text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)
         text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
         text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
-        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
+        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2 if element == "f32" else 3)
         made.append(Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>")))
     probs = "".join(kernel(function, f"{function}<attn::ProbSource<false>>") for function in ("sample_filtered", "write_rows"))
     made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))

@@ -77,10 +77,8 @@ struct Candidates {
       for (int32_t i = 0; i < 1 << shift; ++i) {
         const int32_t segment = first + ((chunk << shift) + i) * step;
         if (segment >= num_segments) break;
-        typename Source::Vector raw[Source::kVectors];
         float v[kLaneTokens];
-        load_segment(row.source, segment, row.lane(), raw);
-        segment_values(row.source, raw, v);
+        load_values(row.source, segment, v);
 #pragma unroll
         for (int32_t j = 0; j < kLaneTokens; ++j) {
           if (!(v[j] >= least)) continue;

@@ -74,14 +74,6 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
                __shfl_sync(ptx::kAllLanes, own.key, lane)};
 }
 
-/// Powers of two between a value's weight and that of the reference, nearly.
-__device__ __forceinline__ float approximate_rise(const LogitWeights& weights, float value) {
-  return (value - weights.reference) * weights.scale;
-}
-__device__ __forceinline__ float approximate_rise(const ProbWeights& weights, float value) {
-  return ptx::lg2(value) - ptx::lg2(weights.reference);
-}
-
 /// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
 template <class Weights>
 struct ApproximateShare;
@@ -98,6 +90,11 @@ struct ApproximateShare<LogitWeights> {
   /// By how many powers of two more than the reference something is that has this strength.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
+  /// Powers of two between a value's weight and that of the reference.
+  __device__ __forceinline__ static float rise(const LogitWeights& weights, float logit) {
+    return (logit - weights.reference) * weights.scale;
+  }
+
   __device__ __forceinline__ float operator()(float logit) const {
     return ptx::ex2(fused_multiply_add(logit, scale, offset));
   }
@@ -112,20 +109,15 @@ struct ApproximateShare<ProbWeights> {
 
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
+  __device__ __forceinline__ static float rise(const ProbWeights& weights, float prob) {
+    return ptx::lg2(prob) - ptx::lg2(weights.reference);
+  }
+
   __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
 };
 
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
-
-/// The words of two blocks of a request's draw.
-template <int32_t kUnrolled>
-__device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second,
-                                           uint32_t (&a)[4], uint32_t (&b)[4]) {
-  set_counter(a, position, first, kDrawStream);
-  set_counter(b, position, second, kDrawStream);
-  philox_pair<kUnrolled>(seed, a, b);
-}
 
 /// The first bits of what this lane has of a segment; tokens i and i + 1 share a word.
 template <class Source>
@@ -135,17 +127,19 @@ __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32
 #pragma unroll
   for (int32_t i = 0; i < kLaneTokens; i += Source::kVectorTokens == 4 ? kLaneTokens : 8) {
     uint32_t a[4], b[4];
+    const int32_t next = i + (Source::kVectorTokens == 4 ? 8 : 4);
+    set_counter(a, position, race_block(lane_token<Source>(segment, i)), kDrawStream);
+    set_counter(b, position, race_block(lane_token<Source>(segment, next)), kDrawStream);
+    philox_pair<kUnrolled>(seed, a, b);
     if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
-      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, 0)),
-                            race_block(lane_token<Source>(segment, 8)), a, b);
+
 #pragma unroll
       for (int32_t w = 0; w < 4; ++w) {
         words[w] = a[w];
         words[4 + w] = b[w];
       }
     } else {  // in vectors of two lanes
-      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, i)),
-                            race_block(lane_token<Source>(segment, i + 4)), a, b);
+
       const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
       words[i / 2] = is_first ? a[0] : a[2];
       words[i / 2 + 1] = is_first ? a[1] : a[3];
@@ -200,8 +194,8 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
   }
 #pragma unroll
   for (int32_t i = 0; i < kLaneTokens; i += 2) {
-    v[i] = approximate_rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
-    v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
+    v[i] = share.rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
+    v[i + 1] = share.rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
   }
   float most = v[0];
 #pragma unroll

@@ -1,8 +1,8 @@
 // What rows are sampled from: logits of some element type, or probabilities.
 //
-// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source loads ahead (Vector) and
-// converts later (values): float32, -inf for a token that cannot be drawn, so that whoever works with values knows
-// nothing of masks, tails and element types.
+// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of 16 bytes of it. A source says what a
+// vector holds: float32, -inf for a token that cannot be drawn, so that whoever works with values knows nothing of
+// masks, tails and element types.
 #pragma once
 
 #include "common/ptx/cp_async.cuh"
@@ -67,18 +67,10 @@ struct RowReader {
     return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab;
   }
 
-  __device__ __forceinline__ static void take(const uint4& vector, uint32_t (&words)[4]) {
-    words[0] = vector.x;
-    words[1] = vector.y;
-    words[2] = vector.z;
-    words[3] = vector.w;
-  }
-
-  __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
-    if (reads_whole(first + kVectorTokens)) {
-      take(__ldg(reinterpret_cast<const uint4*>(row + first)), words);
-      return;
-    }
+  /// The vector that begins with the token `first`.
+  __device__ __forceinline__ uint4 load(int32_t first) const {
+    if (reads_whole(first + kVectorTokens)) return __ldg(reinterpret_cast<const uint4*>(row + first));
+    uint32_t words[4];
 #pragma unroll
     for (int32_t w = 0; w < 4; ++w) {
       const int32_t token = first + w * kWordTokens;
@@ -91,10 +83,12 @@ struct RowReader {
       }
       words[w] = word;
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) {
-    return Element::from_word(words[i / kWordTokens], i % kWordTokens);
+  __device__ __forceinline__ static float value(const uint4& vector, int32_t i) {
+    const int32_t w = i / kWordTokens;
+    return Element::from_word(w == 0 ? vector.x : w == 1 ? vector.y : w == 2 ? vector.z : vector.w, i % kWordTokens);
   }
 
   /// One token's value; token < vocab.
@@ -115,11 +109,6 @@ struct LogitSource {
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = false;
 
-  struct Vector {
-    uint32_t words[4];
-    uint32_t allowed;
-  };
-
   Reader reader;
   const uint32_t* mask;
 
@@ -127,33 +116,13 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
-    load_mask(first, vector);
-  }
-
-  /// The same of a vector that was brought to shared memory.
-  __device__ __forceinline__ void take(int32_t segment, int32_t lane, int32_t j, const uint4& staged,
-                                       Vector& vector) const {
-    Reader::take(staged, vector.words);
-    load_mask(Reader::vector_token(segment, lane, j), vector);
-  }
-
-  __device__ __forceinline__ void load_mask(int32_t first, Vector& vector) const {
-    if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
-  }
-
-  template <int32_t kFirst, int32_t kCount>
-  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+  /// What the vector that begins with the token `first` holds.
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
+    uint32_t allowed = 0xffffffffu;
+    if constexpr (kMasked) allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
 #pragma unroll
-    for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
-    if constexpr (kMasked) {
-#pragma unroll
-      for (int32_t i = 0; i < kVectorTokens; ++i) {
-        if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
-      }
-    }
+    for (int32_t i = 0; i < kVectorTokens; ++i)
+      v[i] = (allowed >> i & 1) != 0 ? Reader::value(vector, i) : kMinusInfinity;
   }
 
   __device__ __forceinline__ float one(int32_t token) const {
@@ -172,11 +141,6 @@ struct ProbSource {
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = kMayHaveDraft;
 
-  struct Vector {
-    uint32_t words[4];
-    uint32_t draft[kMayHaveDraft ? 4 : 1];
-  };
-
   Reader reader;
   const float* draft;
 
@@ -185,27 +149,14 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
-    if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
-    }
-  }
-
-  __device__ __forceinline__ void take(int32_t, int32_t, int32_t, const uint4& staged, Vector& vector) const {
-    Reader::take(staged, vector.words);
-  }
-
-  template <int32_t kFirst, int32_t kCount>
-  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
+    const bool has_draft = kMayHaveDraft && draft != nullptr;
+    uint4 of_draft{};
+    if (has_draft) of_draft = Reader{draft, reader.vocab}.load(first);
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) {
-      float prob = __uint_as_float(vector.words[i]);
-      if constexpr (kMayHaveDraft) {
-        if (draft != nullptr) prob = residual_prob(prob, __uint_as_float(vector.draft[i]));
-      }
-      v[kFirst + i] = prob_value(prob);
+      const float prob = Reader::value(vector, i);
+      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(of_draft, i)) : prob);
     }
   }
 
@@ -225,25 +176,16 @@ __device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
   return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
 }
 
-/// A lane's vectors of a segment.
+/// What this lane has of a segment, for those who do not read one after the other.
 template <class Source>
-__device__ __forceinline__ void load_segment(const Source& source, int32_t segment, int32_t lane,
-                                             typename Source::Vector (&raw)[Source::kVectors]) {
+__device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
+  uint4 vectors[Source::kVectors];
 #pragma unroll
-  for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
-}
-
-/// What they hold.
-template <class Source>
-__device__ __forceinline__ void segment_values(const Source& source,
-                                               const typename Source::Vector (&raw)[Source::kVectors],
-                                               float (&v)[kLaneTokens]) {
-  source.template values<0>(raw[0], v);
-  source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
-  if constexpr (Source::kVectors == 4) {
-    source.template values<8>(raw[2], v);
-    source.template values<12>(raw[3], v);
-  }
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    vectors[j] = source.reader.load(Source::Reader::vector_token(segment, ptx::lane_id(), j));
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    source.values(Source::Reader::vector_token(segment, ptx::lane_id(), j), vectors[j], v + j * Source::kVectorTokens);
 }
 
 /// Reads those segments of a row that are a warp's: `first` and every `step`-th behind it. Each lane copies what it
@@ -273,16 +215,13 @@ struct SegmentReader {
     for (int32_t segment = first; segment < num_segments(); segment += step) {
       meanwhile(segment);
       ptx::cp_async_wait<kAhead - 1>();
-      typename Source::Vector raw[Source::kVectors];
+      float v[kLaneTokens];
 #pragma unroll
       for (int32_t j = 0; j < Source::kVectors; ++j) {
-        if (is_staged(segment, j))
-          source.take(segment, ptx::lane_id(), j, staged[slot][j][threadIdx.x], raw[j]);
-        else
-          source.load(segment, ptx::lane_id(), j, raw[j]);
+        const uint4 vector =
+            is_staged(segment, j) ? staged[slot][j][threadIdx.x] : source.reader.load(token(segment, j));
+        source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
       }
-      float v[kLaneTokens];
-      segment_values(source, raw, v);
       stage(segment + kAhead * step, slot);
       slot ^= 1;
       body(segment, v);
