@@ -1,4 +1,4 @@
-// Sampling on CPU threads, a row at a time: the same tokens as the kernels of csrc/sampling/device/sampling.cuh.
+// Sampling on CPU threads, a row at a time: the same tokens as the kernels of csrc/sampling/device.
 #pragma once
 
 #include "common/data_type.h"

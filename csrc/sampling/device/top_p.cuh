@@ -126,17 +126,17 @@ struct TopP {
                                             float otherwise) const {
     constexpr int32_t kLaneBins = kDepthBins / 32;  // each warp for itself
     uint64_t own = 0;
-#pragma unroll 1
+#pragma unroll
     for (int32_t i = 0; i < kLaneBins; ++i) own += bins[row.lane() * kLaneBins + i];
     const uint64_t through = ptx::warp_inclusive_sum(own, row.lane());
-    const uint32_t reached = __ballot_sync(ptx::kAllLanes, static_cast<float>(through) >= target);
-    if (reached == 0 || !(target > 0.0f)) return otherwise;
-    const int32_t lane = __ffs(static_cast<int32_t>(reached)) - 1;
-    float before = static_cast<float>(__shfl_sync(ptx::kAllLanes, through - own, lane));
-    int32_t bin = lane * kLaneBins;
-#pragma unroll 1
-    for (; bin < (lane + 1) * kLaneBins - 1 && before + static_cast<float>(bins[bin]) < target; ++bin)
-      before += static_cast<float>(bins[bin]);
+    const auto first_to_reach = [&](uint64_t sum) {
+      return __ffs(static_cast<int32_t>(__ballot_sync(ptx::kAllLanes, static_cast<float>(sum) >= target))) - 1;
+    };
+    const int32_t lane = first_to_reach(through);
+    if (lane < 0 || !(target > 0.0f)) return otherwise;
+    const uint64_t before = __shfl_sync(ptx::kAllLanes, through - own, lane);
+    const uint64_t of_bin = row.lane() < kLaneBins ? bins[lane * kLaneBins + row.lane()] : 0;
+    const int32_t bin = lane * kLaneBins + first_to_reach(before + ptx::warp_inclusive_sum(of_bin, row.lane()));
     return value_at(weights, (static_cast<float>(bin) + lower) / kOctaveBins);
   }
 
