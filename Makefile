@@ -12,12 +12,15 @@ DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cp
 # on a CPU one environment holds both engines; on a GPU their pins exclude each other
 VENV ?= $(CURDIR)/$(if $(filter gpu,$(DEVICE)),.venv-$(ENGINE),.venv)
 TEST_VENV ?= $(if $(filter gpu,$(DEVICE)),$(CURDIR)/.venv,$(VENV))
+TEST_KIND := cpu
+# of make check: without engines
+CHECK_VENV ?= $(CURDIR)/.venv-check
 PACKAGE := $(CURDIR)/.build/package
 ARCHS := sm_90a sm_80
 JOBS ?= $(shell nproc)
-TEST_PYTHON := $(TEST_VENV)/bin/python
+TEST_PYTHON = $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
-PYTEST := PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
+PYTEST = PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
 # of make fuzz
 SECONDS ?= 60
 SEED ?= 0
@@ -27,9 +30,10 @@ help:
 	@echo "make demo [ENGINE=vllm|sglang]  serve SmolLM2 with this backend, ask it a question, measure it beside the engine's own backend (results/)"
 	@echo "     MODEL=DIR                  another model; NUM_PROMPTS=N another load"
 	@echo "     PYTHON=...                 an interpreter that has torch and the engine: no environment is made"
+	@echo "make check                      before each commit, under 3 minutes: lint, types and the fast tests, without an engine"
 	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
 	@echo "make kernels                    compile all CUDA kernels for $(ARCHS) into build/cubins; pip install ships them"
-	@echo "make lint                       ruff and mypy"
+	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
@@ -50,16 +54,40 @@ endif
 test: environment lint kernels unit fuzz integration
 	@$(call warn_without_nvcc)
 
+# A small environment and the tests that are not marked slow. Tests that need an engine are skipped, in sight.
+.PHONY: check fast
+check: TEST_VENV = $(CHECK_VENV)
+check: TEST_KIND = check
+check: environment lint fast
+fast: environment
+	$(PYTEST) -n $(JOBS) -m "not slow" tests
+
 .PHONY: environment
 environment: base-python
-	@$(BASE_PYTHON) -m integration.environment --venv $(TEST_VENV) --kind cpu
+	@$(BASE_PYTHON) -m integration.environment --venv $(TEST_VENV) --kind $(TEST_KIND)
 
-.PHONY: lint
-lint: environment
+# Tracked files and new ones.
+CPP_FILES = git ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cuh' '*.cu'
+LINT_BUILD = $(CURDIR)/.build/lint/$(TEST_KIND)
+
+.PHONY: lint lint-python lint-cpp
+lint: lint-python lint-cpp
+lint-python: environment
 	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/mypy -p integration
 	$(TEST_VENV)/bin/mypy -p benchmarks
+# clang-tidy: the files of the host library, as cmake compiles them.
+lint-cpp: environment
+	if [ -f .clang-format ]; then $(CPP_FILES) | xargs $(TEST_VENV)/bin/clang-format --dry-run -Werror; fi
+	@PATH="$(TEST_VENV)/bin:$$PATH" cmake -S . -B $(LINT_BUILD) -G Ninja -DPython_EXECUTABLE=$(TEST_PYTHON) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
+	$(TEST_PYTHON) $(TEST_VENV)/bin/run-clang-tidy.py -clang-tidy-binary $(TEST_VENV)/bin/clang-tidy -p $(LINT_BUILD) -quiet -j $(JOBS)
+
+.PHONY: format
+format: environment
+	$(TEST_VENV)/bin/ruff format .
+	if [ -f .clang-format ]; then $(CPP_FILES) | xargs $(TEST_VENV)/bin/clang-format -i; fi
 
 .PHONY: unit
 unit: environment
@@ -99,4 +127,4 @@ clean:
 	rm -rf build dist results .build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 distclean: clean
-	rm -rf .venv .venv-vllm .venv-sglang
+	rm -rf .venv .venv-check .venv-vllm .venv-sglang

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.batches import Batch, SharedBatch, ours, reference
+from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, ours, reference
 from benchmarks.board import PEERS, markdown
 from benchmarks.cases import Case, SharedCase, all_cases
 from benchmarks.peers import peers_of, peers_of_shared, time_of
 from benchmarks.report import brief, options, save, wanted
 from benchmarks.timing import Machine, Timer
-
-LARGEST_ERROR = 1e-2  # of bf16 against float64; a peer that exceeds it computed something else
 
 
 class Expected:

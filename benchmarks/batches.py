@@ -1,4 +1,4 @@
-"""What is timed: batches of random tensors, this package over them, and the same in float64."""
+"""The launches that are timed: batches of random tensors, this package over them, and the same in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 from benchmarks.cases import Case, SharedCase
+
+LARGEST_ERROR = 1e-2  # of bf16 against float64; what exceeds it has computed something else
 
 
 @dataclass(frozen=True, eq=False)

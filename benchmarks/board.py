@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_backend.cli.plan import check_matplotlib
 from benchmarks.cases import all_cases
 from benchmarks.report import number, table
 
@@ -74,17 +75,17 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
 
 def plot(lines: Sequence[Line], path: Path) -> None:
     """A dot for ours and each peer on every line: floor ÷ time. 1 is the floor."""
-    import matplotlib as mpl
+    from attn_backend.cli.picture import new_figure, write
 
-    mpl.use("Agg")  # no display
-    mpl.rcParams["svg.hashsalt"] = "attention"  # the same file from the same figures
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(11, 1.6 + 0.21 * len(lines)), layout="constrained")
+    figure = new_figure(1100, 160 + 21 * len(lines))
+    figure.set_layout_engine("constrained")
+    axis = figure.subplots()
     places = list(range(len(lines)))
-    for name, key, marker, colour in (("ours", "ours", "o", "C3"), *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True)):
+    for name, key, marker, color in (("ours", "ours", "o", "C3"), *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True)):
         points = [(line["floor"] / line[key], place) for place, line in zip(places, lines, strict=True) if line.get(key) is not None]
-        axis.scatter(*zip(*points, strict=True), marker=marker, color=colour, label=name, s=40 if key == "ours" else 22, zorder=3) if points else None
+        if points:
+            x, y = zip(*points, strict=True)
+            axis.scatter(x, y, marker=marker, color=color, label=name, s=40 if key == "ours" else 22, zorder=3)
     for place, line in zip(places, lines, strict=True):
         best = best_peer(line)
         if best is not None:
@@ -98,8 +99,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     axis.xaxis.set_tick_params(labeltop=True)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    write(figure, path)
 
 
 def main() -> None:
@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     try:
+        if arguments.plot:
+            check_matplotlib("--plot")
         lines, headers = merge(arguments.parts)
     except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")

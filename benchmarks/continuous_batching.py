@@ -143,7 +143,7 @@ class Engine:
         return [request for request in self.running if request.scheduled]
 
     def end_step(self) -> None:
-        """What was scheduled is in the cache; requests that are finished leave."""
+        """K and V of the scheduled tokens are in the cache; finished requests leave."""
         self.steps += 1
         for request in self.running:
             request.computed += request.scheduled

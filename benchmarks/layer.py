@@ -1,4 +1,4 @@
-"""What attention costs a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
+"""The cost of attention in a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
 
 One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
 vLLM's kernel.
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from attn_backend import append_kv
-from attn_backend.cli.batches import lengths
 from benchmarks.batches import Batch, ours, reference, relative_error
-from benchmarks.cases import Case
+from benchmarks.cases import Case, lengths
 from benchmarks.peers import flash_attention_3, flashinfer_backends
 from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.timing import Launch, Machine, Timer
@@ -32,7 +31,7 @@ def layer_cases() -> list[Case]:
     """Decodes of equal and of random lengths, and single prompts."""
     cases = [Case(f"decode {n} x {tokens} p{page_size}", (1,) * n, (tokens,) * n, 32, 8, page_size=page_size) for n, tokens, page_size in _DECODES]
     for n, page_size in ((8, 16), (16, 16), (32, 16), (8, 1), (16, 1), (32, 1)):
-        lens = tuple(lengths("zipf", n, 400, seed=n))
+        lens = lengths("zipf", n, 400, seed=n)
         cases.append(Case(f"decode {n} of mean 400 (Zipf) p{page_size}", (1,) * n, lens, 32, 8, page_size=page_size))
     return cases + [Case(f"prompt of {tokens} p16", (tokens,), (tokens,), 32, 8) for tokens in (220, 700, 2048)]
 
@@ -91,7 +90,7 @@ def of_peers(batch: Batch, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
             attend = make()
             attend()
             torch.cuda.synchronize()
-        except Exception as problem:  # whatever a peer raises
+        except Exception as problem:  # a peer may raise anything
             print(f"{batch.case.name}: {name}: {type(problem).__name__}: {problem}", flush=True)
             continue
 

@@ -23,7 +23,7 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
     try:
         run = make()
         return timer(run), run()
-    except Exception as problem:  # whatever a peer raises
+    except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None, None
 

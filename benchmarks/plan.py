@@ -1,4 +1,4 @@
-"""What a plan costs: µs on the host (the call) and on the device, for decode batches with cascade off and on.
+"""The cost of a plan: µs on the host (the call) and on the device, for decode batches with cascade off and on.
 
 Device times are those of replayed CUDA graphs, launch included: one that holds 20 plans, divided by 20, and one that holds a single plan, with a warm and
 with a cold L2. Only plan runs: the pages need no cache.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attn_backend import Attention, BSRView, PageTable
-from benchmarks.report import number, options, save, table, wanted
+from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.schedules import taken_prefixes
 from benchmarks.timing import Launch, Timer, capture, replay_time
 
@@ -107,15 +107,16 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of a plan, decode, 32/8 heads, head_dim 128, page {PAGE_SIZE}, "
         f"max_rows {MAX_ROWS}, max_batch {MAX_BATCH}; median of {arguments.repeats}."
     )
-    print(header, table(COLUMNS, []), sep="\n\n", flush=True)
+    print(header, flush=True)
     measured: list[dict[str, Any]] = []
     rows: list[list[str]] = []
     for line in lines():
         if wanted(line.name, arguments):
             measured.append(measure(line, timer))
             rows.append([line.name, *(number(measured[-1][name]) for name in COLUMNS[1:-1]), str(measured[-1]["prefixes taken"])])
-            print(f"| {' | '.join(rows[-1])} |", flush=True)
+            print(brief(measured[-1]), flush=True)
             save(arguments, f"{header}\n\n{table(COLUMNS, rows)}\n", {"header": header, "lines": measured})
+    print(table(COLUMNS, rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines, tables and files have in common."""
+"""The parts that the benchmarks share: options of the command line, tables, files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from tabulate import tabulate
 
 
 def options(description: str | None, repeats: int = 50) -> argparse.ArgumentParser:
@@ -31,8 +33,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table: the first column to the left, numbers to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tabulate(rows, columns, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(columns) - 1)])
 
 
 def brief(line: dict[str, object]) -> dict[str, object]:

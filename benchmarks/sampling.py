@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from attn_backend import sample, sampling_workspace
-from benchmarks.report import number, options, save, table, wanted
+from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.sampling_peers import Filters, Requests, copy_time, flashinfer, torch_sort, vllm
 from benchmarks.timing import Launch, Machine, Timer
 
@@ -38,7 +38,7 @@ FILTERS = (
 SCALES = {"flat": 1.0, "peaked": 4.0}
 PEERS: dict[str, Callable[[Requests], list[Launch]]] = {"FlashInfer": flashinfer, "vLLM": vllm, "torch sort": torch_sort}
 COLUMNS = ["case", "floor", "ours", *PEERS, "ours / best peer", "ours / FlashInfer", "ours / floor"]
-SORT_REPEATS = 3  # a sort takes milliseconds; nobody is near it
+SORT_REPEATS = 3  # a sort takes milliseconds, so few repeats are enough
 
 
 def ours(requests: Requests) -> Launch:
@@ -63,7 +63,7 @@ def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> floa
         times = [timer(launch) for launch in launches]
         copied = timer(copy_time(requests)) if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0] else 0.0
         return min(times) - copied if times else None
-    except Exception as problem:  # whatever a peer raises
+    except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None
 
@@ -107,7 +107,7 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine}\n\nTimes in µs, float32 logits, median of {arguments.repeats}."
-    print(header, table(COLUMNS, []), sep="\n\n", flush=True)
+    print(header, flush=True)
     lines: list[dict[str, Any]] = []
     for earlier in (json.loads(path.read_text()) for path in arguments.add):
         lines += earlier["lines"]
@@ -123,8 +123,9 @@ def main() -> None:
                         continue
                     line = measure(case, Requests(logits, filters), machine, timer, arguments.peer or list(PEERS))
                     lines.append(line)
-                    print(f"| {' | '.join([case, *(number(line[name], 2 if '/' in name else 1) for name in COLUMNS[1:])])} |", flush=True)
+                    print(brief(line), flush=True)
                 save(arguments, report(header, lines), {"header": header, "lines": lines})
+    print(report(header, lines))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from benchmarks.timing import Launch
 
 @dataclass(frozen=True)
 class Filters:
-    """What a line of the benchmark samples with; None: off. temperature 0: greedy."""
+    """The parameters of a line of the benchmark; None: off. temperature 0: greedy."""
 
     name: str
     temperature: float = 0.6
@@ -90,7 +90,7 @@ def vllm(requests: Requests) -> list[Launch]:
 
 
 def torch_sort(requests: Requests) -> list[Launch]:
-    """What a sort does, as the engines' torch implementations; torch.argmax where it is greedy."""
+    """Sampling by a sort, as the engines' torch implementations; torch.argmax where it is greedy."""
     f, logits = requests.filters, requests.logits
     if f.temperature == 0.0:
         return [lambda: logits.argmax(-1)]

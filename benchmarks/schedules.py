@@ -1,4 +1,4 @@
-"""What a schedule says about the work: its cost, and how evenly the CTAs share it."""
+"""The work of a schedule: its cost, and how evenly the CTAs share it."""
 
 from __future__ import annotations
 

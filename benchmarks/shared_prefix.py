@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.batches import Batch, SharedBatch, hand_made, ours, reference, relative_error
+from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, hand_made, ours, reference, relative_error
 from benchmarks.cases import Case, SharedCase, shared_cases, unshared_cases
 from benchmarks.peers import flash_attention_3, flashinfer_cascade, flashinfer_decode, time_of
 from benchmarks.report import brief, number, options, save, table, wanted
@@ -27,7 +27,6 @@ PEERS = {
     "FA3": lambda batch: flash_attention_3(batch.grouped),
 }
 OURS = ("hand-made", "automatic", "off")
-LARGEST_ERROR = 1e-2  # of bf16 against float64; whoever exceeds it computed something else
 LAYERS = 32  # that share one plan in a model's step
 
 

@@ -1,4 +1,4 @@
-"""What shared prefixes are worth in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
+"""The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
 
     python -m benchmarks.simulate --out results                     # the Mooncake trace, which is in the repository
     python -m integration.sharegpt                                  # downloads ShareGPT's conversations when needed and says in which FILE they are
@@ -15,17 +15,21 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attn_backend import Attention, BSRView
 from attn_backend.cli.batches import TraceRequest, read_trace
-from attn_backend.cli.picture import FAINT, Picture
+from attn_backend.cli.plan import check_matplotlib
 from attn_backend.cli.schedule_costs import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
+from benchmarks.report import table
 from benchmarks.schedules import taken_prefixes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -153,43 +157,47 @@ def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: 
     return measured
 
 
-def line(name: str, batch_limit: int, m: Measured) -> str:
-    """One line of the table."""
-    taken = sum(count > 0 for count in m.taken) / len(m.taken)
-    busiest = 1 - sum(m.busiest[1]) / sum(m.busiest[0])
-    balances = " | ".join(f"{np.mean(balance):.3f} / {np.percentile(balance, 99):.3f}" for balance in m.balance)
-    removed = f"{taken:.0%} | {m.removed:.1%} | {busiest:.1%}"
-    return f"| {name} | {batch_limit} | {len(m.step)} | {np.mean(m.requests):.0f} | {m.found:.0%} | {removed} | {balances} |"
+def row(name: str, batch_limit: int, m: Measured) -> dict[str, str]:
+    """One line of the table, by its columns."""
+    balances = [f"{np.mean(balance):.3f} / {np.percentile(balance, 99):.3f}" for balance in m.balance]
+    return {
+        "workload": name,
+        "batch limit": str(batch_limit),
+        "steps planned": str(len(m.step)),
+        "requests in a step": f"{np.mean(m.requests):.0f}",
+        "prompt tokens found in the cache": f"{m.found:.0%}",
+        "steps with cascade": f"{sum(count > 0 for count in m.taken) / len(m.taken):.0%}",
+        "KV traffic removed": f"{m.removed:.1%}",
+        "cost of the busiest CTA removed": f"{1 - sum(m.busiest[1]) / sum(m.busiest[0]):.1%}",
+        "balance without, mean / p99": balances[0],
+        "with": balances[1],
+    }
 
 
-HEAD = """| workload | batch limit | steps planned | requests in a step | prompt tokens found in the cache | steps with cascade | KV traffic removed \
-| cost of the busiest CTA removed | balance without, mean / p99 | with |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
+def draw(results: dict[tuple[str, int], Measured]) -> Figure:
+    """KV traffic of every replay over its steps: without cascade in grey, with it in color."""
+    from matplotlib.ticker import EngFormatter
 
+    from attn_backend.cli.picture import FAINT, new_figure
 
-def draw(results: dict[tuple[str, int], Measured]) -> Picture:
-    """KV traffic of every replay over its steps: without cascade in grey, with it in colour."""
     names, limits = list(dict.fromkeys(name for name, _ in results)), list(dict.fromkeys(limit for _, limit in results))
-    width, height, left, top = 330, 120, 70, 78
-    picture = Picture(left + (width + 50) * len(limits), top + (height + 72) * len(names))
-    picture.text(16, 24, "KV tokens that a step reads for each KV head, over the steps of a replay", size=14, bold=True)
-    for i, (color, label) in enumerate(((FAINT, "without cascade"), ("#e6550d", "with cascade"))):
-        picture.rect(left + 140 * i, 36, 12, 10, color)
-        picture.text(left + 140 * i + 17, 45, label, size=10)
+    figure = new_figure(60 + 370 * len(limits), 70 + 190 * len(names))
+    figure.set_layout_engine("constrained")
+    figure.suptitle("KV tokens that a step reads for each KV head, over the steps of a replay", fontsize=11)
+    panels = figure.subplots(len(names), len(limits), squeeze=False)
     for (name, limit), m in results.items():
-        x, y = left + (width + 50) * limits.index(limit), top + (height + 72) * names.index(name)
-        most, last = max(m.tokens[0]), m.step[-1] + 1
-        picture.text(x, y - 4, name, size=10, bold=True)
-        picture.text(x, y + 9, f"batch limit {limit}: {m.removed:.1%} removed", size=10)
-        for tokens, color in zip(m.tokens, (FAINT, "#e6550d"), strict=True):
-            points = [(x + width * step / last, y + 16 + height * (1 - count / most)) for step, count in _thinned(m.step, tokens, width // 2)]
-            for a, b in pairwise(points):
-                picture.line(*a, *b, color=color, width=1.2)
-        picture.line(x, y + 16 + height, x + width, y + 16 + height)
-        picture.text(x - 4, y + 24, f"{most / 1e3:.0f}k", size=9, color=FAINT, anchor="end")
-        picture.text(x, y + height + 29, "step 0", size=9, color=FAINT)
-        picture.text(x + width, y + height + 29, str(last), size=9, color=FAINT, anchor="end")
-    return picture
+        axes = panels[names.index(name), limits.index(limit)]
+        for tokens, color, label in zip(m.tokens, (FAINT, "#e6550d"), ("without cascade", "with cascade"), strict=True):
+            axes.plot(*zip(*_thinned(m.step, tokens, 60), strict=True), color=color, linewidth=1, label=label)
+        axes.set_title(f"{name}\nbatch limit {limit}: {m.removed:.1%} removed", loc="left", fontsize=7.5)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.locator_params(nbins=4)
+        axes.tick_params(labelsize=6.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
 
 
 def _thinned(steps: list[int], values: list[int], most: int) -> Iterator[tuple[float, float]]:
@@ -212,7 +220,7 @@ def new_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-limits", type=at_least_1, nargs="+", default=[16, 64, 256], help="most running requests; a line of the table each (16 64 256)")
     parser.add_argument("--cache-tokens", type=at_least_1, default=1 << 20, help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)")
     parser.add_argument("--request-steps", type=at_least_1, default=1600, help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for simulate.md, simulate.svg and, with matplotlib, simulate.png")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for simulate.md, simulate.svg and simulate.png")
     return parser
 
 
@@ -230,23 +238,23 @@ def make_workloads(arguments: argparse.Namespace) -> dict[str, Callable[[], list
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out:
+        check_matplotlib("--out")
         arguments.out.mkdir(parents=True, exist_ok=True)
-    workloads = make_workloads(arguments)
-    lines, results = [HEAD], {}
-    print(HEAD)
-    for name, make in workloads.items():
+    results: dict[tuple[str, int], Measured] = {}
+    for name, make in make_workloads(arguments).items():
         for limit in arguments.batch_limits:
             results[name, limit] = replay(make(), limit, arguments.cache_tokens, max(1, arguments.request_steps // limit))
-            lines.append(line(name, limit, results[name, limit]))
-            print(lines[-1], flush=True)
+            print(row(name, limit, results[name, limit]), flush=True)
+    rows = [row(name, limit, measured) for (name, limit), measured in results.items()]
+    text = table(list(rows[0]), [list(cells.values()) for cells in rows])
+    print(text)
     if arguments.out:
-        (arguments.out / "simulate.md").write_text("\n".join(lines) + "\n")
-        picture = draw(results)
-        (arguments.out / "simulate.svg").write_text(picture.svg())
-        try:
-            picture.write_png(arguments.out / "simulate.png")
-        except ImportError as error:
-            print(f"no simulate.png: {error}")
+        (arguments.out / "simulate.md").write_text(text + "\n")
+        from attn_backend.cli.picture import write
+
+        figure = draw(results)
+        for suffix in ("svg", "png"):
+            write(figure, arguments.out / f"simulate.{suffix}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -86,7 +86,7 @@ def ceilings() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the GPU does in this process. bandwidth: bytes/s of a copy; rate: FLOP/s of a bf16 product; launch: µs of a one-element kernel, timed alike."""
+    """The GPU's rates in this process. bandwidth: bytes/s of a copy; rate: FLOP/s of a bf16 product; launch: µs of a one-element kernel, timed alike."""
 
     bandwidth: float
     rate: float

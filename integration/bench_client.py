@@ -1,9 +1,12 @@
-"""An engine's own benchmark client, with what its options do not offer: requests in their order, sampling parameters, a seed for each request, and a start on
-demand.
+"""An engine's own benchmark client, with what neither engine's client has an option for: a seed for each request and a start on demand, and for SGLang's
+also requests in their order and a few sampling parameters.
 
 Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...
-OPTIONS is JSON: {"keep_order": true or false, "sampling": null or the parameters as the server's API calls them, "seed": the first request's seed,
-"wait_for": null or a file: what the client does before it first connects to its server takes longer than many a load, and can so be done beforehand}.
+OPTIONS is JSON:
+    keep_order   true: do not shuffle the requests
+    sampling     null: greedy; otherwise each request gets these parameters, named as in the server's API, and a seed of its own
+    seed         of the first request
+    wait_for     null, or a file: the client prepares its requests, which can take longer than the load itself, then waits for this file before it connects
 """
 
 from __future__ import annotations
@@ -71,13 +74,13 @@ def main() -> None:
         random.shuffle = lambda requests: None  # type: ignore[assignment]
     if options["wait_for"]:
         wait_before_connecting(options["wait_for"])
-    added = AddSampling(options["sampling"], options["seed"]) if options["sampling"] else None
+    added = AddSampling(options["sampling"], options["seed"]) if options["sampling"] is not None else None
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     if added and added.requests == 0:
         sys.exit(f"{module} sent no request that sampling parameters could be added to")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the result is written; to take the engine's modules down takes longer than many a load, too
+    os._exit(0)  # the result is written, and the end of the engine's modules can take longer than the load
 
 
 if __name__ == "__main__":

@@ -10,47 +10,55 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
 from integration.client import run_client
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
 from integration.model import Model, resolve_model
-from integration.report import Row, write_report, write_tables
+from integration.report import write_report, write_tables
+from integration.results import Row
 from integration.server import free_port, running_server
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Load:
-    """What a client sends, how fast (prompts per second), and how many answers each prompt gets."""
+    """A data set, its rate in prompts per second, and the number of answers to each prompt."""
 
     dataset: str = "sharegpt"
-    num_prompts: int = 32
+    num_prompts: PositiveInt = 32
     output_len: str | None = None
-    request_rate: float = float("inf")
-    samples: int = 1
+    request_rate: PositiveFloat = float("inf")
+    samples: PositiveInt = 1
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Settings:
-    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means."""
+    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means.
+
+    Raises:
+        pydantic.ValidationError: names what is wrong.
+    """
 
     engine: str
     backends: list[str]
     model: str
     results: Path
     loads: list[Load]
-    max_concurrency: int | None = None
-    repeats: int = 1
+    max_concurrency: PositiveInt | None = None
+    repeats: PositiveInt = 1
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
     cuda_graphs: bool = True
-    max_model_len: int = 2048
-    max_num_seqs: int = 8
-    start_timeout_s: float = 900
+    max_model_len: PositiveInt = 2048
+    max_num_seqs: PositiveInt = 8
+    start_timeout_s: PositiveFloat = 900
     python: str = sys.executable
     server_arguments: list[str] = field(default_factory=list)
     client_arguments: list[str] = field(default_factory=list)
@@ -63,7 +71,7 @@ class Settings:
 
 
 def label(engine: Engine, backend: str, device: str) -> str:
-    """What reports call a backend."""
+    """The name of a backend in reports."""
     if backend == OURS_NO_CASCADE:
         return "attn_backend, cascade off"
     if backend == OURS_STOCK_SAMPLER:
@@ -72,7 +80,7 @@ def label(engine: Engine, backend: str, device: str) -> str:
 
 
 def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None, max_concurrency: int | None = None) -> str:
-    """What reports call a load."""
+    """The name of a load in reports."""
     together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
     speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
     answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
@@ -81,7 +89,7 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What the two ways to measure have in common: what is sent, and the report."""
+    """The parts that both ways to measure share: the loads, and the report."""
 
     settings: Settings
     engine: Engine

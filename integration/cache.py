@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from attn_backend.settings import Settings
+
 
 def cache_folder() -> Path:
     """The package's cache: `ATTN_BACKEND_CACHE`, or `attn_backend` in the user's cache folder."""
-    chosen = os.environ.get("ATTN_BACKEND_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().resolve()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "attn_backend"
+    return Settings.read().cache_folder().resolve()
 
 
 def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:

@@ -6,8 +6,11 @@ import contextlib
 import subprocess
 from pathlib import Path
 
+import psutil
+
 from integration.engines import Client, Engine, Metrics
-from integration.server import print_tail, process_environment
+from integration.processes import start
+from integration.server import print_tail
 
 
 class ClientError(RuntimeError):
@@ -23,18 +26,7 @@ class RunningClient:
         client.result.unlink(missing_ok=True)
         if client.wait_for:
             client.wait_for.unlink(missing_ok=True)
-        command = engine.client_command(client)
-        with log.open("w") as output:
-            output.write(f"$ {' '.join(command)}\n")
-            output.flush()
-            self.process = subprocess.Popen(
-                command,
-                cwd=log.parent,
-                env=process_environment(engine.client_environment(device)),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.process = start(engine.client_command(client), log, engine.client_environment(device))
 
     def release(self) -> None:
         """Let a client that waits (`Client.wait_for`) send its requests."""
@@ -45,7 +37,7 @@ class RunningClient:
         """Wait for its end. Raises ClientError."""
         try:
             status = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
             raise self._error(f"was not done after {timeout_s:.0f} s") from None
         finally:
             self.stop()
@@ -58,7 +50,7 @@ class RunningClient:
 
     def stop(self) -> None:
         """End it, if it has not ended by itself."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             self.process.kill()
         self.process.wait()
 

@@ -1,4 +1,4 @@
-"""What the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, how a command ends."""
+"""The parts that the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, the exit status."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
-    parser.add_argument("--no-cuda-graphs", action="store_true", help="have the engine launch every kernel by itself")
-    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to come up")
+    parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="have the engine launch every kernel by itself")
+    parser.add_argument("--start-timeout", dest="start_timeout_s", type=float, default=900, help="seconds a server may take to come up")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
-    parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments for the server, in one string")
+    parser.add_argument("--server-args", dest="server_arguments", type=shlex.split, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME")
     return parser
 
@@ -65,7 +65,7 @@ def comparison_parser(description: str | None, name: str, num_prompts: int, long
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison starts with: where its report goes, what is sent (token ids), and the server of --backend."""
+    """The start of a comparison: the folder of its report, its prompts (token ids), and the server of --backend."""
 
     given: argparse.Namespace
     name: str
@@ -80,8 +80,9 @@ class Comparison:
         path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
         prompts = prompt_token_ids(model.folder, path, given.num_prompts, given.longest_prompt)
         longest = given.longest_prompt + given.max_tokens + 1
-        graphs = not given.no_cuda_graphs
-        launch = Launch(given.python, model, given.backend, given.device, free_port(), dtype, graphs, longest, given.concurrency, given.server_args)
+        launch = Launch(
+            given.python, model, given.backend, given.device, free_port(), dtype, given.cuda_graphs, longest, given.concurrency, given.server_arguments
+        )
         return cls(given, name, results_folder(given, f"{name}-{given.engine}"), prompts, launch)
 
     def write(self, report: dict[str, Any]) -> None:

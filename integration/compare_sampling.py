@@ -131,7 +131,7 @@ def run(given: argparse.Namespace) -> bool:
     setup = Comparison.make(given, "sampling")
     launch = replace(setup.launch, prefix_caching=False, batch_invariant=given.batch_invariant)
     log = setup.results / f"server-{given.engine}-{given.backend}.log"
-    answers = serve_and_sample(ENGINES[given.engine], launch, setup.prompts, given.max_tokens, given.sampling, log, given.start_timeout)
+    answers = serve_and_sample(ENGINES[given.engine], launch, setup.prompts, given.max_tokens, given.sampling, log, given.start_timeout_s)
     outcome = compare_answers(*answers)
     print(f"\n{outcome}")
     holds = outcome.holds(same_logits=launch.dtype == "float32" or given.batch_invariant)

@@ -119,7 +119,7 @@ def run(given: argparse.Namespace) -> bool:
     for role, engine_name, backend in (("reference", given.reference_engine or given.engine, given.reference), ("backend", given.engine, given.backend)):
         launch = replace(setup.launch, backend=backend, port=free_port())
         log = setup.results / f"server-{role}-{engine_name}-{backend}.log"
-        answers.append(serve_and_generate(ENGINES[engine_name], launch, setup.prompts, given.max_tokens, log, given.start_timeout))
+        answers.append(serve_and_generate(ENGINES[engine_name], launch, setup.prompts, given.max_tokens, log, given.start_timeout_s))
     outcome = compare(answers[0], answers[1])
     print_outcome(outcome, given.near_tie)
     is_exact = setup.launch.dtype == "float32"

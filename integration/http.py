@@ -1,30 +1,29 @@
-"""The two HTTP calls that a benchmark makes itself: the measured load is the engines' own clients' business."""
+"""The two HTTP calls that a benchmark makes itself; the engines' own clients send the measured load."""
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
+import httpx
+
 # servers under test are on this machine: a proxy set for the outside must not get in between
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+CLIENT = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None))
 
 
 def post_json(url: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
-    """POST `body`, return the parsed answer. Raises RuntimeError with the server's words when it refuses."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    """POST `body`, return the parsed answer. Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection."""
     try:
-        with OPENER.open(request, timeout=timeout_s) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{url}: HTTP {error.code}: {error.read().decode(errors='replace')[:2000]}") from error
+        answer = CLIENT.post(url, json=body, timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+    if not answer.is_success:
+        raise RuntimeError(f"{url}: HTTP {answer.status_code}: {answer.text[:2000]}")
+    return answer.json()
 
 
 def is_ready(url: str) -> bool:
     """Whether a GET answers with success within a few seconds."""
     try:
-        with OPENER.open(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        return CLIENT.get(url, timeout=5).is_success
+    except httpx.HTTPError:
         return False

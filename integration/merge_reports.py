@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from integration.engines import Metrics
-from integration.report import Row, format_table, write_report
+from integration.report import format_table, write_report
+from integration.results import Row
 
 # What must be equal. Loads need not be: their tables differ in heading
 COMMON = ("engine", "model", "device_name", "versions", "dtype", "cuda_graphs", "max_model_len", "max_num_seqs", "max_concurrency", "seed", "server_arguments")

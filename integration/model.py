@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from integration.cache import cache_folder, cached_folder
+from integration.environment import REPOSITORY
 from integration.smollm2 import CACHE_NAME as SMOLLM2_CACHE_NAME
 from integration.tokenizer import write_word_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
 
 

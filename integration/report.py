@@ -3,61 +3,37 @@
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from integration.engines import Metrics
+from tabulate import tabulate
 
+from integration.results import Row, by_load
+
+# Of each figure in the table: its heading and its decimals. Two ITLs of 5 ms differ in hundredths
 COLUMNS = {
-    "requests": "finished",
-    "ttft_p50_ms": "TTFT p50 ms",
-    "ttft_p99_ms": "TTFT p99 ms",
-    "itl_p50_ms": "ITL p50 ms",
-    "itl_p99_ms": "ITL p99 ms",
-    "tokens_per_s": "tokens/s",
+    "ttft_p50_ms": ("TTFT p50 ms", 1),
+    "ttft_p99_ms": ("TTFT p99 ms", 1),
+    "itl_p50_ms": ("ITL p50 ms", 2),
+    "itl_p99_ms": ("ITL p99 ms", 2),
+    "tokens_per_s": ("tokens/s", 1),
 }
-DECIMALS = {"itl_p50_ms": 2, "itl_p99_ms": 2}  # of the others 1. An ITL of 5 ms is told from another one in hundredths
-
-
-@dataclass(frozen=True)
-class Row:
-    """One backend's results under one load, one `Metrics` for each repeat."""
-
-    backend: str
-    workload: str
-    repeats: list[Metrics]
-
-    @property
-    def metrics(self) -> Metrics:
-        """The median of each figure over the repeats."""
-        values = {field.name: statistics.median(getattr(repeat, field.name) for repeat in self.repeats) for field in fields(Metrics)}
-        return Metrics(**values)
 
 
 def format_table(rows: list[Row]) -> str:
     """A table for each load with a line for each backend, in Markdown, so that it can be pasted."""
-    tables = []
-    for workload in dict.fromkeys(row.workload for row in rows):
-        tables.append(f"{workload}\n\n{_format_load([row for row in rows if row.workload == workload])}")
-    return "\n\n".join(tables)
+    return "\n\n".join(f"{load}\n\n{_format_load(of_load)}" for load, of_load in by_load(rows).items())
 
 
 def _format_load(rows: list[Row]) -> str:
-    header = ["backend", *COLUMNS.values()]
+    headers = ["backend", "finished", *(heading for heading, _ in COLUMNS.values())]
     lines = []
     for row in rows:
         metrics = row.metrics
         finished = f"{metrics.requests:.0f} of {metrics.requests + metrics.failed:.0f}"
-        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.{DECIMALS.get(name, 1)}f}" for name in list(COLUMNS)[1:])])
-    widths = [max(len(line[index]) for line in [header, *lines]) for index in range(len(header))]
-
-    def join(cells: list[str]) -> str:
-        return "| " + " | ".join([cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]) + " |"
-
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([join(header), rule, *map(join, lines)])
+        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.{decimals}f}" for name, (_, decimals) in COLUMNS.items())])
+    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
 
 
 def write_tables(folder: Path, title: str, settings: dict[str, Any], rows: list[Row]) -> list[Path]:

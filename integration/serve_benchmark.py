@@ -28,17 +28,21 @@ paths, so it runs offline. It ends with a table; the same as JSON and as a plot,
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from attn_backend.settings import refusal
 from integration.benchmark import Load, Settings, benchmark
 from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
 from integration.report import format_table
 from integration.side_by_side import benchmark_side_by_side
 
 RECORDED = "recorded"
-SIDE_BY_SIDE_ONLY = ("time_limit", "check_seeds", "turn", "leave_out")
+SIDE_BY_SIDE_ONLY = {"--time-limit": "time_limit_s", "--check-seeds": "check_seeds", "--turn": "turn", "--leave-out": "leave_out"}
 
 
 def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float], samples: list[int]) -> list[Load]:
@@ -48,8 +52,11 @@ def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[s
         if len(values) not in (1, len(datasets)):
             raise ValueError(f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets")
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
-    lines = zip(datasets, *columns, strict=True)
-    return [Load(dataset, number, None if length == RECORDED else length, rate, answers) for dataset, number, length, rate, answers in lines]
+    loads = []
+    for dataset, number, length, rate, answers in zip(datasets, *columns, strict=True):
+        output_len = None if length == RECORDED else length
+        loads.append(Load(dataset=dataset, num_prompts=number, output_len=output_len, request_rate=rate, samples=answers))
+    return loads
 
 
 def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tuple[tuple[str, int], ...]:
@@ -78,44 +85,32 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
-    parser.add_argument("--client-args", type=shlex.split, default=[], help="more arguments for the client")
+    parser.add_argument("--client-args", dest="client_arguments", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
-    parser.add_argument("--time-limit", type=float, help="side by side: begin no load when so many seconds have passed")
+    parser.add_argument("--time-limit", dest="time_limit_s", type=float, help="side by side: begin no load when so many seconds have passed")
     parser.add_argument("--check-seeds", action="store_true", help="side by side, with --sampling: see above")
     parser.add_argument("--turn", type=Path, metavar="FOLDER", help="side by side: when all are warm leave FOLDER/ready, and begin when FOLDER/go is there")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
     given = parser.parse_args(arguments)
-    for option in SIDE_BY_SIDE_ONLY:
-        if getattr(given, option) and not given.side_by_side:
-            parser.error(f"--{option.replace('_', '-')} is only known with --side-by-side")
+    for option, name in SIDE_BY_SIDE_ONLY.items():
+        if getattr(given, name) and not given.side_by_side:
+            parser.error(f"{option} is only known with --side-by-side")
     if given.check_seeds and not given.sampling:
         parser.error("--check-seeds needs --sampling: greedy answers have no seeds")
-    gpu = given.device == "cuda"
-    return Settings(
-        engine=given.engine,
-        backends=given.backends,
-        model=given.model,
-        results=results_folder(given, given.engine),
-        loads=parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples),
-        max_concurrency=given.max_concurrency,
-        repeats=given.repeats,
-        seed=given.seed,
-        device=given.device,
-        dtype=given.dtype,
-        cuda_graphs=not given.no_cuda_graphs,
-        max_model_len=given.max_model_len or (8192 if gpu else 2048),
-        max_num_seqs=given.max_num_seqs or (256 if gpu else 8),
-        start_timeout_s=given.start_timeout,
-        python=given.python,
-        server_arguments=given.server_args,
-        client_arguments=given.client_args,
-        sampling=given.sampling,
-        side_by_side=given.side_by_side,
-        time_limit_s=given.time_limit,
-        check_seeds=given.check_seeds,
-        turn=given.turn,
-        left_out=parse_left_out(given.leave_out, given.backends, len(given.dataset)),
-    )
+    try:
+        return settings_of(given)
+    except ValidationError as error:
+        parser.error(refusal(error))
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """Options are named as the fields of Settings; where they are silent its defaults hold, which are for a CPU."""
+    values: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 256} if given.device == "cuda" else {}
+    values |= {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__ and value is not None}
+    values["results"] = results_folder(given, given.engine)
+    values["loads"] = parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples)
+    values["left_out"] = parse_left_out(given.leave_out, given.backends, len(given.dataset))
+    return Settings(**values)
 
 
 def run() -> bool:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from integration.engines import Engine, Launch
 from integration.engines.base import is_ours
 from integration.http import is_ready
-from integration.plugin import library_is_loaded
+from integration.processes import library_is_loaded, start, stop_group
 
 POLL_S = 0.5
 PROGRESS_EVERY_S = 15
-STOP_GRACE_S = 30
 TAIL_LINES = 40
 LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
@@ -33,13 +32,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def process_environment(extra: dict[str, str]) -> dict[str, str]:
-    """This process's environment with `extra` on top; PYTHONPATH entries are joined, and made absolute since servers run elsewhere."""
-    inherited = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    added = [entry for entry in [extra.get("PYTHONPATH", "")] if entry]
-    return os.environ | {"PYTHONUNBUFFERED": "1"} | extra | {"PYTHONPATH": os.pathsep.join(added + inherited)}
 
 
 def print_tail(log: Path) -> None:
@@ -68,22 +60,9 @@ class Server:
         self.label = f"{engine.name} with {launch.backend}"
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
-        log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
-        with log.open("w") as output:
-            output.write(f"$ {' '.join(engine.server_command(launch))}\n")
-            output.flush()
-            # its own session: it can be signalled with all its workers, and Ctrl-C reaches it through us alone. Its working directory is
-            # the log's, so that a source tree in ours does not hide installed packages
-            self.process = subprocess.Popen(
-                engine.server_command(launch),
-                cwd=log.parent,
-                env=process_environment(engine.server_environment(launch) | {"TMPDIR": self._scratch.name}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = engine.server_environment(launch) | {"TMPDIR": self._scratch.name}
+        self.process = start(engine.server_command(launch), log, environment, own_session=True)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Raises ServerError when it does not come up within `timeout_s` of its start, or without this package where it should use it."""
@@ -103,7 +82,7 @@ class Server:
             self.process.send_signal(signal.SIGINT)
 
     def stop(self) -> None:
-        _stop(self.process)
+        stop_group(self.process)
         self._scratch.cleanup()
 
 
@@ -122,7 +101,7 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
         server.stop()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:
+def _wait_until_ready(process: psutil.Popen, url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:
     next_progress = PROGRESS_EVERY_S
     while not is_ready(f"{url}/health"):
         waited = time.monotonic() - begin
@@ -134,40 +113,3 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, label: str, lo
             print(f"{label}: starting ({waited:.0f} s)", flush=True)
             next_progress += PROGRESS_EVERY_S
         time.sleep(POLL_S)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """INT, which both engines take as the wish to stop; then TERM and KILL to whatever of its process group is left."""
-    with _deferred_interrupts():
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_GRACE_S)
-        for number, grace_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            if not _group_lives(process.pid):
-                break
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            deadline = time.monotonic() + grace_s
-            while _group_lives(process.pid) and time.monotonic() < deadline:
-                process.poll()
-                time.sleep(0.1)
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[None]:
-    """A second, impatient Ctrl-C must not leave a server behind: it has to wait until the servers are gone."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

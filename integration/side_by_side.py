@@ -12,7 +12,7 @@ from itertools import product
 from integration.benchmark import CLIENT_TIMEOUT_S, Benchmark, Settings
 from integration.client import ClientError, RunningClient
 from integration.compare_sampling import check_seeds
-from integration.report import Row
+from integration.results import Row
 from integration.server import Server, ServerError, print_tail
 from integration.warm_up import wait_for_turn, warm_up, warm_up_prompts
 

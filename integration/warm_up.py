@@ -1,4 +1,4 @@
-"""Requests that nobody measures: what an engine compiles, tunes or allocates when it meets its first prompts of a kind is no part of any figure."""
+"""Requests before the measurement: an engine compiles, tunes and allocates when it meets its first prompts of a kind, and that belongs to no figure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
 def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None) -> None:
     """Of each load one request alone, then the others at once: what they share is computed first and read from the cache afterwards.
 
-    Raises RuntimeError or OSError when the server does not answer.
+    Raises RuntimeError when the server does not answer.
     """
 
     def ask(request: tuple[int, tuple[list[int], int]]) -> None:

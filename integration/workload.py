@@ -1,4 +1,4 @@
-"""What a benchmark sends: ShareGPT conversations, prompts of prescribed lengths, or prompts behind one shared prefix.
+"""The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts behind one shared prefix.
 
 A data set is named on the command line as
 
@@ -60,7 +60,7 @@ class Workload:
         raise NotImplementedError
 
     def requests(self, seed: int) -> list[Prompt]:
-        """What the client sends, in this order: the copies of a prompt are neighbours."""
+        """The client's requests in their order: the copies of a prompt are neighbors."""
         return [prompt for prompt in self.prompts(seed) for _ in range(self.samples)]
 
     def write_vllm(self, path: Path, seed: int) -> Path:

@@ -32,8 +32,9 @@ class _Attention(ctypes.Structure):
         ("strides", ctypes.c_int64 * 10),
         ("sizes", ctypes.c_int64 * 4),
         ("sm_scale", ctypes.c_double),
-        ("logits_soft_cap", ctypes.c_double),
+        ("variant_value", ctypes.c_double),
         ("is_bf16", ctypes.c_int64),
+        ("is_slanted", ctypes.c_int64),
     )
 
 
@@ -61,10 +62,12 @@ class DeviceAttention:
         lse: Tensor | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        slope: float | None = None,
     ) -> Tensor:
+        """slope: of SlantedVariant (tests/csrc/slanted_variant.h), which is run instead of the standard one."""
         attention = self._attention
         out = torch.empty_like(q) if out is None else out
-        config = list(attention._library.schedule_config(attention._handle))[:-6]
+        config = attention._library.schedule_config(attention._handle)
         partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
         pointers = [None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse)]
         passed = _Attention(
@@ -72,12 +75,13 @@ class DeviceAttention:
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
             (ctypes.c_int64 * 4)(q.shape[0], kv.k.shape[0], q.shape[2], self._page_size),
             q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-            logits_soft_cap,
+            logits_soft_cap if slope is None else slope,
             q.dtype == torch.bfloat16,
+            slope is not None,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())
         blocks_y = 1 + self._seed % 4
-        self._library.device_attention((ctypes.c_int32 * len(config))(*config), workspace, ctypes.byref(passed), self._generic, blocks_y, self._seed)
+        self._library.device_attention(config, workspace, ctypes.byref(passed), self._generic, blocks_y, self._seed)
         return out
 
 

@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "costs of row tiles that leave states",
         "attn_backend/kernels/schedule.py",
-        "return kind + 4 * (self.groups[group, 6] >= 0)",
-        "return kind",
+        'return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states',
+        'return self.of_tiles("kind").long()',
         ("tests/kernels/test_schedule.py",),
     ),
     Fault(
@@ -186,11 +186,11 @@ FAULTS = (
         (DEVICE, "-k", "random_cases and hopper"),
     ),
     Fault(
-        "pairs in turn: another row tile",
+        "work queue: another row tile",
         "csrc/planner/schedule.h",
         "2 * group.tile_begin + of_group - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
-        (DEVICE, "-k", "in_turn"),
+        (DEVICE, "-k", "work_queue"),
     ),
     Fault(
         "device sampling: another bit of the mask",
@@ -230,7 +230,7 @@ FAULTS = (
         "]",
         CUBINS,
     ),
-    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(Path(code_address.__file__).read_bytes())\n", "", CUBINS),
+    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(code_address.recipe())\n", "", CUBINS),
 )
 
 

@@ -6,17 +6,20 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition
 from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.structs import dtype_of, pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
-_MAX_TILES = 7  # in ScheduleConfig
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
@@ -33,47 +36,12 @@ def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.
         includes += ["-include", str(tests / "one_kind.h")]
     options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
     subprocess.run([str(COMPILER), *options, *includes, *map(str, sources), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.host_planner_layout.restype = ctypes.c_int64
-    return loaded
+    return ctypes.CDLL(str(library))
 
 
-class _View(ctypes.Structure):
-    _fields_ = (
-        ("indices", ctypes.c_void_p),
-        ("row_list", ctypes.c_void_p),
-        ("arrays", ctypes.c_void_p * 5),
-        ("is_int64", ctypes.c_int32 * 5),
-        ("numbers", ctypes.c_int64 * 10),
-    )
-
-
-def plan(
-    library: ctypes.CDLL,
-    attention: Attention,
-    composition: BSRView | Composition,
-    device_seed: int | None = None,
-    *,
-    workspace: Tensor | None = None,
-    searched: BSRView | None = None,
-    lost: int = -1,
-    max_tiles: int | None = None,
-) -> Schedule:
-    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
-
-    Args:
-        workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
-        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
-        lost: a CTA of the device planner whose findings get lost.
-        max_tiles: room for so many row tiles, instead of as many as a batch may have.
-    """
-    options = {"workspace": workspace, "searched": searched, "lost": lost, "max_tiles": max_tiles}
-    return plan_and_lists_rows(library, attention, composition, device_seed, **options)[0]  # type: ignore[arg-type]
-
-
-def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
-    """Of a schedule."""
-    return _workspace(library, attention)[2].numel()
+def plan(*arguments: Any, **options: Any) -> Schedule:
+    """The schedule that plan_and_lists_rows() gives."""
+    return plan_and_lists_rows(*arguments, **options)[0]
 
 
 def plan_and_lists_rows(
@@ -87,61 +55,106 @@ def plan_and_lists_rows(
     lost: int = -1,
     max_tiles: int | None = None,
 ) -> tuple[Schedule, bool]:
-    """plan(), and whether its last level, a forest's if one was sought, has a row list."""
-    config, c_config, zeros, offsets = _workspace(library, attention, max_tiles)
-    workspace = zeros if workspace is None else workspace
-    levels = composition.levels if isinstance(composition, Composition) else (composition,)
-    kept: list[Tensor | None] = []  # what the views point to
-    views = (_View * len(levels))(*(_view(level, attention.max_rows, kept) for level in levels))
-    of_search = views if searched is None else (_View * 1)(_view(searched, attention.max_rows, kept))
-    address = ctypes.c_void_p(workspace.data_ptr())
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
+
+    Args:
+        workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
+        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
+        lost: a CTA of the device planner whose findings get lost.
+        max_tiles: room for so many row tiles, instead of as many as a batch may have.
+
+    Returns:
+        The schedule, and whether its last level, a forest's if one was sought, has a row list.
+    """
+    config, layout = _config_and_layout(library, attention, max_tiles)
+    if workspace is None:
+        workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
+    views = composition.levels if isinstance(composition, Composition) else (composition,)
+    levels = _Levels(views, attention.max_rows)
+    of_search = levels if searched is None else _Levels((searched,), attention.max_rows)
+    passed = config.tobytes(), ctypes.c_void_p(workspace.data_ptr()), levels.data, len(views)
     if device_seed is None:
-        lists_rows = library.host_planner_plan(c_config, address, views, len(levels))
+        lists_rows = library.host_planner_plan(*passed)
     else:
-        lists_rows = library.device_planner_plan(c_config, address, views, len(levels), ctypes.c_uint32(device_seed), of_search, lost)
-    return Schedule.read(workspace, [*config, *offsets]), bool(lists_rows)
+        lists_rows = library.device_planner_plan(*passed, ctypes.c_uint32(device_seed), of_search.data, lost)
+    return Schedule.read(workspace, config, layout), bool(lists_rows)
+
+
+def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
+    """Of a schedule."""
+    return int(_config_and_layout(library, attention)[1]["bytes"])
 
 
 def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:
     """Has `attention` run a schedule of `view` whose row tiles all are of one kind. `attention` must look for no prefixes, have room for so many tiles, and its
     last plan must have been of this view. `library`: built with one_kind."""
-    _, c_config, workspace, _ = _workspace(library, attention)
-    kept: list[Tensor | None] = []
-    passed = _view(view, attention.max_rows, kept)
-    passed.indices = _address(view.table.indices)  # the planner leaves it to the kernel, and does not read it
+    config, layout = _config_and_layout(library, attention)
+    workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
+    # The planner leaves the page indices to the kernel, and does not read them.
+    levels = _Levels((view,), attention.max_rows, indices=view.table.indices)
     library.host_planner_set_kind(kind)
-    library.host_planner_plan(c_config, ctypes.c_void_p(workspace.data_ptr()), (_View * 1)(passed), 1)
+    library.host_planner_plan(config.tobytes(), ctypes.c_void_p(workspace.data_ptr()), levels.data, 1)
     attention._schedule.copy_(workspace)
 
 
-def _workspace(library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None) -> tuple[list[int], ctypes.Array[ctypes.c_int32], Tensor, list[int]]:
-    """The configuration of `attention`, the same for C, and a schedule's workspace with where its arrays start."""
-    config = list(attention._library.schedule_config(attention._handle))[:-6]
+def _config_and_layout(library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None) -> tuple[Any, Any]:
+    """ScheduleConfig of `attention`, and the ScheduleLayout that follows from it."""
+    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle)).copy()
     if max_tiles is not None:
-        config[_MAX_TILES] = max_tiles
-    c_config = (ctypes.c_int32 * len(config))(*config)
-    offsets = (ctypes.c_int64 * 6)()
-    workspace = torch.zeros(library.host_planner_layout(c_config, offsets), dtype=torch.uint8)
-    return config, c_config, workspace, list(offsets)
+        config["max_tiles"] = max_tiles
+    layout = numpy.zeros(1, dtype_of("ScheduleLayout"))
+    library.host_planner_layout(config.tobytes(), ctypes.c_void_p(layout.ctypes.data))
+    return config, layout[0]
 
 
-def _view(view: BSRView, max_rows: int, kept: list[Tensor | None]) -> _View:
-    table = view.table
-    arrays = [None if tensor is None else tensor.cpu() for tensor in (view.qo_indptr, table.indptr, table.last_page_len, table.kv_lens, table.rows)]
-    row_list = None if view.rows is None else view.rows.cpu()
-    indices = None if table.indices is None else _to_cpu(table.indices)
-    kept += [*arrays, row_list, indices]
-    rows, width, stride = (*indices.shape, indices.stride(0)) if indices is not None and indices.ndim == 2 else (0, 0, 0)
-    entries = 2**31 - 1 if indices is None else indices.shape[0] if indices.ndim == 1 else (rows - 1) * stride + width if rows else 0
-    limit = max_rows if row_list is None else min(max_rows, row_list.shape[0])
-    numbers = [view.batch_size, view.causal, view.window_left, limit, entries, stride, rows, width, table.page_size, table.entry_step]
-    return _View(
-        _address(indices),
-        _address(row_list),
-        (ctypes.c_void_p * 5)(*map(_address, arrays)),
-        (ctypes.c_int32 * 5)(*(array is not None and array.dtype == torch.int64 for array in arrays)),
-        (ctypes.c_int64 * 10)(*numbers),
-    )
+class _Levels:
+    """Views as an array of PlanLevel, with the tensors that it points to."""
+
+    def __init__(self, views: Sequence[BSRView], max_rows: int, indices: Tensor | None = None) -> None:
+        """indices: page indices, if not those of the view copied to the CPU."""
+        self._kept: list[Tensor] = []
+        self.data = b"".join(self._level(view, max_rows, indices) for view in views)
+
+    def _level(self, view: BSRView, max_rows: int, indices: Tensor | None) -> bytes:
+        table = view.table
+        if indices is None and table.indices is not None:
+            indices = _to_cpu(table.indices)
+            self._kept.append(indices)
+        num_rows, width, stride = (*indices.shape, indices.stride(0)) if indices is not None and indices.ndim == 2 else (0, 0, 0)
+        entries = 2**31 - 1 if indices is None else indices.shape[0] if indices.ndim == 1 else (num_rows - 1) * stride + width if num_rows else 0
+        return pack(
+            "PlanLevel",
+            qo_indptr=self._array(view.qo_indptr),
+            table={
+                "indices": _address(indices),
+                "indptr": self._array(table.indptr),
+                "last_page_len": self._array(table.last_page_len),
+                "kv_lens": self._array(table.kv_lens),
+                "rows": self._array(table.rows),
+                "num_entries": entries,
+                "row_stride": stride,
+                "num_rows": num_rows,
+                "row_entries": width,
+                "page_size": table.page_size,
+                "entry_step": table.entry_step,
+            },
+            rows=self._keep(view.rows),
+            max_rows=max_rows if view.rows is None else min(max_rows, view.rows.shape[0]),
+            num_groups=view.batch_size,
+            visibility={"causal": view.causal, "window_left": view.window_left},
+            kv_length=self._array(None),  # prepare_plan() chooses it
+        )
+
+    def _array(self, tensor: Tensor | None) -> dict[str, int]:
+        """An IndexArray."""
+        return {"data": self._keep(tensor), "is_int64": tensor is not None and tensor.dtype == torch.int64}
+
+    def _keep(self, tensor: Tensor | None) -> int:
+        """The address of a copy on the CPU."""
+        if tensor is not None:
+            tensor = tensor.cpu()
+            self._kept.append(tensor)
+        return _address(tensor)
 
 
 def _to_cpu(table: Tensor) -> Tensor:
@@ -152,10 +165,10 @@ def _to_cpu(table: Tensor) -> Tensor:
     return stored.cpu().as_strided(table.shape, table.stride(), table.storage_offset())
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    """An empty array has no address; an absent one must be told from it."""
+def _address(tensor: Tensor | None) -> int:
+    """0: absent. An empty array, which has no address either, gets one."""
     if tensor is None:
-        return None
+        return 0
     return tensor.data_ptr() or ctypes.addressof(_EMPTY)
 
 

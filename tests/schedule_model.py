@@ -29,7 +29,7 @@ class Model:
     positions: list[list[int]]
     links: list[list[list[int]]]
     errors: int
-    in_turn: bool
+    uses_queue: bool
 
 
 def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
@@ -61,9 +61,9 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
     longest = max(((_pair_cost(config, group[5] + 4 * (group[6] >= 0), group[2]), group[5]) for group in groups), default=(0, 0))
-    cost_begin, positions, in_turn = _positions(config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0)
+    cost_begin, positions, uses_queue = _positions(config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0)
     used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
-    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, in_turn)
+    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue)
 
 
 def _clamp(value: int, low: int, high: int) -> int:
@@ -131,23 +131,23 @@ def _pair_cost(config: Schedule, kind: int, kv_len: int) -> int:
 def _positions(
     config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]], longest: tuple[int, int], merges: bool
 ) -> tuple[list[int], list[list[int]], bool]:
-    """Lays every (row tile, head) on the line, and looks up the first KV tile that begins at or after the begin of each share and that an interval may
+    """Lays every (row tile, head) in the list of work, and looks up the first KV tile that begins at or after the begin of each share and that an interval may
     start with, or the first pair. `longest`: cost and kind of the longest pair. `merges`: some row is in several row groups."""
 
-    def hand_out(share: int, total: int) -> tuple[bool, bool]:
-        """Whether pairs are whole, and taken in turn. Cutting costs a merge, for which five KV tiles stand, and a pair's own cost."""
+    def distribute_pairs(share: int, total: int) -> tuple[bool, bool]:
+        """Whether pairs are whole, and whether there is a work queue. Cutting costs a merge, for which five KV tiles stand, and a pair's own cost."""
         cost, kind = longest
-        if config.turns == 0 or kind != config.max_kind:
+        if config.min_queue_pairs == 0 or kind != config.max_kind:
             return False, False
         own, weight, pairs = config.pair_cost[kind], config.kv_tile_cost[kind], len(tiles) * num_kv_heads
         most, slack = -(-pairs // config.num_ctas), share + own + 5 * weight
         even, uncut = cost <= slack and most * total <= slack * pairs, cost <= min(share, 2 * own + weight)
         whole = not merges and even and (not uncut or 2 * cost <= share)
-        in_turn = len(tiles) >= 2 * len(groups) and (cost * config.turns <= share or (whole and most > 1))
-        return in_turn or (whole and most == 1), in_turn
+        uses_queue = len(tiles) >= 2 * len(groups) and (cost * config.min_queue_pairs <= share or (whole and most > 1))
+        return uses_queue or (whole and most == 1), uses_queue
 
     if not tiles:
-        return [], [[0, 0, 0]] * (config.num_ctas + 1), hand_out(config.min_share, 0)[1]
+        return [], [[0, 0, 0]] * (config.num_ctas + 1), distribute_pairs(config.min_share, 0)[1]
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
     kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
     weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
@@ -158,7 +158,7 @@ def _positions(
     equal = -(-len(ends) // config.num_ctas) * int(ends[0])
     if total == len(ends) * int(ends[0]) and share <= equal <= share * 1.04:
         share = equal
-    whole, in_turn = hand_out(share, total)
+    whole, uses_queue = distribute_pairs(share, total)
     points = []
     for cost in (cta * share for cta in range(config.num_ctas + 1)):
         pair, kv_tile = int(numpy.searchsorted(ends, cost, side="right")), 0
@@ -170,17 +170,17 @@ def _positions(
             if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])
-    return starts[::num_kv_heads].tolist(), points, in_turn
+    return starts[::num_kv_heads].tolist(), points, uses_queue
 
 
 def differences(schedule: Schedule, model: Model) -> list[str]:
     """Names of the fields in which they differ."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "links"]
     different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
-    return different + [name for name in ("errors", "in_turn") if getattr(schedule, name) != getattr(model, name)]
+    return different + [name for name in ("errors", "uses_queue") if getattr(schedule, name) != getattr(model, name)]
 
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
-    return (a.errors, a.forest, a.in_turn) == (b.errors, b.forest, b.in_turn) and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    return (a.errors, a.forest, a.uses_queue) == (b.errors, b.forest, b.uses_queue) and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -129,6 +129,7 @@ def test_the_same_seed_makes_the_same_calls() -> None:
     assert titles(5) == titles(5) != titles(6)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_calls_are_made() -> None:
     """Every public function, and every way to be wrong that a CPU has."""
     calls = [call for scenario in range(400) for call in calls_of(0, scenario, CPU)]
@@ -177,6 +178,7 @@ def test_wrong_results_are_noticed(scenario: Callable[..., Iterator[Call]]) -> N
     assert seen >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_as_a_program(fresh: tuple[str, ...]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}

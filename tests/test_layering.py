@@ -18,10 +18,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Parts of the package that each part may import, besides itself.
 MAY_IMPORT = {
     "attn_backend": {"kernels", "metadata"},  # attn_backend/__init__.py: the public names
+    "settings": set(),
     "metadata": set(),
-    "kernels": {"metadata"},
-    "adapters": {"kernels", "metadata", "attn_backend"},
-    "cli": {"kernels", "metadata", "attn_backend"},
+    "kernels": {"metadata", "settings"},
+    "adapters": {"kernels", "metadata", "settings", "attn_backend"},
+    "cli": {"kernels", "metadata", "settings", "attn_backend"},
 }
 
 
@@ -44,9 +45,9 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """'metadata', 'kernels', 'adapters', 'cli', or 'attn_backend' for a file right in the package."""
-    inside = path.relative_to(PACKAGE).parts
-    return inside[0] if len(inside) > 1 else "attn_backend"
+    """'metadata', 'kernels', 'adapters', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
+    inside = path.relative_to(PACKAGE).with_suffix("").parts
+    return inside[0] if inside[0] in MAY_IMPORT else "attn_backend"
 
 
 def part_of_name(name: str) -> str | None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from attn_backend.settings import Settings
 
 SAMPLER_SWITCH = "ATTN_BACKEND_SAMPLER"
 
 
 def use_cascade() -> bool:
     """Whether plans look for prefixes that the requests of a batch share: yes, unless ATTN_BACKEND_CASCADE is 0."""
-    return os.environ.get("ATTN_BACKEND_CASCADE", "1") not in ("", "0")
+    return Settings.read().cascade
 
 
 def use_sampler() -> bool:
     """Whether this package may sample: yes, unless ATTN_BACKEND_SAMPLER is 0."""
-    return os.environ.get(SAMPLER_SWITCH, "1") not in ("", "0")
+    return Settings.read().sampler is not False
 
 
 def insist_on_sampler() -> bool:
     """Whether this package samples also where SGLang insists on its own sampler: no, unless ATTN_BACKEND_SAMPLER is 1."""
-    return os.environ.get(SAMPLER_SWITCH) == "1"
+    return Settings.read().sampler is True

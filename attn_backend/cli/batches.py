@@ -10,19 +10,67 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeGuard
+from typing import Annotated, Any, Literal, TextIO, TypeVar
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
+from ..settings import refusal
 
 TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
 _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch
 _MAX_PREFIXES = 64  # of --shared-prefix, one behind another
 _MAX_HASH_IDS = 1 << 24  # of a trace
 _MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
-SETTINGS = ("heads", "head_dim", "page_size", "num_ctas", "costs", "causal", "window_left")
+_MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Counts = Annotated[list[Count], Field(fail_fast=True)]
+Run = Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+
+def _check_heads(text: str) -> str:
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not match:
+        refuse("heads", text, "QO/KV, as 32/8")
+    if not all(1 <= int(number) <= _MAX_HEADS for number in match.groups()):
+        refuse("heads", text, f"of 1 to {_MAX_HEADS} each")
+    return text
+
+
+class PlanOptions(BaseModel):
+    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an H100; with the costs of a CPU its own number."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    page_size: Annotated[int, Field(ge=1, lt=2**31)] = 16
+    heads: Annotated[str, AfterValidator(_check_heads)] = "32/8"
+    head_dim: Count = 128
+    num_ctas: Count | None = None
+    costs: Literal["cuda", "cpu"] = "cuda"
+    causal: bool = True
+    window_left: Annotated[int, Field(gt=-(2**31), lt=2**31)] = -1
+
+
+class BatchFile(PlanOptions):
+    """A batch (.json)."""
+
+    qo_lens: Annotated[Counts, Field(min_length=1, max_length=_MAX_REQUESTS)]
+    kv_lens: Annotated[Counts, Field(max_length=_MAX_REQUESTS)]
+    block_table: Annotated[list[Counts], Field(fail_fast=True)] | None = None
+
+
+class TraceLine(BaseModel):
+    """A line of a trace; a pair [first, count] stands for a run of ids."""
+
+    model_config = ConfigDict(strict=True)
+
+    timestamp: Count
+    input_length: Count
+    output_length: Count
+    hash_ids: Annotated[list[Count | Run], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -35,7 +83,7 @@ class Batch:
         kv_lens: tokens of each request.
         block_table: int32, page ids of each request, as many as its tokens need; equal ids are the same page.
         page_size: tokens.
-        settings: what the JSON says of SETTINGS besides page_size.
+        settings: what the file says of PlanOptions besides page_size.
     """
 
     title: str
@@ -88,40 +136,27 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
 
 
 def from_json(path: Path, page_size: int | None = None) -> Batch:
-    """A batch written down: qo_lens, kv_lens, and optionally block_table and SETTINGS. Without block_table no page is shared. `page_size` takes precedence."""
+    """A batch written down. Without block_table no page is shared. `page_size` takes precedence."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        values = _parse(_text(file.read(_MAX_TEXT + 1), str(path)), str(path))
-    for name in values:
-        if name not in ("qo_lens", "kv_lens", "block_table", *SETTINGS):
-            raise ValueError(f"{path}: {name!r} is unknown; known are qo_lens, kv_lens, block_table, {', '.join(SETTINGS)}")
-    for name in ("qo_lens", "kv_lens"):
-        if name not in values:
-            raise ValueError(f"{path}: {name} is missing; must be a list of one length for each request")
-    for name in ("qo_lens", "kv_lens"):
-        if isinstance(values[name], list) and len(values[name]) > _MAX_REQUESTS:
-            refuse(f"len({name})", len(values[name]), f"at most {_MAX_REQUESTS} requests")
-    qo_lens, kv_lens = (_integers(name, values[name]) for name in ("qo_lens", "kv_lens"))
-    if not qo_lens:
-        refuse("qo_lens", qo_lens, "a list of at least one length")
+        content = _parse(BatchFile, _text(file.read(_MAX_TEXT + 1), str(path)), str(path))
+    qo_lens, kv_lens, table = content.qo_lens, content.kv_lens, content.block_table
     if len(kv_lens) != len(qo_lens):
         refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
-    page_size = page_size or _integer("page_size", values.get("page_size", 16), 1)
+    page_size = page_size or content.page_size
     pages = sum(_pages(kv_len, page_size) for kv_len in kv_lens)
     if pages > _MAX_PAGES:
         refuse("pages of kv_lens", pages, f"at most {_MAX_PAGES}, of {page_size} tokens each")
-    table = values.get("block_table")
     if table is None:
         block_table = _own_pages(kv_lens, page_size)
-    elif not isinstance(table, list) or len(table) != len(kv_lens):
+    elif len(table) != len(kv_lens):
         refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
     else:
         block_table = []
-        for i, (row, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
-            ids = _integers(f"block_table[{i}]", row)
+        for i, (ids, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
             if len(ids) * page_size < kv_len:
                 refuse(f"kv_lens[{i}]", kv_len, f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} tokens")
             block_table.append(torch.tensor(ids[: _pages(kv_len, page_size)], dtype=torch.int32))
-    settings = {name: values[name] for name in SETTINGS if name in values and name != "page_size"}
+    settings = content.model_dump(exclude_unset=True, exclude={"qo_lens", "kv_lens", "block_table", "page_size"})
     return Batch(path.name, qo_lens, kv_lens, block_table, page_size, settings)
 
 
@@ -141,7 +176,7 @@ class TraceRequest:
     hash_ids: list[int]
 
     def page_key(self, page: int, page_size: int) -> tuple[int, int] | None:
-        """What two requests have in common where they share this page; None for a page that the input does not fill."""
+        """A key that is equal for two requests that share this page; None for a page that the input does not fill."""
         if (page + 1) * page_size > self.input_length:
             return None
         pages = TRACE_BLOCK // page_size
@@ -167,17 +202,17 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
             return
         if not line.strip():
             continue
-        values = _parse(line, where)
-        for name in ("timestamp", "input_length", "output_length", "hash_ids"):
-            if name not in values:
-                raise ValueError(f"{where}: {name} is missing")
-        timestamp, input_length, output_length = (_integer(f"{where}: {name}", values[name]) for name in ("timestamp", "input_length", "output_length"))
-        num_blocks = -(-input_length // TRACE_BLOCK)
+        values = _parse(TraceLine, line, where)
+        num_blocks = -(-values.input_length // TRACE_BLOCK)
         num_ids += num_blocks
         if num_ids > _MAX_HASH_IDS:
-            refuse(f"{where}: input_length", input_length, f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together")
-        hash_ids = _runs(f"{where}: hash_ids", values["hash_ids"], num_blocks)
-        yield TraceRequest(timestamp / 1e3, input_length, output_length, hash_ids)
+            refuse(f"{where}: input_length", values.input_length, f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together")
+        runs = [(entry, 1) if isinstance(entry, int) else (entry[0], entry[1]) for entry in values.hash_ids]
+        expanded = sum(count for _, count in runs)
+        if expanded != num_blocks:
+            refuse(f"{where}: len(hash_ids)", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {num_blocks}")
+        hash_ids = [id for first, count in runs for id in range(first, first + count)]
+        yield TraceRequest(values.timestamp / 1e3, values.input_length, values.output_length, hash_ids)
 
 
 def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
@@ -302,7 +337,10 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _parse(model: type[_Model], text: str, where: str) -> _Model:
     try:
         values = json.loads(text)
     except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
@@ -311,38 +349,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: nested too deeply") from None
     if not isinstance(values, dict):
         refuse(where, values, "a JSON object")
-    return values
-
-
-def _integers(name: str, values: object) -> list[int]:
-    if not isinstance(values, list):
-        refuse(name, values, "a list of integers")
-    for i, value in enumerate(values):
-        if not _is_integer(value, 0):
-            refuse(f"{name}[{i}]", value, "an integer of at least 0, below 2^31")
-    return values
-
-
-def _integer(name: str, value: object, least: int = 0) -> int:
-    if not _is_integer(value, least):
-        refuse(name, value, f"an integer of at least {least}, below 2^31")
-    return value
-
-
-def _is_integer(value: object, least: int) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
-
-
-def _runs(name: str, values: object, number: int) -> list[int]:
-    """Expands pairs [first, count] to runs: `number` ids together."""
-    if not isinstance(values, list):
-        refuse(name, values, "a list of ids and of pairs [first, count]")
-    runs = []
-    for i, value in enumerate(values):
-        first, count = value if isinstance(value, list) and len(value) == 2 else (value, 1)
-        runs.append((_integer(f"{name}[{i}]", first), _integer(f"{name}[{i}]", count)))
-    expanded = sum(count for _, count in runs)
-    if expanded != number:
-        where, _, field = name.rpartition(" ")
-        refuse(f"{where} len({field})", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {number}")
-    return [id for first, count in runs for id in range(first, first + count)]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {refusal(error, model.model_fields)}") from None

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ..kernels import cubins, kernel_cache
 from ..kernels.library import library, library_path
+from ..settings import PREFIX, Settings
+from .console import print_table
 
 _ENGINES = (("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"), ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"))
 
@@ -44,7 +46,7 @@ def _host() -> list[Finding]:
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:
         findings.append(Finding("!!", "host library", str(error), "run `pip install .` in the checkout, or reinstall the wheel"))
-    for name in ("torch", "apache-tvm-ffi"):
+    for name in ("torch", "apache-tvm-ffi", "pydantic"):
         found = version(name)
         findings.append(Finding("ok", name, found) if found else Finding("!!", name, "not installed", f"pip install {name}"))
     return findings
@@ -95,7 +97,7 @@ def _kernels() -> list[Finding]:
         on_compiler, compiler = Finding("!!", "nvcc", str(error)), None
     try:
         on_cache, folder = _cache()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         on_cache, folder = Finding("!!", "cache", str(error)), None
     findings = []
     for arch in cubins.ARCHS:
@@ -134,7 +136,7 @@ def _compiler(path: str | None) -> Finding:
 
 
 def _cache() -> tuple[Finding, Path]:
-    """What is to be said of the cache, and the folder that is used."""
+    """A finding about the cache, and the folder that is used."""
     wanted = cubins.cache_dir()
     entry, reason = kernel_cache.place(wanted / cubins.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
@@ -171,17 +173,35 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
     try:
         with redirect_stdout(said), redirect_stderr(said):
             load()()
-    except Exception as error:  # whatever an engine raises is what the user must see
+    except Exception as error:  # the user must see the engine's error, of whatever type it is
         sys.stderr.write(said.getvalue())
         advice = "a package that it names does not fit this torch, or see `What is supported` in the README"
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 
 
+def _settings() -> list[Finding]:
+    """Faults of the environment variables of this package."""
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields]
+    findings = [Finding("--", "settings", f"{name} is unknown and has no effect", "see the list of settings below") for name in unknown]
+    try:
+        Settings.read()
+    except ValueError as error:
+        findings.append(Finding("!!", "settings", str(error), "set it to that, or unset it"))
+    return findings
+
+
+def settings() -> list[tuple[str, str, str]]:
+    """Every environment variable of this package: name, value and meaning."""
+    described = [(PREFIX + name.upper(), field) for name, field in Settings.model_fields.items()]
+    defaults = {True: "1 (default)", False: "0 (default)"}
+    return [(name, os.environ.get(name) or defaults.get(field.default, "(not set)"), field.description or "") for name, field in described]
+
+
 def findings() -> list[Finding]:
     """Everything that the doctor looks at, in the order of the report."""
     importlib.invalidate_caches()
-    report = [*_host(), *_gpu(), *_kernels()]
+    report = [*_host(), *_gpu(), *_kernels(), *_settings()]
     for name, group, usage in _ENGINES:
         report += _engine(name, group, usage)
     return report
@@ -190,8 +210,12 @@ def findings() -> list[Finding]:
 def run() -> int:
     """Prints the report; returns 1 if something is broken."""
     report = findings()
+    rows = []
     for finding in report:
-        print(f"[{finding.mark}] {finding.subject:16} {finding.text}")
+        rows.append((f"[{finding.mark}]", finding.subject, finding.text))
         if finding.advice:
-            print(f"     {'':16} -> {finding.advice}")
+            rows.append(("", "", f"-> {finding.advice}"))
+    print_table(rows)
+    print("\nsettings, as environment variables:")
+    print_table(settings())
     return int(any(finding.mark == "!!" for finding in report))

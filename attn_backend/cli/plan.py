@@ -1,4 +1,4 @@
-"""`attn-backend plan`: plans a batch on the host and shows the plan: as text, as SVG, as PNG."""
+"""`attn-backend plan`: plans a batch on the host and shows the plan: as text, as a picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ what is printed: the batch, its row groups and row tiles, the KV tokens that are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Adds the arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
@@ -58,42 +58,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
     parser.add_argument("--head-dim", type=int, help="(128)")
     parser.add_argument("--page-size", type=int, help="tokens (16)")
-    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, what a CPU has)")
+    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, the CPU's own number)")
     parser.add_argument("--costs", choices=("cuda", "cpu"), help="whose tiles and costs (cuda)")
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for what is wrong in the arguments or the files."""
+    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for a fault in the arguments or the files."""
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
-        from .plan_picture import draw
-        from .planned import Planned, Settings
+        from .console import print_table
+        from .planned import FOREST_COLUMNS, Planned, Target
 
         _check_outputs(arguments)
         batch = read_batch(arguments)
-        planned = Planned.make(batch, Settings.read(arguments, batch))
-        print("\n".join(planned.summary()))
+        planned = Planned.make(batch, Target.read(arguments, batch))
+        print_table(planned.summary())
         if planned.schedule.forest:
-            print("\n" + "\n".join(planned.forest_lines()))
+            print()
+            print_table(planned.forest_rows(), FOREST_COLUMNS, right=(1, 2, 3, 4))
+            if rest := planned.forest_rest():
+                print(rest)
         if arguments.svg or arguments.png:
-            picture = draw(planned)
-            if arguments.svg:
-                arguments.svg.write_text(picture.svg())
-                print(f"\nwrote {arguments.svg}")
-            if arguments.png:
-                picture.write_png(arguments.png)
-                print(f"\nwrote {arguments.png}")
+            from .picture import write
+            from .plan_picture import draw
+
+            figure = draw(planned)
+            for form in ("svg", "png"):
+                if path := getattr(arguments, form):
+                    write(figure, path, form)
+                    print(f"\nwrote {path}")
     except (ValueError, OSError, ImportError) as error:
         hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
         return _refused(f"{error}{hint}")
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # what torch and C++ say of memory has it
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch and C++ say it when memory is short
             raise
         return _refused("there is not enough memory for this batch")
     return 0
@@ -105,14 +109,19 @@ def _refused(text: str) -> int:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses, before the plan is made, what could not be written."""
+    """Refuses pictures that could not be written, before the plan is made."""
     from ..metadata.structure import refuse
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            refuse(option, str(path), "a file in a folder that exists")
-    if arguments.png:
-        try:
-            import_module("matplotlib.backends.backend_agg")
-        except ImportError as error:
-            raise ValueError(f"--png: {error}; pip install 'attn-backend[plot]'") from error
+        if path:
+            if path.is_dir() or not path.parent.is_dir():
+                refuse(option, str(path), "a file in a folder that exists")
+            check_matplotlib(option)
+
+
+def check_matplotlib(option: str) -> None:
+    """Refuses an option that draws where matplotlib is missing."""
+    try:
+        import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        raise ValueError(f"{option}: {error}; pip install 'attn-backend[plot]'") from error

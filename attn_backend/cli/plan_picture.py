@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ..kernels.schedule import PrefixNode
-from .picture import FAINT, INK, Picture, text_width
+from .picture import FAINT, INK, Rectangles, add_axes, new_figure
 from .planned import Planned, count, decision
 
 DECODE = ("#9ecae1", "#5b9bd0")  # row groups of requests with one row, by turns
@@ -19,41 +22,54 @@ NOT_TAKEN = "#e4e4e4"
 
 _WIDTH = 1280
 _LEFT, _RIGHT = 96, 24  # margins; the left one holds the names of the rows
-_GAP = 48  # between the view and the forest
+_PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the forest
 _LISTED = 8  # nodes of the forest in words
+_LEGEND = (
+    (DECODE[1], "own row group of a request with one row"),
+    (PREFILL[1], "of a request with more"),
+    (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows (colors by turns)"),
+    (NOT_TAKEN, "shared prefix, not taken: what is below it reads it"),
+)
+
+Slots = list[tuple[float, float]]
 
 
-def draw(planned: Planned) -> Picture:
-    """Draws it: about 1300 pixels wide, as high as the batch needs."""
-    lines = planned.summary()
+def draw(planned: Planned) -> Figure:
+    """Draws it: 1280 pixels wide, as high as the batch needs."""
     nodes = planned.ranked_forest()
     listed = [f"{_extent(node)}, {count(node.num_requests, 'request')}: {decision(node)}; saves {node.saved}, adds {node.added}" for node in nodes[:_LISTED]]
     listed += [f"... and {len(nodes) - _LISTED} more"] * (len(nodes) > _LISTED)
     slots = _slots(planned)
-    rows_height = slots[-1][1]
     num_ctas = planned.schedule.num_ctas
-    cta_height = min(max(400 / num_ctas, 1.0), 14.0)
+    ctas_height = num_ctas * min(max(400 / num_ctas, 1.0), 14.0)
 
+    lines = planned.summary()
     rows_top = 30 + 15 * len(lines) + 56
-    list_top = rows_top + rows_height + 52
+    list_top = rows_top + slots[-1][1] + 52
     ctas_top = list_top + 14 * len(listed) + 40
-    picture = Picture(_WIDTH, math.ceil(ctas_top + cta_height * num_ctas + 44))
-    picture.text(16, 24, "attn-backend plan", size=15, bold=True)
-    for i, line in enumerate(lines):
-        picture.text(16, 44 + 15 * i, line[:12].strip())
-        picture.text(_LEFT, 44 + 15 * i, line[12:])
-    panel = (_WIDTH - _LEFT - _RIGHT - _GAP) / 2
-    _legend(picture, rows_top - 36)
-    _draw_view(picture, planned, slots, _LEFT, rows_top, panel)
-    _draw_forest(picture, planned, slots, _LEFT + panel + _GAP, rows_top, panel)
+    height = math.ceil(ctas_top + ctas_height + 44)
+    figure = new_figure(_WIDTH, height)
+
+    def text(x: float, y: float, words: str, size: float, weight: str = "normal") -> None:
+        figure.text(x / _WIDTH, 1 - y / height, words, fontsize=size, color=INK, parse_math=False, fontweight=weight)
+
+    text(16, 24, "attn-backend plan", 11, weight="bold")
+    for i, (name, words) in enumerate(lines):
+        text(16, 44 + 15 * i, name, 8)
+        text(_LEFT, 44 + 15 * i, words, 8)
     for i, line in enumerate(listed):
-        picture.text(_LEFT, list_top + 14 * i, line, size=10)
-    _draw_ctas(picture, planned, ctas_top, cta_height)
-    return picture
+        text(_LEFT, list_top + 14 * i, line, 7)
+    handles = [Patch(facecolor=color, label=name) for color, name in _LEGEND]
+    place = (_LEFT / _WIDTH, 1 - (rows_top - 44) / height)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, ncols=4, frameon=False, fontsize=7, borderpad=0, borderaxespad=0)
+    _draw_view(add_axes(figure, _LEFT, rows_top, _PANEL, slots[-1][1]), planned, slots)
+    _draw_forest(add_axes(figure, _WIDTH - _RIGHT - _PANEL, rows_top, _PANEL, slots[-1][1]), planned, slots)
+    _draw_ctas(add_axes(figure, _LEFT, ctas_top, _WIDTH - _LEFT - _RIGHT, ctas_height), planned)
+    return figure
 
 
-def _slots(planned: Planned) -> list[tuple[float, float]]:
-    """(top, bottom) in the panels of the place of each request in planned.order(): higher for many rows of Q, but not in proportion."""
+def _slots(planned: Planned) -> Slots:
+    """(top, bottom) in pixels of the place of each request in planned.order(): higher for many rows of Q, but not in proportion."""
     weights = [1 + math.log2(max(planned.batch.qo_lens[request], 1)) / 3 for request in planned.order()]
     unit = min(max(420 / sum(weights), 2.0), 26.0)
     slots, top = [], 0.0
@@ -74,59 +90,41 @@ def _extent(node: PrefixNode) -> str:
     return f"pages {node.begin_page} - {node.end_page} x {count(node.num_rows, 'row')}"
 
 
-def _legend(picture: Picture, y: float) -> None:
-    x: float = _LEFT
-    for colors, name in (
-        (DECODE, "own row group of a request with one row"),
-        (PREFILL, "of a request with more"),
-        (TAKEN, "shared prefix, taken: one row group reads it for all its rows (colors by turns)"),
-        ((NOT_TAKEN,), "shared prefix, not taken: what is below it reads it"),
-    ):
-        for i, color in enumerate(colors):
-            picture.rect(x + 12 * i / len(colors), y - 9, 12 / len(colors), 10, color)
-        picture.rect(x, y - 9, 12, 10, "none", stroke=FAINT)
-        picture.text(x + 17, y, name, size=10)
-        x += 30 + text_width(name, 10)
+def _set_up(axes: Axes, title: str, name: str, width: float, height: float) -> None:
+    """Titles, and limits of x from 0 and of y from the top."""
+    axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, parse_math=False)
+    axes.set_xlabel(name, fontsize=7, color=FAINT)
+    axes.set_xlim(0, max(width, 1))
+    axes.set_ylim(height, 0)
 
 
-def _draw_view(picture: Picture, planned: Planned, slots: Sequence[tuple[float, float]], left: float, top: float, width: float) -> None:
+def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
     """Rows of Q x pages, in the order in which the rows drawn first use them: what several rows share stands in the same columns."""
     order = planned.order()
     columns = _columns([planned.batch.block_table[request] for request in order])
     num_pages = max((int(row.max()) + 1 for row in columns if len(row)), default=0)
-    scale = width / max(num_pages, 1)
-    picture.text(left, top - 10, f"BSR view: {count(sum(planned.batch.qo_lens), 'row')} of Q x {count(num_pages, 'page')}", bold=True)
-    for place, (request, row, (y, bottom)) in enumerate(zip(order, columns, slots, strict=True)):
+    _set_up(axes, f"BSR view: {count(sum(planned.batch.qo_lens), 'row')} of Q x {count(num_pages, 'page')}", "pages, by first use", num_pages, slots[-1][1])
+    rectangles = Rectangles(axes)
+    for request, row, (top, bottom) in zip(order, columns, slots, strict=True):
         own_begin = 0
-        readers = [node for node in planned.path(request) if node.group >= 0]
-        for node in readers:
-            pages, title = row[node.first_page : node.end_page], f"request {request}, row group {node.group}"
-            _draw_pages(picture, pages, left, top + y, scale, bottom - y, _color(node), title)
-            own_begin = node.end_page
-        title = f"request {request}, row group {request}"
-        _draw_pages(picture, row[own_begin:], left, top + y, scale, bottom - y, _own_color(planned, request), title)
-        _name_row(picture, planned, request, left, top, slots, place)
-    picture.rect(left, top, width, slots[-1][1], "none", stroke=FAINT)
-    picture.text(left + width / 2, top + slots[-1][1] + 16, "pages, by first use", size=10, color=FAINT, anchor="middle")
+        for node in planned.path(request):
+            if node.group >= 0:
+                _add_pages(rectangles, _color(node), row[node.first_page : node.end_page], top, bottom, num_pages)
+                own_begin = node.end_page
+        _add_pages(rectangles, _own_color(planned, request), row[own_begin:], top, bottom, num_pages)
+    rectangles.draw()
+    named = range(0, len(order), math.ceil(11 * len(slots) / slots[-1][1]))  # every row, or every k-th where there is no room
+    names = [f"{order[place]}: {count(planned.batch.qo_lens[order[place]], 'row')}" for place in named]
+    axes.set_yticks([sum(slots[place]) / 2 for place in named], names, color=INK)
 
 
-def _name_row(picture: Picture, planned: Planned, request: int, left: float, top: float, slots: Sequence[tuple[float, float]], place: int) -> None:
-    """Names a row where there is room: every one, or every k-th."""
-    step = math.ceil(11 * len(slots) / slots[-1][1])
-    if place % step == 0:
-        y, bottom = slots[place]
-        middle = (y + bottom) / 2 if step == 1 else y + 5
-        picture.text(left - 6, top + middle + 3.5, f"{request}: {count(planned.batch.qo_lens[request], 'row')}", size=9, anchor="end")
-
-
-def _draw_pages(picture: Picture, columns: torch.Tensor, left: float, top: float, scale: float, height: float, color: str, title: str) -> None:
-    """Runs of neighbouring columns as one rectangle each; never too thin to be seen."""
+def _add_pages(rectangles: Rectangles, color: str, columns: torch.Tensor, top: float, bottom: float, num_pages: int) -> None:
+    """Runs of neighboring columns as one rectangle each; never too thin to be seen."""
     if not len(columns):
         return
     begins = [0, *((columns.diff() != 1).nonzero().flatten() + 1).tolist()]
     for begin, end in pairwise([*begins, len(columns)]):
-        text = f"{title}: {count(end - begin, 'page')}"
-        picture.rect(left + int(columns[begin]) * scale, top, max((end - begin) * scale, 0.6), height * 0.92, color, title=text)
+        rectangles.add(color, int(columns[begin]), top, max(end - begin, 0.6 * num_pages / _PANEL), (bottom - top) * 0.92)
 
 
 def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -137,64 +135,46 @@ def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return first.argsort().argsort()[inverse].split([len(row) for row in rows])
 
 
-def _draw_forest(picture: Picture, planned: Planned, slots: Sequence[tuple[float, float]], left: float, top: float, width: float) -> None:
+def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
     """Each node over its requests' places and its pages; behind the nodes what each request has for itself."""
-    order = planned.order()
+    order, forest = planned.order(), planned.schedule.forest
     place = {request: i for i, request in enumerate(order)}
     longest = max(map(planned.pages, order))
-    scale = width / max(longest, 1)
-    taken = sum(node.group >= 0 for node in planned.schedule.forest)
-    picture.text(left, top - 10, f"prefix forest: {count(len(planned.schedule.forest), 'node')}, {taken} taken", bold=True)
-    for request, (y, bottom) in zip(order, slots, strict=True):
+    title = f"prefix forest: {count(len(forest), 'node')}, {sum(node.group >= 0 for node in forest)} taken"
+    _set_up(axes, title, f"pages of {planned.batch.page_size} tokens from the beginning", longest, slots[-1][1])
+    axes.set_yticks([])
+    pixel = max(longest, 1) / _PANEL  # in pages
+    own, nodes = Rectangles(axes), Rectangles(axes, edgecolor=INK, linewidth=0.5)
+    for request, (top, bottom) in zip(order, slots, strict=True):
         begin = max((node.end_page for node in planned.path(request)), default=0)
-        pages = planned.pages(request) - begin
-        if pages:
-            title = f"request {request}: {count(pages, 'page')}"
-            picture.rect(left + begin * scale, top + y, max(pages * scale, 0.6), (bottom - y) * 0.92, _own_color(planned, request), title=title)
-    for node, members in zip(planned.schedule.forest, planned.members, strict=True):
-        y, bottom = min(slots[place[request]][0] for request in members), max(slots[place[request]][1] for request in members)
-        x, node_width = left + node.begin_page * scale, max((node.end_page - node.begin_page) * scale, 1.5)
+        if planned.pages(request) > begin:
+            own.add(_own_color(planned, request), begin, top, max(planned.pages(request) - begin, 0.6 * pixel), (bottom - top) * 0.92)
+    for node, members in zip(forest, planned.members, strict=True):
+        top, bottom = min(slots[place[request]][0] for request in members), max(slots[place[request]][1] for request in members)
+        width = max(node.end_page - node.begin_page, 1.5 * pixel)
+        nodes.add(_color(node), node.begin_page, top, width, bottom - top)
         words = [_extent(node), decision(node), f"saves {node.saved}, adds {node.added}"]
-        picture.rect(x, top + y, node_width, bottom - y, _color(node), stroke=INK, title=", ".join(words))
-        _name_node(picture, words, x, top + y, node_width, bottom - y, node.group >= 0)
-    picture.rect(left, top, width, slots[-1][1], "none", stroke=FAINT)
-    _scale(picture, left, top + slots[-1][1], width, longest, f"pages of {planned.batch.page_size} tokens from the beginning")
+        fitting = [line for line in words if 6 * len(line) < width / pixel - 6][: int((bottom - top - 2) // 12)]
+        middle = (node.begin_page + width / 2, (top + bottom) / 2)
+        axes.text(*middle, "\n".join(fitting), fontsize=7, color="white" if node.group >= 0 else INK, ha="center", va="center", parse_math=False)
+    own.draw()
+    nodes.draw()
 
 
-def _name_node(picture: Picture, lines: list[str], x: float, y: float, width: float, height: float, taken: bool) -> None:
-    """As many of the lines as fit into the node."""
-    lines = [line for line in lines if text_width(line, 10) < width - 6][: int((height - 2) // 12)]
-    for i, line in enumerate(lines):
-        middle = y + height / 2 - 6 * len(lines) + 12 * i + 9.5
-        picture.text(x + width / 2, middle, line, size=10, color="white" if taken else INK, anchor="middle")
-
-
-def _draw_ctas(picture: Picture, planned: Planned, top: float, height: float) -> None:
+def _draw_ctas(axes: Axes, planned: Planned) -> None:
     """One line for each CTA: its row groups one after another, against the cost that a perfect split would give it."""
     costs, requests = planned.costs, len(planned.batch.kv_lens)
-    left, width = _LEFT, _WIDTH - _LEFT - _RIGHT
     ctas = costs.ctas.tolist()
     longest, ideal = max(ctas), sum(ctas) / len(ctas)
-    scale = width / max(longest * 1.02, 1)
-    picture.text(left, top - 10, f"{len(ctas)} CTAs: busiest {longest} units, ideal {ideal:.1f}, balance {costs.balance:.3f}", bold=True)
+    title = f"{len(ctas)} CTAs: busiest {longest} units, ideal {ideal:.1f}, balance {costs.balance:.3f}"
+    _set_up(axes, title, "cost units; dashed: ideal", longest * 1.02, len(ctas))
+    pixel = max(longest * 1.02, 1) / (_WIDTH - _LEFT - _RIGHT)
+    rectangles = Rectangles(axes)
     for part in costs.parts:
         color = _own_color(planned, part.group) if part.group < requests else TAKEN[part.group % len(TAKEN)]
-        title = f"CTA {part.cta}: row group {part.group}, {part.end - part.begin} units"
-        picture.rect(left + part.begin * scale, top + part.cta * height, max((part.end - part.begin) * scale - 0.6, 0.4), height * 0.88, color, title=title)
-    bottom = top + len(ctas) * height
-    for cta in range(0, len(ctas), max(1, math.ceil(len(ctas) / 16))):
-        picture.text(left - 6, top + cta * height + 7, f"CTA {cta}", size=9, anchor="end")
+        rectangles.add(color, part.begin, part.cta, max(part.end - part.begin - 0.6 * pixel, 0.4 * pixel), 0.88)
+    rectangles.draw()
+    named = range(0, len(ctas), max(1, math.ceil(len(ctas) / 16)))
+    axes.set_yticks([cta + 0.5 for cta in named], [f"CTA {cta}" for cta in named], color=INK)
     if ideal:
-        picture.line(left + ideal * scale, top - 4, left + ideal * scale, bottom + 4, color=INK, width=1.4, dashed=True)
-    _scale(picture, left, bottom, width, longest * 1.02, "cost units; dashed: ideal")
-
-
-def _scale(picture: Picture, left: float, y: float, width: float, end: float, name: str) -> None:
-    """Ticks at round numbers from 0 to `end`."""
-    step = 10 ** math.floor(math.log10(max(end, 1) / 2))
-    step *= next(factor for factor in (1, 2, 5, 10) if end / (step * factor) <= 8)
-    for i in range(int(end // step) + 1):
-        x = left + width * i * step / max(end, 1)
-        picture.line(x, y, x, y + 4)
-        picture.text(x, y + 15, f"{i * step:g}", size=9, color=FAINT, anchor="middle")
-    picture.text(left + width / 2, y + 28, name, size=10, color=FAINT, anchor="middle")
+        axes.axvline(ideal, color=INK, linewidth=1, linestyle="--")

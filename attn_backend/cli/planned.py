@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from pydantic import ValidationError
 
 from ..kernels.attention import Attention
 from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
-from .batches import SETTINGS, Batch
+from ..settings import refusal
+from .batches import Batch, PlanOptions
 from .schedule_costs import ScheduleCosts
 
+FOREST_COLUMNS = ("pages", "requests", "rows", "saves", "adds", "decision (cost units for each KV head)")
 _MOST_NODES = 40  # of the forest, in the text
 _MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
-_MOST_HEADS, _MOST_HEAD_ROWS = 256, 1 << 27  # what is shown of a plan grows with its (row tile, head) pairs
+_MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the plan is made for: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
+class Target:
+    """The target of a plan: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
@@ -36,31 +38,25 @@ class Settings:
     window_left: int = -1
 
     @classmethod
-    def read(cls, arguments: argparse.Namespace, batch: Batch) -> Settings:
-        """What the options say; where they are silent the batch's file; where that is silent the defaults."""
-        given = {name: getattr(arguments, name, None) for name in SETTINGS}
-        values: dict[str, Any] = {**batch.settings, **{name: value for name, value in given.items() if value is not None}}
-        values.pop("page_size", None)
-        text = values.pop("heads", "32/8")
-        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text) if isinstance(text, str) else None
-        if not match:
-            refuse("heads", text, "QO/KV, as 32/8")
-        heads = int(match[1]), int(match[2])
-        if not all(1 <= number <= _MOST_HEADS for number in heads):
-            refuse("heads", text, f"of 1 to {_MOST_HEADS} each")
-        if sum(batch.qo_lens) * heads[0] > _MOST_HEAD_ROWS:
-            refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // heads[0]} with {heads[0]} query heads")
-        for name in ("head_dim", "num_ctas", "window_left"):
-            if not isinstance(values.get(name, 0), int) or abs(values.get(name, 0)) >= 2**31:
-                refuse(name, values[name], "an integer, of less than 2^31")
-        if values.get("costs", "cuda") not in ("cuda", "cpu"):
-            refuse("costs", values["costs"], "cuda or cpu")
-        head_dim = values.get("head_dim", cls.head_dim)
-        if values.get("costs", "cuda") == "cuda" and head_dim not in CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
-        if values.get("costs") == "cpu":
-            values.setdefault("num_ctas", None)  # as many as the CPU's plans have
-        return cls(*heads, cascade=not arguments.no_cascade, **values)
+    def read(cls, arguments: argparse.Namespace, batch: Batch) -> Target:
+        """Options take precedence over the batch's file, and that over the defaults.
+
+        Raises:
+            ValueError: names what is wrong.
+        """
+        given = {name: value for name, value in vars(arguments).items() if name in PlanOptions.model_fields and value is not None}
+        try:
+            options = PlanOptions.model_validate({**batch.settings, **given, "page_size": batch.page_size})
+        except ValidationError as error:
+            raise ValueError(refusal(error)) from None
+        num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
+        if sum(batch.qo_lens) * num_qo_heads > _MOST_HEAD_ROWS:
+            refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads")
+        if options.costs == "cuda" and options.head_dim not in CUDA_HEAD_DIMS:
+            refuse("head_dim", options.head_dim, f"one of {CUDA_HEAD_DIMS} with the costs of a GPU")
+        num_ctas = cls.num_ctas if options.num_ctas is None and options.costs == "cuda" else options.num_ctas
+        heads = (num_qo_heads, num_kv_heads)
+        return cls(*heads, options.head_dim, num_ctas, options.costs, not arguments.no_cascade, options.causal, options.window_left)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +65,7 @@ class Planned:
 
     Attributes:
         batch: the requests.
-        settings: what the schedule was made for.
+        target: what the schedule was made for.
         schedule: as Attention.schedule() gives it.
         costs: of the schedule.
         without: costs of the schedule without cascade.
@@ -77,23 +73,23 @@ class Planned:
     """
 
     batch: Batch
-    settings: Settings
+    target: Target
     schedule: Schedule
     costs: ScheduleCosts
     without: ScheduleCosts
     members: list[list[int]]
 
     @classmethod
-    def make(cls, batch: Batch, settings: Settings) -> Planned:
+    def make(cls, batch: Batch, target: Target) -> Planned:
         """Plans on the host.
 
         Raises:
-            ValueError: names what is wrong in the batch or the settings.
+            ValueError: names what is wrong in the batch or the target.
         """
-        schedule = _schedule(batch, settings, settings.cascade)
-        costs = ScheduleCosts.of(schedule, settings.num_kv_heads)
-        without = ScheduleCosts.of(_schedule(batch, settings, False), settings.num_kv_heads) if schedule.forest else costs
-        return cls(batch, settings, schedule, costs, without, _members(batch, settings, schedule))
+        schedule = _schedule(batch, target, target.cascade)
+        costs = ScheduleCosts.of(schedule, target.num_kv_heads)
+        without = ScheduleCosts.of(_schedule(batch, target, False), target.num_kv_heads) if schedule.forest else costs
+        return cls(batch, target, schedule, costs, without, _members(batch, target, schedule))
 
     def path(self, request: int) -> list[PrefixNode]:
         """Nodes that a request is in, from the root on."""
@@ -108,32 +104,32 @@ class Planned:
         first = {id(node): members[0] for node, members in zip(self.schedule.forest, self.members, strict=True)}
         return sorted(range(len(self.batch.kv_lens)), key=lambda request: [*(first[id(node)] for node in self.path(request)), request])
 
-    def summary(self) -> list[str]:
-        """Lines: the batch, the row groups and what they read, the CTAs."""
-        batch, settings, schedule, costs = self.batch, self.settings, self.schedule, self.costs
+    def summary(self) -> list[tuple[str, str]]:
+        """Lines, each with its name: the batch, the row groups and what they read, the CTAs."""
+        batch, target, schedule, costs = self.batch, self.target, self.schedule, self.costs
         requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
         kinds = Counter(schedule.tiles[:, 1].tolist())
         tiles = ", ".join(f"{number} of {16 << kind} rows" for kind, number in sorted(kinds.items()))
         ctas = costs.ctas.double()
         shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
         rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
-        where = f"{schedule.num_ctas} CTAs, costs of a {'GPU' if settings.costs == 'cuda' else 'CPU'}"
+        where = f"{schedule.num_ctas} CTAs, costs of a {'GPU' if target.costs == 'cuda' else 'CPU'}"
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [
-            f"batch       {batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}",
-            f"for         {settings.num_qo_heads}/{settings.num_kv_heads} heads, head_dim {settings.head_dim}, {where}",
-            f"row groups  {requests} of requests, {taken} of shared prefixes ({nodes} in the forest{_unsought(requests)}); row tiles: {tiles or 'none'}",
-            f"KV read     {costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}",
-            f"cost        {costs.total} units{_less(costs.total, self.without.total)}",
-            f"CTAs        {int((ctas > 0).sum())} of {len(ctas)} have work; {shares}",
+            ("batch", f"{batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}"),
+            ("for", f"{target.num_qo_heads}/{target.num_kv_heads} heads, head_dim {target.head_dim}, {where}"),
+            ("row groups", f"{requests} of requests, {taken} of shared prefixes ({nodes} in the forest{_unsought(requests)}); row tiles: {tiles or 'none'}"),
+            ("KV read", f"{costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}"),
+            ("cost", f"{costs.total} units{_less(costs.total, self.without.total)}"),
+            ("CTAs", f"{int((ctas > 0).sum())} of {len(ctas)} have work; {shares}"),
         ]
 
     def ranked_forest(self) -> list[PrefixNode]:
         """The nodes: those that were taken first, and what saves most first."""
         return sorted(self.schedule.forest, key=lambda node: (node.group < 0, node.added - node.saved))
 
-    def forest_lines(self) -> list[str]:
-        """A table with a line for each node of the forest, each below the node above it and further in; of a large forest the first of `ranked_forest`."""
+    def forest_rows(self) -> list[tuple[str, ...]]:
+        """The cells of FOREST_COLUMNS for each node, each below the node above it and further in; of a large forest the first of `ranked_forest`."""
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
         paths = []  # ranks of the listed nodes from a root to each listed node: in their order every node follows the one above it
@@ -144,46 +140,47 @@ class Planned:
                     path.insert(0, rank[id(forest[above])])
                 above = forest[above].parent
             paths.append(path)
-        listed = [(2 * (len(path) - 1) * " ", ranked[path[-1]]) for path in sorted(paths)]
-        pages = [f"{indent}{node.begin_page} - {node.end_page}" for indent, node in listed]
-        width = max(map(len, ["pages", *pages]))
-        lines = [f"{'pages':<{width}} {'requests':>9} {'rows':>6} {'saves':>9} {'adds':>9}  decision (cost units for each KV head)"]
-        for extent, (_, node) in zip(pages, listed, strict=True):
-            lines.append(f"{extent:<{width}} {node.num_requests:>9} {node.num_rows:>6} {node.saved:>9} {node.added:>9}  {decision(node)}")
-        if len(ranked) > _MOST_NODES:
-            rest = ranked[_MOST_NODES:]
-            lines.append(f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken")
-        return lines
+        rows = []
+        for path in sorted(paths):
+            node = ranked[path[-1]]
+            numbers = (node.num_requests, node.num_rows, node.saved, node.added)
+            rows.append((f"{2 * (len(path) - 1) * ' '}{node.begin_page} - {node.end_page}", *map(str, numbers), decision(node)))
+        return rows
+
+    def forest_rest(self) -> str:
+        """A line about the nodes that `forest_rows` leaves out; "" if there are none."""
+        rest = self.ranked_forest()[_MOST_NODES:]
+        return f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken" if rest else ""
 
 
 def decision(node: PrefixNode) -> str:
-    """What became of a node."""
+    """The planner's decision on a node."""
     if node.group < 0:
         return f"not taken: {node.reason}"
     handed = f", reads from page {node.first_page}" if node.first_page < node.begin_page else ""
     return f"taken: row group {node.group}{handed}"
 
 
-def _schedule(batch: Batch, settings: Settings, cascade: bool) -> Schedule:
+def _schedule(batch: Batch, target: Target, cascade: bool) -> Schedule:
     attention = Attention(
-        settings.num_qo_heads,
-        settings.num_kv_heads,
-        settings.head_dim,
+        target.num_qo_heads,
+        target.num_kv_heads,
+        target.head_dim,
         device="cpu",
         max_rows=max(sum(batch.qo_lens), 1),
         max_batch=len(batch.qo_lens),
-        num_ctas=settings.num_ctas,
+        num_ctas=target.num_ctas,
         cascade=cascade,
-        kernel="hopper" if settings.costs == "cuda" else None,
+        kernel="hopper" if target.costs == "cuda" else None,
     )
-    attention.plan(batch.view(settings.causal, settings.window_left))
+    attention.plan(batch.view(target.causal, target.window_left))
     return attention.schedule()
 
 
-def _members(batch: Batch, settings: Settings, schedule: Schedule) -> list[list[int]]:
+def _members(batch: Batch, target: Target, schedule: Schedule) -> list[list[int]]:
     """A request is in a node if it has the node's pages, all its rows see them, and, where the node was taken, it leaves them to the node's row group."""
     kv_lens = torch.tensor(batch.kv_lens)
-    seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if settings.causal else kv_lens
+    seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if target.causal else kv_lens
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
     covered = ((kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]

@@ -1,4 +1,4 @@
-"""What a schedule costs: its line of work, what each CTA does of it, and the tokens that are read."""
+"""The costs of a schedule: of all its work, of each CTA's part, and the tokens that are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.schedule import Schedule
 
 @dataclass(frozen=True)
 class Part:
-    """What one CTA does in one row group; begin and end in cost units from the start of the CTA."""
+    """The work of one CTA in one row group; begin and end in cost units from the start of the CTA."""
 
     cta: int
     group: int
@@ -44,7 +44,9 @@ class ScheduleCosts:
         cost_kind = schedule.cost_kinds()
         kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[cost_kind], torch.tensor(schedule.pair_cost)[cost_kind]
         head_cost = pair_cost + num_kv_tiles * kv_tile_cost
-        parts = _in_turn(schedule, num_kv_heads, head_cost) if schedule.in_turn else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
+        parts = (
+            _from_queue(schedule, num_kv_heads, head_cost) if schedule.uses_queue else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
+        )
         ctas = torch.zeros(schedule.num_ctas, dtype=torch.int64)
         for part in parts:
             ctas[part.cta] = part.end
@@ -60,9 +62,9 @@ class ScheduleCosts:
         return float(self.ctas.max() / self.ctas.double().mean()) if self.ctas.any() else 1.0
 
 
-def _in_turn(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
+def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
     """Group by group, there the last row tile first, there head by head. CTAs begin with the first pairs, go on with as many in the opposite order, and ask
-    which is next when they take one (Turns in csrc/attention/sm90/producer.cuh)."""
+    which is next when they take one (WorkQueue in csrc/attention/sm90/producer.cuh)."""
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
         tiles[group].append(tile)

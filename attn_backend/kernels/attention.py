@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Real
 from threading import Lock
 from typing import Any, Literal, NoReturn, SupportsIndex
@@ -17,19 +17,20 @@ from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.structure import MAX_INT32, check_device, check_int, check_plain, check_types, explain_failure, refuse
+from ..settings import Settings
 from . import manifest
-from .cubins import arch_of, find_kernel
+from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
+from .structs import pack, unpack, values_of
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
+_DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
 _MAX_CPU_HEAD_DIM = 256
-_KERNEL_CODES = {"cpu": 0, "generic": 1, "hopper": 2}
-_CASCADE_MODES: dict[bool | str, int] = {False: 0, True: 1, "always": 2}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 _MAX_CTAS = 4096
-_MAX_HEADS = 2**16
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 _MAX_CPU_BATCH = 2**20
@@ -52,7 +53,7 @@ class Attention:
         max_levels: most levels of a composition. More than one costs a state of head_dim + 1 floats for each of max_levels * max_rows * num_qo_heads.
         num_ctas: parts that the work is split into; default: what the device holds at once.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
-            views of 2 to 1024 requests (480 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
+            views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
             whose rows fill the largest row tile. "always": takes whatever there is room for, for tests.
         batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
@@ -66,7 +67,7 @@ class Attention:
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
-        return object.__new__(_DebugAttention if cls is Attention and os.environ.get("ATTN_BACKEND_DEBUG") == "1" else cls)
+        return object.__new__(_DebugAttention if cls is Attention and Settings.read().debug else cls)
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Attention:
         if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
             refuse("cascade", cascade, "True, False or 'always'")
         _check_batch_invariant(batch_invariant, max_batch, max_levels, device)
-        chosen = _choose_kernel(kernel, device)
+        design = _choose_design(kernel, device)
         num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, _MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
@@ -110,31 +111,35 @@ class Attention:
         self._library = library()
         self._plan_level = self._library.plan_level
         self._run_function = self._library.run
-        on_cuda = device.type == "cuda"
-        self._handle: int = self._library.attention_create(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            _DTYPE_CODES[dtype],
-            max_rows,
-            max_batch,
-            max_levels,
-            num_ctas,
-            _CASCADE_MODES[cascade],
-            batch_invariant,
-            _KERNEL_CODES[chosen],
-            on_cuda,
-            device.index or 0,
-            *_kernel_files(chosen, dtype, head_dim, device),
+        config = pack(
+            "AttentionConfig",
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=values_of("DataType")[_DTYPES[dtype]],
+            max_rows=max_rows,
+            max_groups=max_batch,
+            max_levels=max_levels,
+            num_ctas=num_ctas,
+            cascade=values_of("CascadeMode")[_CASCADE_MODES[cascade]],
+            design=values_of("KernelDesign")[design.name if design else "cpu"],
+            device=device.index or 0,
+            batch_invariant=batch_invariant,
+            on_cuda=device.type == "cuda",
         )
-        weakref.finalize(self, self._library.attention_destroy, self._handle)
-        sizes = self._library.workspace_size(self._handle)
         try:
-            self._schedule = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
-            self._partial_o = torch.empty(sizes[1] // 4, dtype=torch.float32, device=device)
-            self._partial_lse = torch.empty(sizes[2] // 4, dtype=torch.float32, device=device)
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+        except RuntimeError as error:
+            forget_kernels(error)
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device))
+        weakref.finalize(self, self._library.attention_destroy, self._handle)
+        sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
+        try:
+            self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
+            self._partial_o = torch.empty(int(sizes["partial_o"]) // 4, dtype=torch.float32, device=device)
+            self._partial_lse = torch.empty(int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes)} bytes on {device}"
+            room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes.item())} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
 
@@ -171,8 +176,7 @@ class Attention:
                 table = view.table
                 errors = self._plan_level(
                     self._handle,
-                    level,
-                    len(levels),
+                    _level_options(level, len(levels), table.page_size, view.window_left, table.entry_step, view.causal),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -180,10 +184,6 @@ class Attention:
                     table.last_page_len,
                     table.kv_lens,
                     table.rows,
-                    table.page_size,
-                    table.entry_step,
-                    view.causal,
-                    view.window_left,
                 )
             if errors:
                 for level, view in enumerate(levels):  # noqa: B007
@@ -263,7 +263,9 @@ class Attention:
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
-        return Schedule.read(self._schedule.cpu(), list(self._library.schedule_config(self._handle)))
+        config = unpack("ScheduleConfig", self._library.schedule_config(self._handle))
+        layout = unpack("ScheduleLayout", self._library.schedule_layout(self._handle))
+        return Schedule.read(self._schedule.cpu(), config, layout)
 
     def raise_for_errors(self) -> None:
         """Reads the device's error word (synchronises; does nothing while a CUDA graph is being captured).
@@ -304,6 +306,12 @@ class _DebugAttention(Attention):
             self._in_use_until_done.release()
 
 
+@lru_cache(maxsize=256)
+def _level_options(index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool) -> bytes:
+    """LevelOptions. They are the same from step to step."""
+    return pack("LevelOptions", index=index, num_levels=num_levels, page_size=page_size, window_left=window_left, entry_step=entry_step, causal=causal)
+
+
 def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
     """By the names that their makers know."""
     table = view.table
@@ -324,8 +332,9 @@ def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Returns num_qo_heads, num_kv_heads, head_dim."""
-    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, _MAX_HEADS)
-    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, _MAX_HEADS)
+    max_heads = values_of("Limit")["kMaxHeads"]
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
+    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
     if num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
     head_dim = check_int("head_dim", head_dim, 1)
@@ -338,7 +347,7 @@ def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
     else:
         if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
             refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
-        if dtype not in _DTYPE_CODES:
+        if dtype not in _DTYPES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
     return num_qo_heads, num_kv_heads, head_dim
 
@@ -367,30 +376,25 @@ def _check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: in
         refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
 
 
-def _choose_kernel(kernel: str | None, device: torch.device) -> str:
-    """The kernel that a schedule is made for."""
-    if kernel is not None and (not isinstance(kernel, str) or kernel not in ("hopper", "generic")):
-        refuse("kernel", kernel, "'hopper', 'generic' or None")
+def _choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
+    """What a schedule is made for; None: the CPU."""
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
+        refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
     if device.type == "cpu":
-        return kernel or "cpu"
-    is_hopper = arch_of(torch.cuda.get_device_capability(device)) == "sm_90a"
-    if kernel == "hopper" and not is_hopper:
-        refuse("kernel", kernel, "'generic' or None: this GPU's compute capability is not 9.0")
-    return kernel or ("hopper" if is_hopper else "generic")
-
-
-def _kernel_files(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[str, str, str, str]:
-    """Cubins of the planner, of attention, of Hopper's over caches that are gathered row by row, and of the merge; "" where there is none."""
-    if device.type == "cpu":
-        return "", "", "", ""
+        return None if kernel is None else manifest.DESIGNS[kernel]
     arch = arch_of(torch.cuda.get_device_capability(device))
-    name = _DTYPE_NAMES[dtype]
+    runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+    if kernel is not None and kernel not in runnable:
+        refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
+    return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
 
-    def file(stem: str) -> str:
-        return str(find_kernel(stem, arch))
 
-    if kernel == "hopper":
-        attention, gather = (file(manifest.attention_name(design, name, head_dim)) for design in ("sm90", "sm90_gather"))
-    else:
-        attention, gather = file(manifest.attention_name("sm80", name, head_dim)), ""
-    return file("plan"), attention, gather, file(manifest.merge_name(name))
+def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, str]:
+    """Cubins of plan, merge and attention, by the names that csrc/ has for them; none on a CPU."""
+    if design is None or device.type == "cpu":
+        return {}
+    element = _DTYPE_NAMES[dtype]
+    names = {"plan": "plan", "merge": manifest.merge_name(element)}
+    names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items()}

@@ -9,8 +9,11 @@ import re
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from . import cubins, cuda_compiler, kernel_cache
 from .cubins import ARCHS, compile_kernel, nvcc, nvcc_version
@@ -49,7 +52,7 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, task) for task in tasks]
         try:
-            for name, arch, seconds, report, path in (future.result() for future in futures):
+            for name, arch, seconds, report, path in (future.result() for future in _tracked(futures)):
                 if path is None:
                     failures += 1
                     print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
@@ -64,13 +67,22 @@ def build(archs: list[str], jobs: int, out: Path | None) -> int:
                     target = out / arch / f"{name}.cubin"
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, target)
-        except BaseException:  # as from the keyboard, which the compilers do not hear
+        except BaseException:  # such as KeyboardInterrupt, which does not reach the compilers
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 cuda_compiler.stop()
                 time.sleep(0.05)
             raise
     return failures
+
+
+def _tracked(futures: list[Future[Any]]) -> Iterable[Future[Any]]:
+    """With a progress bar on a terminal."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return futures
+    from rich.progress import track
+
+    return track(futures, "compiling")
 
 
 def add_arguments(parser: argparse.ArgumentParser, jobs: int) -> None:

@@ -1,74 +1,152 @@
-"""Lets the host know where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/common/kernel_code.cuh).
+"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/common/kernel_code.cuh).
 
-A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME: it has the loader write an address there. Here that becomes the
-kernel's, and the kernel's size goes beside it. The source can say neither: the size is not known yet, and what nvcc takes for a kernel's address is an
+A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader write an address there. Here that address becomes
+the kernel's, and the kernel's size goes beside it. The source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an
 index of a table for calls (taking it also makes nvcc compile the kernel otherwise).
+
+Kernels run without it, only slower. So it fails soft: a cubin that reads otherwise than expected stays as nvcc made it, and where the driver rejects a
+completed one, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies take its place.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import struct
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..settings import Settings
+
+logger = logging.getLogger("attn_backend")
+
 _SUFFIX = "_code"
-_VARIABLES, _RELOCATIONS = ".nv.global.init", ".rela.nv.global.init"
-_SYMBOL_BYTES, _RELOCATION_BYTES = 24, 24
-_OBJECT, _FUNCTION = 1, 2  # STT_OBJECT, STT_FUNC
+_NO_CODE = "_ZN4attn12unknown_codeE"  # attn::unknown_code
+_VARIABLES = ".nv.global.init"
 _KERNEL_CODE_BYTES = 16
-_ADDRESS = 2  # R_CUDA_64: 64 bits of a symbol's address
+_RELOCATION_BYTES = 24
+_ADDRESS, _GENERIC_ADDRESS = 2, 4  # R_CUDA_64, R_CUDA_G64: 64 bits of a symbol's address, also as a generic one, which nvcc writes
 
 
-class _Section(NamedTuple):
-    """Of an ELF64 file."""
+class _Variable(NamedTuple):
+    """A KernelCode of a kernel."""
 
-    name: int
-    type: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
+    kernel: str
+    relocation: int  # offset in the file of what says whose address is written there
+    size: int  # offset in the file of the number of bytes
+    symbol: int  # number of the kernel's symbol
+    code_bytes: int
+    no_code: int  # number of the symbol of attn::unknown_code
+
+
+def _variables(content: bytes) -> list[_Variable]:
+    """Empty for a fatbin, and for a cubin without such variables."""
+    if content[:4] != b"\x7fELF":
+        return []
+    from elftools.elf.elffile import ELFFile
+
+    elf = ELFFile(io.BytesIO(content))
+    relocations, section = elf.get_section_by_name(f".rela{_VARIABLES}"), elf.get_section_by_name(_VARIABLES)
+    if relocations is None:
+        return []
+    section_number = elf.get_section_index(_VARIABLES)
+    kernels, name_at, no_code = {}, {}, 0
+    for number, symbol in enumerate(elf.get_section_by_name(".symtab").iter_symbols()):
+        kind, size = symbol["st_info"]["type"], symbol["st_size"]
+        if kind == "STT_FUNC":
+            kernels[symbol.name] = number, size
+        elif symbol.name == _NO_CODE:
+            no_code = number
+        elif kind == "STT_OBJECT" and size == _KERNEL_CODE_BYTES and symbol["st_shndx"] == section_number and symbol.name.endswith(_SUFFIX):
+            name_at[symbol["st_value"]] = symbol.name.removesuffix(_SUFFIX)
+    found = []
+    for i, relocation in enumerate(relocations.iter_relocations()):
+        place = relocation["r_offset"]
+        kernel = name_at.get(place, "")
+        if kernel not in kernels:
+            continue
+        expected = {(no_code, _GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}  # as nvcc makes it, and completed
+        if not no_code or relocation["r_addend"] != 0 or (relocation["r_info_sym"], relocation["r_info_type"]) not in expected:
+            raise ValueError(f"{kernel}{_SUFFIX} is not relocated to {_NO_CODE}")
+        found.append(_Variable(kernel, relocations["sh_offset"] + i * _RELOCATION_BYTES, section["sh_offset"] + place + 8, *kernels[kernel], no_code))
+    return found
+
+
+def _written(content: bytes, variables: list[_Variable], complete: bool) -> bytes:
+    result = bytearray(content)
+    for variable in variables:
+        symbol, kind, size = (variable.symbol, _ADDRESS, variable.code_bytes) if complete else (variable.no_code, _GENERIC_ADDRESS, 0)
+        struct.pack_into("<Qq", result, variable.relocation + 8, symbol << 32 | kind, 0)
+        struct.pack_into("<Q", result, variable.size, size)
+    return bytes(result)
 
 
 def publish_code_addresses(cubin: Path) -> list[str]:
-    """Completes a cubin's variables of type KernelCode; returns the kernels that they belong to. Leaves a fatbin alone."""
-    content = bytearray(cubin.read_bytes())
-    if content[:4] != b"\x7fELF":
+    """Completes a cubin's variables of type KernelCode; returns the kernels that they belong to. Warns and leaves alone what it cannot read."""
+    content = cubin.read_bytes()
+    try:
+        variables = _variables(content)
+        completed = _written(content, variables, complete=True)
+    except Exception as error:  # pyelftools raises many types, or is missing: kernels run without it
+        _warn(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
         return []
+    if variables:
+        cubin.write_bytes(completed)
+    return [variable.kernel for variable in variables]
 
-    def text(table: _Section, at: int) -> str:
-        begin = table.offset + at
-        return content[begin : content.index(0, begin)].decode()
 
-    (headers,), (count, names) = struct.unpack_from("<Q", content, 0x28), struct.unpack_from("<HH", content, 0x3C)
-    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, headers + 64 * i)) for i in range(count)]
-    named = {text(sections[names], section.name): section for section in sections}
-    if _RELOCATIONS not in named:
-        return []
-    variables, symbols = named[_VARIABLES], named[".symtab"]
-    kernels: dict[str, tuple[int, int]] = {}  # number of the symbol, bytes
-    variable_at: dict[int, str] = {}
-    for number, at in enumerate(range(symbols.offset, symbols.offset + symbols.size, _SYMBOL_BYTES)):
-        name_at, info, _, section, value, size = struct.unpack_from("<IBBHQQ", content, at)
-        name = text(sections[symbols.link], name_at)
-        if info & 0xF == _FUNCTION:
-            kernels[name] = number, size
-        elif info & 0xF == _OBJECT and size == _KERNEL_CODE_BYTES and section < count and sections[section] is variables and name.endswith(_SUFFIX):
-            variable_at[value] = name
-    published = []
-    relocations = named[_RELOCATIONS]
-    for at in range(relocations.offset, relocations.offset + relocations.size, _RELOCATION_BYTES):
-        (place,) = struct.unpack_from("<Q", content, at)
-        kernel = variable_at.get(place, "").removesuffix(_SUFFIX)
-        if kernel not in kernels:
-            continue
-        number, size = kernels[kernel]
-        struct.pack_into("<Qq", content, at + 8, number << 32 | _ADDRESS, 0)
-        struct.pack_into("<Q", content, variables.offset + place + 8, size)
-        published.append(kernel)
-    cubin.write_bytes(content)
-    return published
+def recipe() -> bytes:
+    """The bytes that decide how cubins are completed: a part of the key of a cached kernel."""
+    from importlib.util import find_spec
+
+    return Path(__file__).read_bytes() + (b"" if find_spec("elftools") else b"without pyelftools")
+
+
+_rejected: list[str] = []  # the driver's message
+
+
+def usable(cubin: Path) -> Path:
+    """The cubin, or a plain copy of a completed one where completed ones are not to be used.
+
+    Raises:
+        RuntimeError: a plain copy cannot be made.
+    """
+    if Settings.read().prefetch_code and not _rejected:
+        return cubin
+    content = cubin.read_bytes()
+    try:
+        plain = _written(content, _variables(content), complete=False)
+    except Exception as error:
+        raise RuntimeError(f"{cubin} cannot be used without addresses of code ({type(error).__name__}: {error}); it needs pyelftools") from error
+    if plain == content:
+        return cubin
+    copy = Path(_plain_folder().name) / cubin.parent.name / cubin.name
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_bytes(plain)
+    return copy
+
+
+@cache
+def _plain_folder() -> tempfile.TemporaryDirectory[str]:
+    """Of this process, for as long as it runs."""
+    return tempfile.TemporaryDirectory(prefix="attn_backend-plain-", ignore_cleanup_errors=True)
+
+
+def do_without(error: RuntimeError) -> None:
+    """Called with what the driver said of a cubin that it did not load: from now on `usable` gives plain copies.
+
+    Raises:
+        RuntimeError: the same error, where completed cubins were not in use or it is not about loading.
+    """
+    if _rejected or not Settings.read().prefetch_code or not str(error).startswith("loading "):
+        raise error
+    _rejected.append(str(error))
+    _warn(f"kernels are used without addresses of their code, since the driver rejects them ({error})")
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once in a process."""
+    logger.warning("attn_backend: %s. Attention is slower by a few percent.", text)

@@ -42,9 +42,9 @@ def arch_of(capability: tuple[int, int]) -> str:
         ValueError: older than Ampere.
     """
     if capability == (9, 0):
-        return "sm_90a"
+        return manifest.SM90
     if capability >= (8, 0):
-        return "sm_80"
+        return manifest.SM80
     raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
 
 
@@ -52,9 +52,11 @@ def flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
     root = source_root()
     common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{root}", "-Xptxas=-v"]
-    if arch == "sm_90a":
-        return [*common, "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-    return [*common, "-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"]
+    of_arch = {
+        manifest.SM90: ["-gencode=arch=compute_90a,code=sm_90a", "-cubin"],
+        manifest.SM80: ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"],
+    }
+    return [*common, *of_arch[arch]]
 
 
 def _included(source: str, seen: set[Path]) -> set[Path]:
@@ -72,7 +74,7 @@ def cache_key(source: str, arch: str, compiler: str) -> str:
     digest = hashlib.sha256(source.encode())
     for path in sorted(_included(source, set())):
         digest.update(str(path.relative_to(source_root())).encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(Path(code_address.__file__).read_bytes())
+    digest.update(code_address.recipe())
     digest.update("\0".join([arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))]).encode())
     return digest.hexdigest()[:24]
 
@@ -146,11 +148,21 @@ def _warn_once(text: str) -> None:
 
 @cache
 def find_kernel(name: str, arch: str) -> Path:
-    """The cubin of a kernel, seen to be whole: from the package, from the cache, or compiled now.
+    """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or compiled now.
 
     Raises:
         RuntimeError: it is nowhere and cannot be compiled.
     """
+    return code_address.usable(_whole_kernel(name, arch))
+
+
+def forget_kernels(error: RuntimeError) -> None:
+    """After a failure to load: find_kernel then gives plain cubins, if completed ones may be the reason. Otherwise raises the error."""
+    code_address.do_without(error)
+    find_kernel.cache_clear()
+
+
+def _whole_kernel(name: str, arch: str) -> Path:
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
         return compile_kernel(name, arch)[0]

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..settings import Settings
+
 _MOST_BYTES = 256 << 20  # of a file that is read
 _ELF, _FATBIN = b"\x7fELF", b"\x50\xed\x55\xba"
 _EM_CUDA, _SHT_NOBITS = 190, 8
@@ -28,11 +30,8 @@ def cache_dir() -> Path:
     Raises:
         RuntimeError: nothing says where, and there is no home directory.
     """
-    explicit = os.environ.get("ATTN_BACKEND_CACHE")
     try:
-        if explicit:
-            return Path(explicit).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
+        return Settings.read().cache_folder()
     except RuntimeError as error:
         raise RuntimeError(f"there is no home directory to keep compiled kernels in: {_ADVICE}") from error
 

@@ -17,6 +17,28 @@ VARIANTS = {"standard": "StandardVariant"}
 
 
 @dataclass(frozen=True)
+class Design:
+    """A design of the attention kernel: a folder of csrc/attention/ with a design.h.
+
+    Attributes:
+        name: of the folder.
+        archs: of the GPUs that it is for.
+        cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    cubins: dict[str, str]
+
+
+# By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
+DESIGNS = {
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}),
+    "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
+}
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A cubin: `source` compiled for each of `archs`. Includes in `source` are relative to csrc/."""
 
@@ -26,7 +48,7 @@ class Kernel:
 
 
 def attention_name(design: str, element: str, head_dim: int, variant: str = "standard") -> str:
-    """design: "sm80"; "sm90", or "sm90_gather" for caches that TMA cannot describe. element: of Q, O and the cache."""
+    """design: of Design.cubins. element: of Q, O and the cache."""
     return f"attention_{design}_{element}_d{head_dim}_{variant}"
 
 
@@ -48,8 +70,9 @@ def kernels(arch: str) -> dict[str, Kernel]:
 _SM80_ATTENTION = Template("""\
 #include "attention/sm80/attention.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kThreads, attn::ctas_per_sm($head_dim)) void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::attention<attn::$element, $head_dim, attn::$variant>(params);
+extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
+void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
+  attn::sm80::attention<$traits>(params);
 }
 """)
 
@@ -57,8 +80,8 @@ _SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::hopper::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
-  attn::hopper::attention<attn::$element, $head_dim, attn::$variant, attn::hopper::$copier>(params);
+extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
+  attn::sm90::attention<$traits, attn::sm90::$copier>(params);
 }
 
 extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
@@ -88,10 +111,11 @@ def _attention_kernels() -> list[Kernel]:
     for element, element_type in CUDA_ELEMENTS.items():
         for head_dim in CUDA_HEAD_DIMS:
             for variant, variant_type in VARIANTS.items():
-                types = {"element": element_type, "head_dim": head_dim, "variant": variant_type}
-                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(types)))
+                element_types = f"attn::{element_type}, attn::{element_type}"
+                traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+                made.append(Kernel(attention_name("sm80", element, head_dim, variant), ARCHS, _SM80_ATTENTION.substitute(traits=traits)))
                 for design, copier in (("sm90", "BoxCopier"), ("sm90_gather", "RowCopier")):
-                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(types, copier=copier)))
+                    made.append(Kernel(attention_name(design, element, head_dim, variant), (SM90,), _SM90_ATTENTION.substitute(traits=traits, copier=copier)))
         made.append(Kernel(merge_name(element), ARCHS, _MERGE.substitute(element=element_type)))
     return made
 

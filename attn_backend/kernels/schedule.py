@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 
-_ERRORS = (
-    (1 << 0, "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's rows; must be a prefix sum of query lengths"),
-    (1 << 1, "kv_indptr decreases, does not start at 0 or ends beyond kv_indices; must be a prefix sum of page counts"),
-    (1 << 2, "kv_lens has a length that is negative or longer than the table; must be in [0, pages of the table's row * page_size]"),
-    (1 << 3, "kv_last_page_len has a length outside [1, page_size]"),
-    (1 << 4, "rows has a row outside the table"),
-    (1 << 5, "a page id is outside the cache; must be in [0, pages of the cache)"),
-    (1 << 6, "rows (the row list of a level) has a row outside [0, max_rows)"),
-    (1 << 7, "the search for shared prefixes did not end in time, or metadata changed while it was planned; must stay as it is until the plan has run"),
-)
+from .structs import dtype_of, values_of
+
+# By their names in ScheduleError (csrc/planner/schedule.h).
+_ERRORS = {
+    "kQoIndptrInvalid": "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's rows; must be a prefix sum of query lengths",
+    "kKvIndptrInvalid": "kv_indptr decreases, does not start at 0 or ends beyond kv_indices; must be a prefix sum of page counts",
+    "kKvLengthInvalid": "kv_lens has a length that is negative or longer than the table; must be in [0, pages of the table's row * page_size]",
+    "kLastPageLenInvalid": "kv_last_page_len has a length outside [1, page_size]",
+    "kTableRowInvalid": "rows has a row outside the table",
+    "kPageIndexInvalid": "a page id is outside the cache; must be in [0, pages of the cache)",
+    "kRowInvalid": "rows (the row list of a level) has a row outside [0, max_rows)",
+    "kPrefixSearchFailed": (
+        "the search for shared prefixes did not end in time, or metadata changed while it was planned; must stay as it is until the plan has run"
+    ),
+}
+
+# By their names in NodeReason.
+_REASONS = {
+    "kNodeTaken": "taken",
+    "kNodeSavesTooLittle": "saves too little",
+    "kNodeHasNoRoom": "no room for its states",
+    "kNodeTooDeep": "too many levels",
+    "kForestSavesTooLittle": "the whole forest saves too little",
+}
 
 
 def describe_errors(errors: int) -> str:
     """One sentence for each ScheduleError bit."""
-    return "; ".join(text for bit, text in _ERRORS if errors & bit)
-
-
-_IN_TURN = 1 << 1  # of ScheduleFlag
-_REASONS = ("taken", "saves too little", "no room for its states", "too many levels", "the whole forest saves too little")
+    return "; ".join(_ERRORS[name] for name, bit in values_of("ScheduleError").items() if errors & bit)
 
 
 @dataclass(frozen=True)
@@ -55,22 +67,45 @@ class PrefixNode:
     reason: str
 
 
-def _read_forest(records: torch.Tensor) -> tuple[PrefixNode, ...]:
-    """records: int32 [requests, 12]: PrefixNode of csrc/planner/schedule.h."""
-    numbers = records[:, :8].tolist()
-    costs = records[:, 8:].contiguous().view(torch.int64).view(-1, 2).tolist()
-    index: dict[int, int] = {}  # of node n in the result
-    for n, fields in enumerate(numbers):
-        if fields[0] >= 0:
-            index[n] = len(index)
+def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
+    """records: those of all requests; node n, if there is one, is the n-th."""
+    exists = records["leader"] >= 0
+    index = numpy.cumsum(exists) - 1  # of node n in the result
+    reasons = {value: _REASONS[name] for name, value in values_of("NodeReason").items()}
     nodes = []
-    for n in index:
-        leader, parent, first_page, end_page, num_requests, num_rows, group, reason = numbers[n]
-        begin_page = numbers[parent][3] if parent >= 0 else 0
-        above = index[parent] if parent >= 0 else -1
-        saved, added = costs[n]
-        nodes.append(PrefixNode(leader, begin_page, end_page, above, num_requests, num_rows, group, first_page, saved, added, _REASONS[reason]))
+    for record in records[exists]:
+        node = dict(zip(record.dtype.names, record.item(), strict=True))
+        parent = node["parent"]
+        nodes.append(
+            PrefixNode(
+                request=node["leader"],
+                begin_page=int(records[parent]["end_page"]) if parent >= 0 else 0,
+                end_page=node["end_page"],
+                parent=int(index[parent]) if parent >= 0 else -1,
+                num_requests=node["num_requests"],
+                num_rows=node["num_rows"],
+                group=node["group"],
+                first_page=node["begin_page"],
+                saved=node["saved"],
+                added=node["added"],
+                reason=reasons[node["reason"]],
+            )
+        )
     return tuple(nodes)
+
+
+GROUP_COLUMNS = ("qo_begin", "qo_len", "kv_len", "tile_begin", "level", "kind", "state_begin")
+TILE_COLUMNS = ("group", "kind", "packed_begin", "kv_begin", "kv_end", "num_kv_tiles")
+_POSITION_COLUMNS = ("tile", "head", "kv_tile")
+_LINK_COLUMNS = ("group", "index")
+
+
+def _columns(records: numpy.ndarray, names: tuple[str, ...]) -> torch.Tensor:
+    """Fields as the columns of an int32 tensor."""
+    columns = numpy.empty((*records.shape, len(names)), numpy.int32)
+    for column, name in enumerate(names):
+        columns[..., column] = records[name]
+    return torch.from_numpy(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +113,9 @@ class Schedule:
     """A schedule, copied to the CPU.
 
     Attributes:
-        groups: int32 [row groups, 7]: qo_begin, qo_len, kv_len, tile_begin, level, kind, state_begin; level by level.
+        groups: int32 [row groups, 7]: GROUP_COLUMNS; level by level.
         table_begin: int64 [row groups]: where the group's pages start in the page indices.
-        tiles: int32 [tiles, 6]: group, kind, packed_begin, kv_begin, kv_end, num_kv_tiles.
+        tiles: int32 [tiles, 6]: TILE_COLUMNS.
         cost_begin: int64 [tiles]: cost of everything before the tile.
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
         links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the row's number in them. Row i of `links` is row i
@@ -90,8 +125,8 @@ class Schedule:
         forest: the shared prefixes that were found.
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
-        in_turn: whether a GPU's CTAs take pairs in turn; the intervals are then of whole pairs, and nobody need keep to them.
-        num_ctas, kv_tile, max_kind, max_tiles, turns, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
+        uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole pairs and need not be kept.
+        num_ctas, kv_tile, max_kind, max_tiles, min_queue_pairs, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
     """
 
     groups: torch.Tensor
@@ -104,54 +139,65 @@ class Schedule:
     forest: tuple[PrefixNode, ...]
     errors: int
     levels: tuple[tuple[int, int, int, int], ...]
-    in_turn: bool
+    uses_queue: bool
     num_ctas: int
     kv_tile: int
     max_kind: int
     max_tiles: int
-    turns: int
+    min_queue_pairs: int
     min_share: int
     kv_tile_cost: tuple[int, ...]
     pair_cost: tuple[int, ...]
 
     @classmethod
-    def read(cls, workspace: torch.Tensor, config: list[int]) -> Schedule:
-        """Reads the bytes of a workspace (uint8, CPU); `config` comes from the host library's schedule_config()."""
-        _, _, kv_tile, max_kind, num_ctas, _, _, max_tiles, _, max_merge_rows, _, _, _, _, turns, min_share, *costs = config[:34]
-        groups_at, tiles_at, positions_at, links_at, rows_at, nodes_at = config[34:]
+    def read(cls, workspace: torch.Tensor, config: Any, layout: Any) -> Schedule:
+        """Reads the bytes of a workspace (uint8, CPU). config, layout: ScheduleConfig and ScheduleLayout of its Attention object."""
+        data = workspace.numpy()
 
-        def int32(begin: int, count: int, size: int) -> torch.Tensor:
-            return workspace[begin : begin + 4 * count * size].view(torch.int32).view(count, size)
+        def records(struct: str, array: str, count: int) -> numpy.ndarray:
+            return numpy.frombuffer(data, dtype_of(struct), count, offset=int(layout[array]))
 
-        num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, _, num_requests, _ = int32(0, 1, 10)[0].tolist()
-        levels = int32(128, num_levels, 10)
-        groups = int32(groups_at, num_groups, 10)
-        tiles = int32(tiles_at, num_tiles, 8)
-        links = int32(links_at, num_links * max_merge_rows if num_merge_rows else 0, 2)
-        listed = int(groups[groups[:, 6] == 1, 3].sum()) if num_requests else 0
+        header = numpy.frombuffer(data, dtype_of("ScheduleHeader"), 1)[0]
+        groups = records("RowGroup", "groups", header["num_groups"])
+        tiles = records("RowTile", "tiles", header["num_tiles"])
+        num_merge_rows = int(header["num_merge_rows"])
+        num_links, row_links = (int(header["num_links"]), int(config["max_merge_rows"])) if num_merge_rows else (0, 0)
+        links = records("RowLink", "links", num_links * row_links).reshape(num_links, row_links)[:, :num_merge_rows]
+        listed = int(groups["qo_len"][groups["level"] == 1].sum()) if header["num_requests"] else 0
         return cls(
-            groups=groups[:, 2:9].clone(),
-            table_begin=groups[:, :2].contiguous().view(torch.int64).flatten(),
-            tiles=tiles[:, 2:].clone(),
-            cost_begin=tiles[:, :2].contiguous().view(torch.int64).flatten(),
-            positions=int32(positions_at, num_ctas + 1, 4)[:, :3].clone(),
-            links=links.view(-1, max_merge_rows, 2)[:, :num_merge_rows].clone() if num_merge_rows else links.view(0, 0, 2),
-            rows=int32(rows_at, listed, 1).flatten().clone(),
-            forest=_read_forest(int32(nodes_at, num_requests, 12)),
-            errors=errors,
-            levels=tuple((step, causal, window, begin) for step, causal, window, begin in levels[:, 6:].tolist()),
-            in_turn=bool(flags & _IN_TURN),
-            num_ctas=num_ctas,
-            kv_tile=kv_tile,
-            max_kind=max_kind,
-            max_tiles=max_tiles,
-            turns=turns,
-            min_share=min_share,
-            kv_tile_cost=tuple(costs[:8]),
-            pair_cost=tuple(costs[8:16]),
+            groups=_columns(groups, GROUP_COLUMNS),
+            table_begin=torch.from_numpy(groups["table_begin"].copy()),
+            tiles=_columns(tiles, TILE_COLUMNS),
+            cost_begin=torch.from_numpy(tiles["cost_begin"].copy()),
+            positions=_columns(records("Position", "positions", config["num_ctas"] + 1), _POSITION_COLUMNS),
+            links=_columns(links, _LINK_COLUMNS),
+            rows=torch.from_numpy(numpy.frombuffer(data, numpy.int32, listed, offset=int(layout["rows"])).copy()),
+            forest=_read_forest(records("PrefixNode", "nodes", header["num_requests"])),
+            errors=int(header["errors"]),
+            levels=tuple(
+                (level["entry_step"].item(), level["visibility"]["causal"].item(), level["visibility"]["window_left"].item(), level["group_begin"].item())
+                for level in header["levels"][: header["num_levels"]]
+            ),
+            uses_queue=bool(header["flags"] & values_of("ScheduleFlag")["kUsesQueue"]),
+            num_ctas=int(config["num_ctas"]),
+            kv_tile=int(config["kv_tile"]),
+            max_kind=int(config["max_kind"]),
+            max_tiles=int(config["max_tiles"]),
+            min_queue_pairs=int(config["min_queue_pairs"]),
+            min_share=int(config["min_share"]),
+            kv_tile_cost=tuple(config["kv_tile_cost"].tolist()),
+            pair_cost=tuple(config["pair_cost"].tolist()),
         )
 
+    def of_groups(self, column: str) -> torch.Tensor:
+        """A column of `groups`, by its name."""
+        return self.groups[:, GROUP_COLUMNS.index(column)]
+
+    def of_tiles(self, column: str) -> torch.Tensor:
+        """A column of `tiles`, by its name."""
+        return self.tiles[:, TILE_COLUMNS.index(column)]
+
     def cost_kinds(self) -> torch.Tensor:
-        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and 4 more where its rows leave states."""
-        group, kind = self.tiles[:, 0].long(), self.tiles[:, 1].long()
-        return kind + 4 * (self.groups[group, 6] >= 0)
+        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and as many more as there are kinds where its rows leave states."""
+        leaves_states = self.of_groups("state_begin")[self.of_tiles("group").long()] >= 0
+        return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states

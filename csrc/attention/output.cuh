@@ -1,9 +1,8 @@
-// The end of a work item: its state goes to o and lse, or to a partial slot for the merge kernel.
+// The end of a work item: writes its state to o and lse, or to a partial slot for the merge kernel.
 #pragma once
 
 #include "attention/params.h"
 #include "attention/shared_tile.cuh"
-#include "attention/sm80/shape.h"
 #include "attention/warp_state.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
@@ -38,8 +37,10 @@ struct OutputRow {
     exists = exists && row >= 0 && row < params.num_rows;
   }
 
+  template <class Element>
   __device__ __forceinline__ char* o(const AttentionParams& params) const {
-    return static_cast<char*>(params.o) + (row * params.o_row_stride + qo_head * params.o_head_stride) * kElementBytes;
+    return static_cast<char*>(params.o) +
+           (row * params.o_row_stride + qo_head * params.o_head_stride) * Element::kBytes;
   }
 
   /// nullptr: not wanted.
@@ -49,6 +50,14 @@ struct OutputRow {
                : params.lse + static_cast<int64_t>(row) * params.num_kv_heads * params.group_size.divisor + qo_head;
   }
 };
+
+/// A row of the row tile, as variants see it.
+template <bool kManyLevels>
+__device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
+                                              int32_t kv_head, int32_t tile_row) {
+  const OutputRow row(params, rows, kv_head, tile_row);
+  return ScoreRow{row.row, row.qo_head, rows.position(tile_row, params.group_size)};
+}
 
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row
 /// that has seen nothing.
@@ -63,7 +72,7 @@ struct OutputPlace {
 };
 
 /// Where a work item's rows go.
-template <bool kManyLevels>
+template <class Element, bool kManyLevels>
 struct OutputTarget {
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
@@ -72,7 +81,7 @@ struct OutputTarget {
   bool to_states;       // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;  // first row of the partial slot
 
-  /// `starts_inside`, `ends_inside`: the item leaves out KV tiles before it, behind it.
+  /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
                                           int32_t kv_head_, bool starts_inside, bool ends_inside)
       : params(params_), rows(rows_), kv_head(kv_head_) {
@@ -95,7 +104,7 @@ struct OutputTarget {
   __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
     const OutputRow row(params, rows, kv_head, tile_row);
     if (!row.exists) return OutputPlace{nullptr, nullptr};
-    if (complete) return OutputPlace{row.o(params), row.lse(params)};
+    if (complete) return OutputPlace{row.template o<Element>(params), row.lse(params)};
     const int64_t partial = partial_index(row, tile_row);
     return OutputPlace{reinterpret_cast<char*>(params.partial_o + partial * params.head_dim),
                        params.partial_lse + partial};
@@ -109,13 +118,13 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
 }
 
 /// Puts 16 rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
-template <class Tile, class Element, int kHeadDim, int kRowBlocks>
-__device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kRowBlocks>& state, int b,
+template <class Tile, class Element, int kColumns, int kRowBlocks>
+__device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, int b,
                                            const float (&inverse)[2], int32_t block_row, char* staged) {
   const uint32_t fragments =
       ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
 #pragma unroll
-  for (int n = 0; n < kHeadDim / 8; n += 2) {
+  for (int n = 0; n < kColumns / 8; n += 2) {
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -125,11 +134,11 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kHeadDim, kR
   }
 }
 
-/// Writes the rows of a warp that has seen all tokens of the item. On their way they are put into the warp's own rows
-/// of `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
-template <class Tile, class Element, int kHeadDim, int kRowBlocks, bool kManyLevels>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRowBlocks>& state,
-                                                const OutputTarget<kManyLevels>& target, int32_t first_row,
+/// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
+/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
+template <class Tile, class Element, int kColumns, int kRowBlocks, bool kManyLevels>
+__device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state,
+                                                const OutputTarget<Element, kManyLevels>& target, int32_t first_row,
                                                 char* staged) {
   const int lane = ptx::lane_id();
 #pragma unroll
@@ -173,7 +182,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
         char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
         if (to == nullptr) continue;
 #pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
               make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
         }
@@ -183,17 +192,16 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kHeadDim, kRo
 }
 
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight,
-/// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that nobody reads any more once
-/// all threads are here; `maxima` has room for two floats a row and warp, at a multiple of 16 bytes. `Block`: the
-/// threads that take part. Where work items are short this is half of their time, and none of it overlaps with
-/// another's: so nothing waits that need not.
-template <class Block, class Layout, int kBytes, class Element, int kHeadDim, bool kManyLevels>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 1>& state,
-                                                   const OutputTarget<kManyLevels>& target, const Layout& warp,
+/// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
+/// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
+/// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
+template <class Block, class Layout, int kBytes, class Element, int kColumns, bool kManyLevels>
+__device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state,
+                                                   const OutputTarget<Element, kManyLevels>& target, const Layout& warp,
                                                    int halves, char* outputs, float* maxima) {
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
-  constexpr int kChunks = kHeadDim / 4;                // of 16 bytes
+  constexpr int kChunks = kColumns / 4;                // of 16 bytes
   constexpr int kStride = Block::kWarps * 32;
   static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes, "they fit");
   struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
@@ -222,7 +230,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
   }
   Block::sync();
 
-#pragma unroll 1  // half of the code
+#pragma unroll 1  // one copy of the code for both halves
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
     const OfWarps of_maxima = row_maxima[tile_row];
@@ -236,10 +244,9 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
     // From this warp's sum of exponentials to the normalised output.
     const float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    if (const int32_t count = target.rows.count;
-        tile_row < count) {  // read once: in the loop it would be again for each store
+    if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < kColumns / 8; ++n) {
         float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
         *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
       }
@@ -259,13 +266,13 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
         total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
       }
       if (target.complete) {
-        *reinterpret_cast<uint2*>(to + chunk * 4 * kElementBytes) =
+        *reinterpret_cast<uint2*>(to + chunk * 4 * Element::kBytes) =
             make_uint2(Element::pack(total.x, total.y), Element::pack(total.z, total.w));
       } else {
         reinterpret_cast<float4*>(to)[chunk] = total;
       }
     }
-    // By a warp that mostly has no outputs to add up.
+    // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
       if (float* const to = target.place(tile_row).lse; to != nullptr) *to = state_lse(base, sum);
     }
@@ -273,7 +280,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kHeadDim, 
     Block::sync();  // before the other half's outputs take the place of these
     state.maximum[0][0] = state.maximum[0][1];
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       state.o[0][n][0] = state.o[0][n][2];
       state.o[0][n][1] = state.o[0][n][3];
     }

@@ -2,6 +2,7 @@
 // CPU.
 #pragma once
 
+#include "attention/variants.h"
 #include "cache/kv_tensor.h"
 #include "common/math.h"
 #include "planner/schedule.h"
@@ -33,7 +34,7 @@ struct AttentionParams {
   FastDivisor group_size;
   FastDivisor page_size;
   float sm_scale;
-  float logits_soft_cap;
+  VariantParams variant;
   int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
                          // this: the schedule may be read while it runs (the Hopper kernel does)
 };

@@ -1,4 +1,4 @@
-// A tile of rows of head_dim elements in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so
+// A tile of rows in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so
 // that the eight rows of an ldmatrix, and the chunks of a row that cp.async writes, fall into different banks.
 #pragma once
 
@@ -27,9 +27,9 @@ struct PermutedRows {
   }
 };
 
-template <int kHeadDim>
-struct SharedTile : PermutedRows<SharedTile<kHeadDim>> {
-  static constexpr int kRowBytes = kHeadDim * kElementBytes;
+template <class Element, int kColumns>
+struct SharedTile : PermutedRows<SharedTile<Element, kColumns>> {
+  static constexpr int kRowBytes = kColumns * Element::kBytes;
   static constexpr int kRowChunks = kRowBytes / 16;
 
   /// Byte offset of a 16-byte chunk.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/shared_tile.cuh"
-#include "attention/sm80/shape.h"
 #include "attention/variants.h"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
@@ -13,26 +12,13 @@
 
 namespace attn {
 
-/// How the warps of a CTA share a row tile and a KV tile.
-template <int kHeadDim, int kKind>
-struct WarpLayout {
-  static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
-  static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
-  static constexpr int kRowBlocks = kRows / 16;
-  static constexpr int kTokens = kv_tile(kHeadDim) / kKvWarps;  // of a warp
-  int32_t first_row;
-  int32_t first_token;
-  int32_t kv_warp;
-
-  __device__ __forceinline__ explicit WarpLayout(int warp)
-      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
-};
-
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
 /// that start at 2t (mma.cuh, C operand).
-template <class Element, int kHeadDim, int kRowBlocks>
+/// Element_: the type in which P and V are multiplied and O is written. kColumns: of V and O.
+template <class Element_, int kColumns, int kRowBlocks>
 struct WarpState {
-  static constexpr int kColumnBlocks = kHeadDim / 8;
+  using Element = Element_;
+  static constexpr int kColumnBlocks = kColumns / 8;
   static constexpr float kSlack = 8.0f;  // to base 2
 
   float o[kRowBlocks][kColumnBlocks][4];
@@ -54,22 +40,22 @@ struct WarpState {
   }
 
   /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
-  template <int kTokens, class QTile, class KvTile>
+  template <int kQkColumns, int kTokens, class QTile, class KTile>
   __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
-    // The next fragment of K is on its way while this one is multiplied. Where there are few products, every other one
-    // has a sum of its own: each waits for the last.
+    // Loads the next fragment of K while this one is multiplied. Where there are few products, two sums are kept, so
+    // that a product does not have to wait for the one before.
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
     float other[2][4] = {};
     uint32_t keys[2][4];
     ptx::ldmatrix_x4(keys[0], k);
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
+    for (int d = 0; d < kQkColumns / 16; ++d) {
       uint32_t a[kRowBlocks][4];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
@@ -77,8 +63,8 @@ struct WarpState {
       for (int n = 0; n < kFragments; ++n) {
         const int i = d * kFragments + n;
         const int next = i + 1;
-        if (next < kHeadDim / 16 * kFragments) {
-          ptx::ldmatrix_x4(keys[next % 2], KvTile::block(k, next % kFragments, next / kFragments));
+        if (next < kQkColumns / 16 * kFragments) {
+          ptx::ldmatrix_x4(keys[next % 2], KTile::block(k, next % kFragments, next / kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -101,7 +87,7 @@ struct WarpState {
   /// Of a row's scores in this lane's columns.
   template <int kBlocks>
   __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
-    float m[4];  // not one maximum after another, each waiting for the last
+    float m[4];  // four independent maxima, to shorten the chain of dependent instructions
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = s[i % kBlocks][2 * half];
 #pragma unroll
@@ -109,9 +95,9 @@ struct WarpState {
     return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
   }
 
-  /// Brings the maximum of row block b, and its sum, up to the scores' if one exceeds it by kSlack: with probabilities
-  /// up to 2^kSlack nothing overflows, and the output is seldom scaled. Returns whether it did (for the whole warp);
-  /// then the output must be multiplied with `correction`.
+  /// Raises the maximum of row block b, and rescales its sum, if a score exceeds it by kSlack: probabilities up to
+  /// 2^kSlack do not overflow, and the output is seldom rescaled. Returns whether it did (for the whole warp); then the
+  /// output must be multiplied by `correction`.
   template <int kBlocks>
   __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
     float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
@@ -122,7 +108,7 @@ struct WarpState {
     for (int half = 0; half < 2; ++half) {
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
-      // A row's maximum follows for its own sake only: its bits do not depend on the rows beside it.
+      // Only a row's own scores raise its maximum: its bits do not depend on other rows.
       const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
       correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
       maximum[b][half] = m;
@@ -161,8 +147,8 @@ struct WarpState {
     return maximum[b][half] == minus_infinity() ? 0.0f : maximum[b][half] * scale;
   }
 
-  /// Turns scores into probabilities relative to the maximum, packed for accumulate(); brings sum and output to a new
-  /// maximum.
+  /// One step of the online softmax: turns scores into probabilities, packed for accumulate(), and rescales sum and
+  /// output if the maximum changes.
   template <int kBlocks>
   __device__ __forceinline__ void update(float (&s)[kRowBlocks][kBlocks][4], uint32_t (&p)[kRowBlocks][kBlocks][2]) {
 #pragma unroll
@@ -184,9 +170,9 @@ struct WarpState {
   }
 
   /// o += P V. `v`: ldmatrix address (rows_first) of the warp's first token.
-  template <int kTokens, class KvTile>
+  template <int kTokens, class VTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
-    constexpr int kFragments = kHeadDim / 16;
+    constexpr int kFragments = kColumns / 16;
     uint32_t values[2][4];
     ptx::ldmatrix_x4_trans(values[0], v);
 #pragma unroll
@@ -196,7 +182,7 @@ struct WarpState {
         const int i = k * kFragments + d;
         const int next = i + 1;
         if (next < kTokens / 16 * kFragments) {
-          ptx::ldmatrix_x4_trans(values[next % 2], KvTile::block(v, next / kFragments, next % kFragments));
+          ptx::ldmatrix_x4_trans(values[next % 2], VTile::block(v, next / kFragments, next % kFragments));
         }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
@@ -217,29 +203,56 @@ struct WarpState {
   }
 };
 
-/// Scores become natural logits.
-template <class Variant, int kRowBlocks, int kBlocks>
-__device__ __forceinline__ void transform_logits(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4]) {
+/// Calls change(score, ScoreRow, KV position) for every score of a lane; `row`: the ScoreRow of a row of the row tile.
+template <int kRowBlocks, int kBlocks, class Row, class Change>
+__device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
+                                               int32_t first_token, const Row& row, const Change& change) {
+  const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const ScoreRow of_row = row(first_row + b * 16 + half * 8 + lane / 4);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) s[b][n][c] = Variant::logits(variant, s[b][n][c] * variant.sm_scale);
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) change(s[b][n][2 * half + c], of_row, first_token + n * 8 + lane % 4 * 2 + c);
+      }
     }
   }
 }
 
-/// Of a lane's scores of a row, of which every eight columns hold the first two: a bit for each of those in the first
-/// `columns` columns.
+/// Turns scores into natural logits.
+template <class Variant, int kRowBlocks, int kBlocks, class Row>
+__device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
+                                                 float (&s)[kRowBlocks][kBlocks][4], int32_t first_row,
+                                                 int32_t first_token, const Row& row) {
+  for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
+    score = variant.logits(score * sm_scale, of_row, kv_position);
+  });
+}
+
+/// Applies the variant's mask.
+template <class Variant, int kRowBlocks, int kBlocks, class Row>
+__device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
+                                                   int32_t first_row, int32_t first_token, const Row& row) {
+  if constexpr (Variant::kHasMask) {
+    for_each_score(s, first_row, first_token, row, [&](float& score, const ScoreRow& of_row, int32_t kv_position) {
+      if (!variant.sees(of_row, kv_position)) score = minus_infinity();
+    });
+  }
+}
+
+/// A lane's scores are two of every eight columns: returns a bit for each that lies in the first `columns` columns,
+/// counted from the lane's own first column.
 __device__ __forceinline__ uint32_t scores_before(int32_t columns) {
   const int32_t count = columns <= 0 ? 0 : min_of(columns / 8 * 2 + min_of(columns % 8, 2), 32);
   return static_cast<uint32_t>((1ull << count) - 1);
 }
 
-/// Hides what a row does not see and what lies behind the last token. `first_row`, `first_token`: of the warp.
-template <class Variant, int kRowBlocks, int kBlocks, class Rows>
-__device__ __forceinline__ void mask_scores(const VariantParams& variant, float (&s)[kRowBlocks][kBlocks][4],
+/// Masks the tokens outside a row's interval and those behind the last token. `first_row`, `first_token`: of the warp.
+template <int kRowBlocks, int kBlocks, class Rows>
+__device__ __forceinline__ void mask_scores(const Visibility& visibility, float (&s)[kRowBlocks][kBlocks][4],
                                             const Rows& rows, const FastDivisor& group_size, int32_t first_row,
                                             int32_t first_token, int32_t kv_end) {
   static_assert(kBlocks <= 16, "a bit for each of a row's scores that a lane holds");
@@ -251,7 +264,7 @@ __device__ __forceinline__ void mask_scores(const VariantParams& variant, float 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t position = rows.position(first_row + b * 16 + half * 8 + lane / 4, group_size);
-      const TokenRange tokens = variant.visibility.seen_by_all(position, position, TokenRange{0, kv_end});
+      const TokenRange tokens = visibility.seen_by_all(position, position, TokenRange{0, kv_end});
       visible[half] = scores_before(tokens.end - first_column) & ~scores_before(tokens.begin - first_column);
     }
 #pragma unroll

@@ -1,8 +1,8 @@
-// A walk over a CTA's interval of the schedule, or over the pairs that it takes in turn, one (row tile, head) pair
-// after another.
+// A walk over a CTA's interval of the schedule, or over the pairs that it takes from the work queue, one (row tile,
+// head) pair after another.
 //
 // kManyLevels, here and in what includes this: whether the schedule may have row lists and rows in several row groups.
-// The others, plain schedules, cost less without (docs/decisions.md).
+// Schedules with neither (plain ones) cost less in code without them (ADR 14).
 #pragma once
 
 #include "attention/variants.h"
@@ -16,9 +16,9 @@ struct WorkCursor {
   __device__ __forceinline__ WorkCursor(const Schedule& schedule, int32_t cta)
       : now(schedule.positions[cta]), end(schedule.positions[cta + 1]) {}
 
-  __device__ __forceinline__ bool is_in_turn() const { return (now.flags & kInTurn) != 0; }
+  __device__ __forceinline__ bool uses_queue() const { return (now.flags & kUsesQueue) != 0; }
 
-  /// Leaves what there was for a whole pair.
+  /// Goes to a whole pair from the work queue.
   __device__ __forceinline__ void take(const Position& pair) {
     now = pair;
     end = Position{pair.tile, pair.head + 1, 0, 0};
@@ -45,12 +45,6 @@ struct WorkCursor {
     }
   }
 };
-
-/// The variant's values for a level.
-__device__ __forceinline__ VariantParams variant_params(const AttentionParams& params, int32_t index) {
-  const Level& level = params.schedule.header->levels[index];
-  return VariantParams{params.sm_scale, params.logits_soft_cap, level.visibility};
-}
 
 /// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept
 /// in registers over a work item.

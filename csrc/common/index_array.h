@@ -13,7 +13,7 @@ struct IndexArray {
   ATTN_HD explicit operator bool() const { return data != nullptr; }
   ATTN_HD int64_t operator[](int64_t i) const {
 #if defined(__CUDA_ARCH__)
-    // Without a branch, so that loads from several arrays are under way together.
+    // Without a branch, so that loads from several arrays overlap.
     const int32_t* words = static_cast<const int32_t*>(data);
     const int32_t low = __ldg(words + (i << is_int64));
     const int32_t high = is_int64 ? __ldg(words + 2 * i + 1) : low >> 31;
@@ -23,8 +23,8 @@ struct IndexArray {
 #endif
   }
 
-  /// Element i as it lies in memory; an int32 in its low half. What is read is not touched before narrow(): loads from
-  /// several arrays are under way together.
+  /// The bits of element i; an int32 is in the low half. They are not used before narrow(), so that loads from several
+  /// arrays overlap.
   struct Words {
     int32_t low;
     int32_t high;

@@ -1,5 +1,5 @@
-// Brings kernels' code to the L2 cache before multiprocessors fetch it, line by line, from memory: what runs between
-// two launches has driven it out (docs/decisions.md).
+// Prefetches kernels' code to L2. Otherwise multiprocessors fetch it line by line from memory, because what runs
+// between two launches evicts it (ADR 20).
 #pragma once
 
 #include "common/kernel_code.h"
@@ -11,8 +11,8 @@ namespace attn {
 /// 0};`.
 __device__ char unknown_code;
 
-/// Thread `thread` of each block brings one of the lines, if there are so many, to stay as long as others can go;
-/// nobody waits for them.
+/// Thread `thread` of each block prefetches one of the lines, if there are so many, to be evicted last. Nothing waits
+/// for them.
 __device__ __forceinline__ void prefetch_code(const KernelCode& code, uint32_t thread) {
   constexpr uint32_t kLineBytes = 128;
   const uint32_t offset = (thread * ptx::num_blocks() + ptx::block_id()) * kLineBytes;

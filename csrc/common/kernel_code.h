@@ -1,5 +1,4 @@
-// Where a kernel's machine code lies in a GPU's memory, so that it can be brought to the L2 cache ahead of its
-// execution.
+// Where a kernel's machine code lies in a GPU's memory, so that it can be prefetched to L2.
 #pragma once
 
 #include "common/platform.h"

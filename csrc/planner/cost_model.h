@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// What the place of a CTA's interval on the line depends on.
+/// What the place of a CTA's interval in the list of work depends on.
 struct PlacedTile {
   int64_t cost_begin;
   int32_t cost_kind;
@@ -19,12 +19,12 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32
   return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
 }
 
-/// Of a row tile that is on the line, of row group `group`.
+/// Of a row tile in the list of work; `group`: its row group.
 ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
   return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
 }
 
-/// What each CTA gets if all get the same of a line of row tiles.
+/// What each CTA gets if a list of row tiles is shared equally.
 struct EqualShares {
   int64_t cost;
   int64_t pairs;  // (row tile, head) pairs, if they take about the same time
@@ -36,10 +36,10 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
                      divide(num_pairs + p.config.num_ctas - 1, p.num_ctas)};
 }
 
-/// Cost that each CTA gets, of a line of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
-/// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a line whose pairs only cost as much
+/// Cost that each CTA gets of a list of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
+/// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a list whose pairs only cost as much
 /// as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs
-/// that share a KV head's tokens read them at the same time (docs/decisions.md).
+/// that share a KV head's tokens read them at the same time (ADR 8).
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
                           const EqualShares& equal) {
   const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);
@@ -52,50 +52,56 @@ ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t 
 
 /// A plan as far as it is known; what write_header() is told.
 struct Planned {
-  int32_t num_groups;
-  int32_t num_tiles;
-  int32_t num_merge_rows;
-  int32_t num_links;
-  int32_t num_requests;  // that the forest was sought in
-  int64_t share;
-  int32_t longest_pair;  // the largest longest_pair() of all row groups
-  int32_t has_largest_tiles;
-  int32_t whole_pairs;   // no (row tile, head) is shared by CTAs
-  int32_t flags;         // ScheduleFlag bits
-  int32_t aligned_tile;  // as in ScheduleHeader, from align_prefix()
-  int32_t aligned_cta;
-  int32_t aligned_parts;
-  int32_t aligned_kv_tiles;  // of each part but the first, which has what is left
-  uint32_t errors;
+  int32_t num_groups = 0;
+  int32_t num_tiles = 0;
+  int32_t num_merge_rows = 0;
+  int32_t num_links = 0;
+  int32_t num_requests = 0;  // that the forest was sought in
+  int64_t share = 0;
+  int32_t longest_pair = -1;       // the largest longest_pair() of row groups with the largest kind of row tile
+  int32_t longest_small_pair = 0;  // and of all others
+  int32_t has_largest_tiles = 0;
+  int32_t whole_pairs = 0;   // no (row tile, head) is shared by CTAs
+  int32_t flags = 0;         // ScheduleFlag bits
+  int32_t aligned_tile = 0;  // as in ScheduleHeader, from align_prefix()
+  int32_t aligned_cta = 0;
+  int32_t aligned_parts = 0;
+  int32_t aligned_kv_tiles = 0;  // of each part but the first, which has what is left
+  uint32_t errors = 0;
 };
 
-/// A pair of a row group that sees all of its tokens: its cost, and in the lowest bits the kind of its row tile. The
-/// largest number is that of the longest pair.
-ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
-  const int64_t cost =
-      pair_cost(p.config, cost_kind(group.kind, group.state_begin), p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1);
-  return static_cast<int32_t>(min_of<int64_t>(cost, kMaxInt32 / kNumTileKinds)) * kNumTileKinds + group.kind;
+/// Whether one shared prefix is all that a forest has become.
+ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
+  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1;
 }
 
-/// KV tiles of a wide row tile that a CTA computes in the time of a merge, about.
+/// Cost of a pair of a row group that sees all of its tokens.
+ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
+  const int32_t num_kv_tiles = p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1;
+  return static_cast<int32_t>(
+      min_of(pair_cost(p.config, cost_kind(group.kind, group.state_begin), num_kv_tiles), kMaxInt32));
+}
+
+/// KV tiles of a large row tile that a CTA computes in about the time of a merge.
 constexpr int32_t kMergeKvTiles = 5;
 
-/// How pairs are handed out.
-struct Handing {
+/// How pairs are distributed to CTAs.
+struct PairDistribution {
   bool whole;  // no (row tile, head) is cut
-  bool in_turn;
+  bool uses_queue;
 };
 
 /// Pairs of the largest row tiles stay whole where CTAs then end no further apart than what cutting costs: a merge, and
-/// what comes before a pair's KV tiles once more. If there are more of them than CTAs these take them in turn; row
-/// groups must have several row tiles, or a CTA would wait for what is next longer than it computes. `most_pairs`: of
-/// a CTA, of EqualShares.
-ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t total_cost, int64_t most_pairs) {
+/// what comes before a pair's KV tiles once more. If there are more of them than CTAs, they go to the work queue; row
+/// groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
+/// `most_pairs`: of a CTA, of EqualShares.
+ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& planned, int64_t total_cost,
+                                          int64_t most_pairs) {
   const ScheduleConfig& config = p.config;
-  const int32_t kind = planned.longest_pair % kNumTileKinds;
-  const int64_t longest = planned.longest_pair / kNumTileKinds;
-  Handing handing{config.batch_invariant != 0, false};
-  if (config.turns == 0 || kind != config.max_kind) return handing;
+  const int32_t kind = config.max_kind;
+  const int64_t longest = planned.longest_pair;
+  PairDistribution distribution{config.batch_invariant != 0, false};
+  if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return distribution;
   const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
   const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
   const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
@@ -103,30 +109,25 @@ ATTN_HD Handing hand_out(const PlanParams& p, const Planned& planned, int64_t to
       longest <= planned.share &&
       longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
   const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
-  const bool has_many = longest * config.turns <= planned.share;
-  handing.in_turn = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
-  handing.whole |= handing.in_turn || (stays_whole && most_pairs == 1);
-  return handing;
-}
-
-/// Whether hand_out() asks for the longest pair. Few plans of decodes do.
-ATTN_HD bool needs_longest_pair(const PlanParams& p, const Planned& planned) {
-  return p.config.turns > 0 && planned.has_largest_tiles &&
-         (planned.num_merge_rows == 0 || planned.num_tiles >= 2 * planned.num_groups);
+  const bool has_many = longest * config.min_queue_pairs <= planned.share;
+  distribution.uses_queue =
+      planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
+  distribution.whole |= distribution.uses_queue || (stays_whole && most_pairs == 1);
+  return distribution;
 }
 
 /// Share and flags, when everything before them is known.
-ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, const EqualShares& equal,
-                         Planned& planned) {
+ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
+  const EqualShares equal = equal_shares(p, planned.num_tiles, total_cost);
   planned.share = cta_share(p, first, planned.num_tiles, total_cost, equal);
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
-  const Handing handing = hand_out(p, planned, total_cost, equal.pairs);
+  const PairDistribution distribution = distribute_pairs(p, planned, total_cost, equal.pairs);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags =
-      (is_plain ? kIsPlain : 0) | (handing.in_turn ? kInTurn : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
-  planned.whole_pairs = handing.whole;
+  planned.flags = (is_plain ? kIsPlain : 0) | (distribution.uses_queue ? kUsesQueue : 0) |
+                  (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  planned.whole_pairs = distribution.whole;
 }
 
 }  // namespace attn

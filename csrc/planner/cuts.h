@@ -8,10 +8,10 @@
 
 namespace attn {
 
-/// Most CTAs among which a pair is cut evenly: a warp looks at all numbers at once.
+/// Most CTAs among which a pair is cut evenly: on the device a warp looks at all numbers at once.
 constexpr int32_t kMaxAlignedParts = 32;
 
-/// One shared prefix, whose row tiles are the last of the line from `tile` on: its pairs may be cut evenly, each among
+/// One shared prefix, whose row tiles are the last of the list from `tile` on: its pairs may be cut evenly, each among
 /// the same number of CTAs. A CTA then has one part, and loads Q and leaves states once; the parts of row tiles that
 /// see the same tokens run side by side, and find them in L2.
 struct SharedPairs {
@@ -25,16 +25,15 @@ struct EvenCut {
   int32_t parts;     // of each pair
   int32_t kv_tiles;  // of each part but the first, which has what is left
   int32_t share;     // cost that each of the other CTAs gets, of what lies before
-  int32_t judged;  // cost of the busiest CTA, and in the lowest bits parts - 1: the smallest number is that of the best
-                   // cut; kNoCut: there is none
-  static constexpr int32_t kNoCut = 0x7fffffff;
+  int32_t cost;      // of the busiest CTA; kNoCut: a pair cannot be cut into so many parts
+  static constexpr int32_t kNoCut = kMaxInt32;
 };
 
-/// Lines that cost more than an int32 holds, seconds of a GPU, are not cut evenly. Without branches: a GPU divides
-/// twice at the same time.
+/// Lists that cost more than kMostCost (seconds of GPU time) are not cut evenly: no product exceeds 32 bits. Free of
+/// branches, so that a GPU overlaps the two divisions.
 ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
   constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
-  const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the line
+  const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list
   const uint32_t divisor = static_cast<uint32_t>(max_of(others, 1));
   const uint32_t cost_before = static_cast<uint32_t>(shared.first.cost_begin);
   const uint32_t share = (cost_before + divisor - 1) / divisor;
@@ -45,36 +44,28 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
   const bool whole = shared.count <= p.config.num_ctas && others >= 1 &&
                      static_cast<uint32_t>(parts - 1) * kv_tiles < static_cast<uint32_t>(shared.first.num_kv_tiles);
   const bool fits = shared.first.cost_begin <= kMaxInt32 && kv_tiles < kMostCost / 64 && cost < kMostCost;
-  const int32_t judged = whole && fits ? static_cast<int32_t>(cost) * kMaxAlignedParts + parts - 1 : EvenCut::kNoCut;
   return EvenCut{parts, static_cast<int32_t>(kv_tiles), max_of(static_cast<int32_t>(share), p.config.min_share),
-                 judged};
+                 whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }
 
-/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the line is cut into equal shares and a
-/// CTA that starts inside a pair pays its cost again. `best`: of all numbers of parts.
+/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the list is cut into equal shares and a
+/// CTA that starts inside a pair pays its cost again. `best`: the cut of the least cost and, of those, of the fewest
+/// parts.
 ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
-  if (best.judged == EvenCut::kNoCut ||
-      best.judged / kMaxAlignedParts > planned.share + p.config.pair_cost[shared.first.cost_kind])
-    return;
+  if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
   planned.aligned_parts = best.parts;
   planned.aligned_tile = shared.tile;
   planned.aligned_kv_tiles = best.kv_tiles;
   planned.aligned_cta = p.config.num_ctas - shared.count * best.parts;
   planned.share = best.share;
-  planned.flags &= ~kInTurn;
+  planned.flags &= ~kUsesQueue;
   planned.whole_pairs = p.config.batch_invariant;
 }
 
-/// Whether no place on the line, nor where a CTA without work would start behind it, exceeds an int32.
-ATTN_HD bool is_short_line(const PlanParams& p, const Planned& planned, int64_t total_cost) {
-  return max_of(total_cost, p.config.num_ctas * planned.share) <= kMaxInt32;
-}
-
-/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost on the line, of those that an interval
-/// may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i; `Cost`:
-/// int64_t, or int32_t if is_short_line().
-template <class Cost, class Tiles>
-ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, Cost total_cost,
+/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost in the list, of those that an interval
+/// may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+template <class Tiles>
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost,
                                int32_t cta) {
   const int32_t num_tiles = planned.aligned_tile;
   if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
@@ -87,27 +78,27 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
         behind == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - behind * planned.aligned_kv_tiles;
     return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
   }
-  if (planned.aligned_parts > 0) total_cost = static_cast<Cost>(tiles(num_tiles).cost_begin);
-  const Cost cost = cta * static_cast<Cost>(planned.share);
+  if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
+  const int64_t cost = cta * planned.share;
   if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
   int32_t low = 0;  // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
     const int32_t half = count / 2;  // of the `count` tiles from `low` on, the one sought is among the first count -
                                      // half, or those behind `low + half`
-    if (static_cast<Cost>(tiles(low + half).cost_begin) <= cost) low += half;
+    if (tiles(low + half).cost_begin <= cost) low += half;
     count -= half;
   }
   const PlacedTile tile = tiles(low);
   const int32_t own_cost = config.pair_cost[tile.cost_kind];
   const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];
-  const Cost head_cost = own_cost + tile.num_kv_tiles * static_cast<Cost>(kv_tile_cost);
-  const Cost inside = cost - static_cast<Cost>(tile.cost_begin);
+  const int64_t head_cost = pair_cost(config, tile.cost_kind, tile.num_kv_tiles);
+  const int64_t inside = cost - tile.cost_begin;
   Position position;
   position.tile = low;
   position.flags = planned.flags;
   position.head = static_cast<int32_t>(divide(inside, head_cost));
-  const Cost inside_kv_tiles = max_of<Cost>(inside - position.head * head_cost - own_cost, 0);
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
   position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
   const bool uncut = planned.whole_pairs || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
   if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {

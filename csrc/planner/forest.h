@@ -28,11 +28,11 @@ constexpr int32_t kMaxForestRequests = 1024;
 /// comparisons than it has branches on a path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
 
-/// Most pages of a request that is compared with all before it that may share more, as many at a time as a CTA has
-/// warps.
+/// Most pages of a request that is compared with all before it that may share more: its CTA compares a page table with
+/// each of its warps.
 constexpr int32_t kFewPages = 1024;
 
-/// Whether a request is, in a batch of so many requests that each has a CTA.
+/// Whether a request with so many pages is compared with all before it: only in batches where each request has a CTA.
 ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) {
   return num_requests <= kMaxSearchCtas && pages <= kFewPages;
 }
@@ -43,8 +43,8 @@ constexpr int32_t kMaxSharedPages = 1 << 20;
 /// Row states that a forest may use.
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
-/// Leading pages of a request that it can share. `first_entry`: of its pages, -1 if it has none.
-ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int32_t first_entry) {
+/// Leading pages of a request that it can share, if they begin with a page.
+ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group) {
   const ScheduleConfig& config = p.config;
   const PlanLevel& level = p.levels[0];
   if (group.qo_len == 0) return 0;
@@ -52,113 +52,95 @@ ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group, int3
   if (config.cascade != kCascadeAlways &&
       static_cast<int64_t>(group.qo_len) * config.group_size >= tile_rows(config.max_kind))
     return 0;
-  if (level.visibility.window_left >= 0 && group.kv_len - 1 > level.visibility.window_left)
-    return 0;  // a window hides the first token from the last row
+  // A window that hides the first token from the last row.
+  if (level.visibility.window_left >= 0 && group.kv_len - 1 > level.visibility.window_left) return 0;
   const int32_t seen = level.visibility.causal ? group.kv_len - group.qo_len + 1 : group.kv_len;
-  const int32_t pages = min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
-  return first_entry >= 0 ? pages : 0;
+  return min_of(p.page_size.divide(max_of(seen, 0)), kMaxSharedPages);
 }
 
-/// The first entry of a request's pages: a request without pages may read another's, which its length then hides. -1:
-/// there is none.
-ATTN_HD int32_t read_first_entry(const PageTable& table, int64_t table_begin) {
-  return table_begin < table.num_entries ? table.indices[table_begin] : -1;
+/// Whether a request's first entry is a page. (A request without pages may read another's, which its length then
+/// hides.)
+ATTN_HD bool begins_with_page(const PageTable& table, const RowGroup& group) {
+  return group.table_begin < table.num_entries && table.indices[group.table_begin] >= 0;
 }
 
-/// A request, and the node of its number, while a forest is planned.
-struct ForestEntry {
-  // Of the request.
-  int32_t leader;  // Attachment
-  int32_t pages;
+/// What a forest knows of a request. (The size of this struct and of the next is an odd number of words: no two of 32
+/// neighbours begin in the same bank of shared memory.)
+struct ForestRequest {
   int32_t qo_begin;  // RowGroup
   int32_t qo_len;
-  int32_t kv_len;
+  int32_t shareable;  // leading pages that it can share
+  int32_t leader;     // Attachment
+  int32_t pages;
   int32_t node;         // where it attaches; -1: nowhere
-  int32_t deepest;      // path_key() of the deepest node on its own path; -1: none
+  int32_t innermost;    // the deepest node that it is in: on its own path if others attach there, else `node`
+  int32_t top;          // the deepest taken node that it is in; -1: none
   int32_t merge_begin;  // first of its rows among the rows to be merged; -1: none of its nodes was taken
-  // Of the node.
-  int32_t parent;  // -1: none
-  int32_t depth;   // nodes on the path from the root to it; 0: there is no node of this number
-  int32_t rows;
-  int32_t requests;
-  int32_t weight;  // cost of a KV tile if its children read it: the sum over child nodes and over requests that are in
-                   // no deeper node
-  int32_t tile_cost;    // cost of a KV tile for its rows; on the device first for the request's
-  int32_t pair_cost;    // of its row tiles, for each KV head
-  int32_t begin;        // pages that taken nodes above it read
-  int32_t taken;        // it or the nearest ancestor that was taken; -1: none
+};
+static_assert(sizeof(ForestRequest) / sizeof(int32_t) % 2 == 1, "an odd number of words");
+
+/// A node, which has the number of the smallest request that attaches there.
+struct ForestNode {
+  int32_t pages;        // of its leader, from the first on
+  int32_t parent;       // -1: none
+  int32_t depth;        // nodes on the path from the root to it
+  int32_t rows;         // of all its requests
+  int32_t direct_rows;  // of those that are in no deeper node
+  int32_t num_requests;
+  int32_t weight;  // cost of a KV tile if its children read it: the sum over child nodes and over requests that are
+                   // in no deeper node
+  int32_t begin;   // pages that taken nodes above it read
+  int32_t taken;   // it or the nearest ancestor that was taken; -1: none
   int32_t taken_depth;  // taken nodes on the path from the root to it
   int32_t covered;      // pages that it and those above it read, as far as they are taken
-  union {
-    int32_t direct_rows;  // until it is decided on: of its rows those of requests that are in no deeper node
-    int32_t group;        // then, of a taken node
-  };
-  int32_t row_begin;  // of its rows in the row list
-  // Of the device planner (planner/device/forest.cuh).
-  int32_t key;       // what requests are grouped by, the first entry of the page table; then whether a request attaches
-  int32_t smallest;  // of the group that this request stands for
-  int32_t next;      // path_key() of the next node up on the path of this node's leader; -1: none
-  int32_t shallowest;  // of all that attach to this leader: pages << kNodeBits | request, the smallest
-  int32_t top;         // the deepest taken node that the request is in; -1: none
-  int32_t same;        // a request of the same first page, the same for all of them
+  int32_t group;        // of a taken node: its row group
+  int32_t row_begin;    // of a taken node: its first row in the row list
 };
-static_assert(sizeof(ForestEntry) / sizeof(int32_t) % 2 == 1, "no two of 32 entries in one bank");
+static_assert(sizeof(ForestNode) / sizeof(int32_t) % 2 == 1, "an odd number of words");
 
 struct Forest {
-  ForestEntry* entries;
-  int32_t size;  // requests
+  ForestRequest* requests;
+  ForestNode* nodes;
+  int32_t size;  // requests; there are as many places for nodes
 
-  static constexpr int32_t kNodeBits = 10;
-  static_assert(kMaxForestRequests == 1 << kNodeBits && static_cast<int64_t>(kMaxSharedPages) << kNodeBits <= int64_t{1}
-                                                                                                                  << 30,
-                "path_key() fits into an int32");
+  ATTN_HD bool is_node(int32_t n) const { return requests[n].node == n; }
 
-  ATTN_HD ForestEntry& operator[](int32_t i) const { return entries[i]; }
-
-  ATTN_HD bool is_node(int32_t n) const { return entries[n].node == n; }
-
-  /// The deepest node that a request is in: on its own path if others attach there, else where it attaches; -1: none.
-  ATTN_HD int32_t innermost(int32_t request) const {
-    const ForestEntry& entry = entries[request];
-    return entry.deepest >= 0 ? node_of(entry.deepest) : entry.node;
-  }
-
-  /// What a request that attaches says about its node: the largest is that of the deepest node and, of all that attach
-  /// there, of the smallest request.
-  ATTN_HD static int32_t path_key(int32_t request, int32_t pages) {
-    return pages << kNodeBits | (kMaxForestRequests - 1 - request);
-  }
-  ATTN_HD int32_t path_key(int32_t request) const { return path_key(request, entries[request].pages); }
-  ATTN_HD static int32_t node_of(int32_t path_key) {
-    return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1));
-  }
-  ATTN_HD static int32_t pages_of(int32_t path_key) { return path_key >> kNodeBits; }
-
-  ATTN_HD int32_t taken_above(int32_t n) const {
-    return entries[n].parent >= 0 ? entries[entries[n].parent].taken : -1;
-  }
+  ATTN_HD int32_t taken_above(int32_t n) const { return nodes[n].parent >= 0 ? nodes[nodes[n].parent].taken : -1; }
 
   /// The taken node of a request with `depth` taken nodes on the path from the root to it; -1: there is none.
   ATTN_HD int32_t taken_at(int32_t request, int32_t depth) const {
-    int32_t n = innermost(request);
-    if (n >= 0) n = entries[n].taken;
-    while (n >= 0 && entries[n].taken_depth > depth) n = taken_above(n);
-    return n >= 0 && entries[n].taken_depth == depth ? n : -1;
+    int32_t n = requests[request].top;
+    while (n >= 0 && nodes[n].taken_depth > depth) n = taken_above(n);
+    return n >= 0 && nodes[n].taken_depth == depth ? n : -1;
   }
 };
 
-/// The device planner's hash table has 2 to this power slots: at least four for each request, or two of very many. So
-/// there are 128 for each 32 requests, or 64 of very many.
-ATTN_HD constexpr int32_t forest_slot_bits(int32_t requests) {
-  return requests <= 32 ? 7 : requests <= 64 ? 8 : requests <= 128 ? 9 : requests <= 256 ? 10 : 11;
+/// A request and a number of pages as one number: the largest is that of most pages and, of those, of the smallest
+/// request. So a maximum finds the deepest node of a path.
+constexpr int32_t kRequestBits = 10;
+static_assert(kMaxForestRequests == 1 << kRequestBits &&
+                  static_cast<int64_t>(kMaxSharedPages) << kRequestBits <= int64_t{1} << 30,
+              "path_key() fits into an int32");
+ATTN_HD int32_t path_key(int32_t request, int32_t pages) {
+  return pages << kRequestBits | (kMaxForestRequests - 1 - request);
+}
+ATTN_HD int32_t request_of(int32_t path_key) { return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1)); }
+ATTN_HD int32_t pages_of(int32_t path_key) { return path_key >> kRequestBits; }
+
+/// Shared memory that the device planner needs for a forest, in bytes: what is above, and four words of scratch
+/// (ForestScratch in planner/device/forest.cuh).
+ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
+  const int32_t of_request = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
+  return round_up(num_requests * of_request, 16);
 }
 
-/// Shared memory that the device planner needs for a forest (ForestMemory in planner/device/forest.cuh), in bytes: the
-/// hash table, and for each request an int64 and an entry.
-ATTN_HD constexpr int32_t forest_shared_bytes(int32_t requests) {
-  if (requests == 0) return 0;
-  return round_up(
-      (4 << forest_slot_bits(requests)) + requests * static_cast<int32_t>(sizeof(int64_t) + sizeof(ForestEntry)), 16);
+/// Dynamic shared memory of the device planner: what every plan needs, the forest, and the first row tile of each row
+/// group.
+constexpr int32_t plan_shared_bytes(int32_t num_groups, int32_t num_requests) {
+  return kPlanSharedBytes + forest_shared_bytes(num_requests) + num_groups * static_cast<int32_t>(sizeof(int32_t));
+}
+constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
+  return plan_shared_bytes(2 * num_requests, num_requests);
 }
 
 /// What the row tiles of a row group cost together, for each KV head.
@@ -186,32 +168,28 @@ struct NodeCost {
   int64_t added;
 };
 
-/// What a node adds however many pages it reads: row tiles that hold its rows, and row states.
-ATTN_HD int64_t fixed_node_cost(const ScheduleConfig& config, int32_t pair_cost, int32_t states) {
-  return pair_cost + static_cast<int64_t>((multiply(states, config.state_cost) + 63) >> 6);
-}
-
-/// `pages`: that the node would read; `weight`, `tile_cost`: see ForestEntry; `fixed`: fixed_node_cost().
-ATTN_HD NodeCost node_cost(const PlanParams& p, int32_t pages, int32_t weight, int32_t tile_cost, int64_t fixed) {
-  const int32_t tokens = pages * p.levels[0].table.page_size;
+/// The cost of a node that saves `weight` for each KV tile and leaves `states` row states. It adds row tiles of its own
+/// and those states.
+ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
+  const RowsCost rows = rows_cost(p.config, node.rows, true);
+  const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;
   const int32_t whole_kv_tiles = p.kv_tile.divide(tokens);
   const int32_t kv_tiles = whole_kv_tiles + (whole_kv_tiles * p.config.kv_tile < tokens);
   return NodeCost{static_cast<int64_t>(multiply(whole_kv_tiles, weight)),
-                  fixed + static_cast<int64_t>(multiply(kv_tiles, tile_cost))};
+                  rows.pairs + static_cast<int64_t>((multiply(states, p.config.state_cost) + 63) >> 6) +
+                      static_cast<int64_t>(multiply(kv_tiles, rows.kv_tile))};
 }
 
 /// Beside its children reading the pages themselves. Only rows that are in no deeper node count states: the others
-/// leave two in any case, and what the third costs was not to be seen on a Hopper GPU (docs/decisions.md).
-ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestEntry& node) {
-  return node_cost(p, node.pages - node.begin, node.weight, node.tile_cost,
-                   fixed_node_cost(p.config, node.pair_cost, node_states(node.direct_rows, node.begin)));
+/// leave two in any case, and what the third costs was not measurable on a Hopper GPU (ADR 11).
+ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node) {
+  return node_cost(p, node, node.weight, node_states(node.direct_rows, node.begin));
 }
 
 /// Beside each of its requests reading them for itself, with row tiles of the least cost.
-ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestEntry& node) {
-  const int32_t weight = max_of(node.weight, node.requests * p.config.kv_tile_cost[0]);
-  return node_cost(p, node.pages - node.begin, weight, node.tile_cost,
-                   fixed_node_cost(p.config, node.pair_cost, node_states(node.rows, node.begin)));
+ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& node) {
+  const int32_t weight = max_of(node.weight, node.num_requests * p.config.kv_tile_cost[0]);
+  return node_cost(p, node, weight, node_states(node.rows, node.begin));
 }
 
 /// Most that a node counts for in what a forest saves: far more than any forest must save, and the sum over all nodes
@@ -236,19 +214,18 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
 /// Decides on a node whose ancestors have been decided on, and writes it down, but for its row group. Returns what it
 /// counts for in what the forest saves, at most kMostSaved, if it is taken, else 0.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
-  ForestEntry& node = f[n];
+  ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;
-  const ForestEntry& parent = f[is_root ? n : node.parent];
+  const ForestNode& parent = f.nodes[is_root ? n : node.parent];
   const int32_t depth_above = is_root ? 0 : parent.taken_depth;
-  node.begin = is_root
-                   ? 0
-                   : min_of(parent.covered,
-                            node.pages);  // a node lies below its parent, unless metadata changed while it was planned
+  // A node lies below its parent, unless metadata changed while it was planned.
+  node.begin = is_root ? 0 : min_of(parent.covered, node.pages);
   const NodeCost cost = node_cost(p, node);
   const int32_t reason = judge_node(p.config, cost, depth_above, node_states(node.rows, node.begin), free_states);
   const bool taken = reason == kNodeTaken;
-  p.schedule.nodes[n] = PrefixNode{node.leader, node.parent, node.begin, node.pages, node.requests,
-                                   node.rows,   -1,          reason,     cost.saved, cost.added};
+  p.schedule.nodes[n] =
+      PrefixNode{f.requests[n].leader, node.parent, node.begin, node.pages, node.num_requests, node.rows, -1, reason,
+                 cost.saved,           cost.added};
   node.taken = taken ? n : is_root ? -1 : parent.taken;
   node.taken_depth = depth_above + taken;
   node.covered = taken ? node.pages : node.begin;
@@ -262,54 +239,57 @@ ATTN_HD bool forest_pays(const ScheduleConfig& config, int32_t saved) {
 
 /// Takes back that node n was taken.
 ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
-  if (f[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
-  f[n].taken = -1;
+  if (f.nodes[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
+  f.nodes[n].taken = -1;
 }
 
-/// The row group of a taken node. qo_begin, state_begin, here 0, and tile_begin are left to the caller. `table_begin`:
-/// of request n.
-ATTN_HD RowGroup node_group(const PlanParams& p, const Forest& f, int32_t n, int64_t table_begin) {
+/// Cuts from the front of request i's row group the pages that taken nodes read, and writes the row group of node i, if
+/// that is taken. Row lists and states of all requests come first, `num_own_states`, those of nodes behind them.
+/// tile_begin is left to the caller.
+ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_t num_own_states) {
   const PageTable& table = p.levels[0].table;
-  const int32_t begin = f[n].begin;
-  RowGroup group;
-  group.table_begin = table_begin + static_cast<int64_t>(begin) * table.entry_step;
-  group.qo_begin = 0;
-  group.qo_len = f[n].rows;
-  group.kv_len = (f[n].pages - begin) * table.page_size;
-  group.tile_begin = 0;
-  group.level = 1;
-  group.kind = choose_kind(p.config, packed_rows_of(p.config, f[n].rows));
-  group.state_begin = 0;
-  group.unused = 0;
-  return group;
-}
-
-/// Cuts from the front of a request's own row group the pages that taken nodes read. state_begin, here 0, is left to
-/// the caller.
-ATTN_HD void cut_group(const PageTable& table, int32_t pages, RowGroup& group) {
-  if (pages == 0) return;
-  group.state_begin = 0;
-  group.table_begin += static_cast<int64_t>(pages) * table.entry_step;
-  group.kv_len = max_of(group.kv_len - pages * table.page_size,
-                        0);  // no less than 0, unless metadata changed while it was planned
+  const auto skip = [&](int32_t pages) { return static_cast<int64_t>(pages) * table.entry_step; };
+  RowGroup group = p.schedule.groups[i];
+  if (f.is_node(i) && f.nodes[i].taken == i) {
+    const ForestNode& node = f.nodes[i];
+    RowGroup of_node = group;
+    of_node.table_begin += skip(node.begin);
+    of_node.qo_begin = node.row_begin;
+    of_node.qo_len = node.rows;
+    of_node.kv_len = (node.pages - node.begin) * table.page_size;
+    of_node.level = 1;
+    of_node.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
+    of_node.state_begin = num_own_states + node.row_begin;
+    p.schedule.groups[node.group] = of_node;
+  }
+  const int32_t top = f.requests[i].top;
+  if (top < 0) return;
+  group.table_begin += skip(f.nodes[top].covered);
+  // No less than 0, unless metadata changed while it was planned.
+  group.kv_len = max_of(group.kv_len - f.nodes[top].covered * table.page_size, 0);
+  group.state_begin = f.requests[i].merge_begin;
+  p.schedule.groups[i] = group;
 }
 
 /// Puts a request's row number `index` into a taken node, as row `rank` of it.
 ATTN_HD void link_node_row(const PlanParams& p, const Forest& f, int32_t n, int32_t request, int32_t index,
                            int32_t rank) {
-  p.schedule.rows[f[n].row_begin + rank] = f[request].qo_begin + index;
-  p.schedule.links[static_cast<int64_t>(f[n].taken_depth) * p.config.max_merge_rows + f[request].merge_begin + index] =
-      RowLink{f[n].group, rank};
+  const ForestNode& node = f.nodes[n];
+  const int32_t merge_row = f.requests[request].merge_begin + index;
+  p.schedule.rows[node.row_begin + rank] = f.requests[request].qo_begin + index;
+  p.schedule.links[static_cast<int64_t>(node.taken_depth) * p.config.max_merge_rows + merge_row] =
+      RowLink{node.group, rank};
 }
 
-/// Links a row to its request's own row group, and to nothing where it is in fewer taken nodes than others. `depth`:
-/// taken nodes that it is in.
-ATTN_HD void link_own_row(const PlanParams& p, const Forest& f, int32_t request, int32_t index, int32_t depth,
-                          int32_t num_links) {
-  const int32_t merge_row = f[request].merge_begin + index;
-  p.schedule.links[merge_row] = RowLink{request, index};
-  for (int32_t link = depth + 1; link < num_links; ++link)
-    p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + merge_row] = RowLink{-1, 0};
+/// Links the rows of a request that is in taken nodes to its own row group, and to nothing where it is in fewer of them
+/// than others.
+ATTN_HD void link_own_rows(const PlanParams& p, const Forest& f, int32_t request, int32_t num_links) {
+  const ForestRequest& r = f.requests[request];
+  for (int32_t index = 0; r.top >= 0 && index < r.qo_len; ++index) {
+    p.schedule.links[r.merge_begin + index] = RowLink{request, index};
+    for (int32_t link = f.nodes[r.top].taken_depth + 1; link < num_links; ++link)
+      p.schedule.links[static_cast<int64_t>(link) * p.config.max_merge_rows + r.merge_begin + index] = RowLink{-1, 0};
+  }
 }
 
 }  // namespace attn

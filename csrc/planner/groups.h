@@ -111,7 +111,7 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
 
 /// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy,
 /// longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens because they are wide,
-/// a CTA starts an item more slowly (docs/decisions.md).
+/// a CTA starts an item more slowly (ADR 10).
 constexpr int32_t kChunkTokens = 768;
 constexpr int32_t kLongChunkTokens = 1024;
 constexpr int32_t kUncutRequest = 1024;  // is one chunk
@@ -135,6 +135,7 @@ ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
 
 /// Chunks of a request's row group; at least 1.
 ATTN_HD int32_t count_chunks(const PlanParams& p, const RowGroup& group) {
+  if (!p.config.batch_invariant) return 1;
   return max_of(static_cast<int32_t>(ceil_div<int64_t>(group.kv_len, chunk_tokens(p, group))), 1);
 }
 

@@ -7,31 +7,22 @@
 
 namespace attn {
 
-/// Threads of a CTA of the device planner: fewer where they are enough, as warps that have nothing to do take turns
-/// with those that have. The first CTA plans. The others search for shared prefixes: each has teams of threads that
-/// look after one request at a time, and there are no more of them than fit onto a GPU at once.
-constexpr int32_t kMaxPlanThreads = 640;  // those of 512 requests and of some shared prefixes at once
-constexpr int32_t kFewPlanThreads = 384;
-constexpr int32_t kSearchTeamThreads = 128;
+/// Threads of a CTA of the device planner. The first CTA plans; the others search for shared prefixes, and there are no
+/// more of them than fit onto a GPU at once.
+constexpr int32_t kPlanThreads = 512;
 constexpr int32_t kMaxSearchCtas = 128;
 
-/// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanSharedMemory
-/// (planner/device/plan.cu).
-constexpr int32_t kPlanSharedBytes = 30 * 1024;
+/// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanShared
+/// (planner/device/context.cuh).
+constexpr int32_t kPlanSharedBytes = 18 * 1024;
 
-/// Row tiles of a plan in which a forest is sought: fewer.
+/// Row tiles of a plan in which a forest is sought: fewer, so that the cost of a KV tile of all of them is an int32.
 constexpr int32_t kMaxForestTiles = 1 << 21;
 
-/// Row tiles whose place on the line it keeps in shared memory.
+/// Row tiles whose place in the list of work the first CTA keeps in shared memory.
 constexpr int32_t kCachedTiles = 1024;
 
-/// Threads of the device planner's CTAs, and how many CTAs there are: the first, and one for each request or some
-/// requests.
-inline int32_t plan_threads(const PlanParams& p) {
-  const bool few =
-      !p.config.batch_invariant && count_groups(p) < kFewPlanThreads && p.config.num_ctas <= kFewPlanThreads / 2;
-  return few ? kFewPlanThreads : kMaxPlanThreads;
-}
+/// CTAs of the device planner: the first, and one for each request or some requests.
 inline int32_t plan_ctas(const PlanParams& p) {
   return p.seeks_forest ? 1 + min_of(p.levels[0].num_groups, kMaxSearchCtas) : 1;
 }
@@ -54,8 +45,6 @@ inline void prepare_plan(PlanParams& p) {
   const PlanLevel& view = p.levels[0];
   p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 &&
                    view.num_groups <= p.config.max_nodes && p.config.max_tiles < kMaxForestTiles;
-  p.position_threads =
-      min_of(round_up(p.config.num_ctas + 32, 32), plan_threads(p) / 2);  // all at once, if that is no more than half
   if (!p.seeks_forest) return;
   PlanLevel& forest = p.levels[1];
   forest = view;

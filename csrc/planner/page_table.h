@@ -10,11 +10,12 @@ namespace attn {
 ///     indices ? indices[begin(i) + j * entry_step] / entry_step : begin(i) + j
 /// with begin(i) = indptr ? indptr[i] : (rows ? rows[i] : i) * row_stride, and its length is kv_lens[i], or from indptr
 /// and last_page_len (CSR).
-///   CSR            indices, indptr, last_page_len                    entry_step 1
-///   block table    indices [num_rows, row_stride], kv_lens           entry_step 1
-///   token slots    indices [num_rows, row_stride], rows, kv_lens     entry_step page_size: one entry a token, of which
-///   every page_size-th is read ragged         indptr; page_size 1                               pages are the tensor's
-///   rows
+/// - CSR: indices, indptr, last_page_len; entry_step 1
+/// - block table: indices [num_rows, row_stride], kv_lens; entry_step 1
+/// - token slots: indices [num_rows, row_stride], rows, kv_lens; entry_step page_size: one entry for each token, of
+/// which
+///   every page_size-th is read
+/// - ragged: indptr; page_size 1; pages are the tensor's rows
 struct PageTable {
   const int32_t* indices = nullptr;
   IndexArray indptr;

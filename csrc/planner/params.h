@@ -17,7 +17,7 @@ struct PlanLevel {
   int32_t max_rows = 0;           // no row group reaches beyond: elements of `rows`, or the rows of Q
   int32_t num_groups = 0;
   Visibility visibility;
-  IndexArray kv_length;  // from prepare_plan (planning.h): kv_lens, or else last_page_len, or else any array of as many
+  IndexArray kv_length;  // from prepare_plan (launch.h): kv_lens, or else last_page_len, or else any array of as many
                          // elements, which is not looked at
 };
 
@@ -26,13 +26,12 @@ struct PlanParams {
   Schedule schedule;
   PlanLevel levels[kMaxLevels];  // one behind the last: of the prefix forest's row groups
   int32_t num_levels;
-  // From here on: prepare_plan (planning.h).
+  // From here on: prepare_plan (launch.h).
   int32_t seeks_forest;
-  int32_t position_threads;  // of the device planner's first CTA: they find positions
-  FastDivisor kv_tile;       // config.kv_tile
-  FastDivisor group_size;    // config.group_size
-  FastDivisor page_size;     // of the first level
-  FastDivisor num_ctas;      // config.num_ctas
+  FastDivisor kv_tile;     // config.kv_tile
+  FastDivisor group_size;  // config.group_size
+  FastDivisor page_size;   // of the first level
+  FastDivisor num_ctas;    // config.num_ctas
   FastDivisor kv_tile_cost[kNumCostKinds];
 };
 

@@ -1,13 +1,11 @@
 // The schedule: what `plan` leaves in the workspace and what the attention and merge kernels read.
-//
-// Work is laid out on one line: row tile by row tile; inside a row tile KV head by KV head; inside a head KV tile by KV
-// tile. Every CTA gets one interval of that line, `[positions[cta], positions[cta + 1])`, of about equal cost. An
+// Work is one flattened list: row tile by row tile; inside a row tile KV head by KV head; inside a head KV tile by KV
+// tile. Every CTA gets one interval of that list, `[positions[cta], positions[cta + 1])`, of about equal cost. An
 // interval therefore starts and ends inside at most two (row tile, head) pairs, and a pair that several CTAs share
 // belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
-//
-// Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU need not keep to them: its CTAs take
-// one pair after another, in turn, as they come for it. Pairs of a row group are then computed at about the same time,
-// by as many CTAs, and find their K and V in L2 (docs/decisions.md).
+// Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU may ignore them: its CTAs take one
+// pair after another from a work queue. Pairs of a row group are then computed at about the same time, by as many CTAs,
+// and find their K and V in L2 (ADR 7).
 //
 // A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds
 // (forest.h), or of the KV chunks that a batch invariant plan cuts a request into. Then it leaves a state in each of
@@ -28,7 +26,7 @@ constexpr int32_t kMaxLevels = 8;
 /// Most KV tiles of a pair that may be uncut (is_uncut()): keeps its arithmetic in 32 bits.
 constexpr int32_t kMaxUncutKvTiles = 64;
 
-/// Most row groups that a row is in: a warp looks after them, a lane each.
+/// Most row groups that a row is in: one warp handles them, one lane each.
 constexpr int32_t kMaxLinks = 32;
 
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
@@ -65,15 +63,15 @@ struct RowGroup {
   int32_t tile_begin;   // index of its first RowTile
   int32_t level;
   int32_t kind;         // of its row tiles
-  int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head) (params.h), to be
-                        // merged; -1: its rows are in no other group
+  int32_t state_begin;  // its row number r leaves its state at row_state_index(state_begin + r, head)
+                        // (attention/params.h), to be merged; -1: its rows are in no other group
   int32_t unused;
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
 /// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
 struct RowTile {
-  int64_t cost_begin;  // cost of everything before this tile on the line
+  int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;
   int32_t kind;
   int32_t packed_begin;
@@ -85,11 +83,11 @@ struct RowTile {
 /// What a CTA must know of a schedule before anything else.
 enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,          // no row is in several groups, and there is no row list
-  kInTurn = 1 << 1,           // whole pairs may be taken in turn
+  kUsesQueue = 1 << 1,        // CTAs may take whole pairs from the work queue
   kHasLargestTiles = 1 << 2,  // some row tile is of the largest kind
 };
 
-/// A point on the line of work; ordered lexicographically.
+/// A point in the list of work; ordered lexicographically.
 struct alignas(16) Position {
   int32_t tile;
   int32_t head;     // KV head
@@ -126,10 +124,10 @@ struct ScheduleHeader {
   int32_t flags;           // ScheduleFlag bits
   int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
   int32_t num_requests;    // that the forest was sought in; 0: it was not
-  uint32_t pairs_taken;    // in turn, beside the first two of each CTA; 0 between launches
-  int32_t aligned_tile;   // row tiles from here on are cut evenly (align_prefix() in planning.h); num_tiles if none are
-  int32_t aligned_cta;    // the first CTA that runs them
-  int32_t aligned_parts;  // CTAs of each of their pairs
+  uint32_t queue_head;     // requests made to the work queue; 0 between launches
+  int32_t aligned_tile;    // row tiles from here on are cut evenly (align_prefix() in cuts.h); num_tiles if none are
+  int32_t aligned_cta;     // the first CTA that runs them
+  int32_t aligned_parts;   // CTAs of each of their pairs
   int32_t unused;
   int64_t share;                        // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
@@ -152,7 +150,7 @@ enum NodeReason : int32_t {
   kForestSavesTooLittle = 4
 };
 
-/// A node of the prefix forest (forest.h), for those who look at a plan. Node n, if there is one, is named after the
+/// A node of the prefix forest (forest.h), for inspecting a plan. Node n, if there is one, is named after the
 /// smallest request that joins the others at it.
 struct PrefixNode {
   int32_t leader;      // smallest request of all that share its pages; -1: there is no node of this number
@@ -199,7 +197,7 @@ struct ScheduleConfig {
   int32_t max_nodes;        // requests that a prefix forest is sought in; 0: never
   int32_t cascade;          // CascadeMode
   int32_t batch_invariant;  // parts and their order depend on the request alone
-  int32_t turns;            // pairs are taken in turn if so many as the longest make up a CTA's share; 0: never
+  int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds so many of the longest pairs; 0: never
   int32_t min_share;  // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
@@ -264,7 +262,7 @@ struct Schedule {
   int32_t* rows;                // [max_states]: row list of the forest's row groups
   PrefixNode* nodes;            // [max_nodes]
   AttachmentSlot* attachments;  // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of
-                                // its next launch; before the first one anything
+                                // its next launch; arbitrary before the first launch
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {
@@ -280,10 +278,10 @@ struct Schedule {
   }
 };
 
-/// Pair number `pair` in the order in which pairs are taken in turn: group by group, in a group the row tile first that
-/// sees most, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
-ATTN_HD Position pair_in_turn(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
-                              int32_t num_tiles, int32_t pair) {
+/// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most
+/// tokens, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
+ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
+                             int32_t num_tiles, int32_t pair) {
   const int32_t tile = pair / num_kv_heads;
   const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
@@ -304,8 +302,8 @@ ATTN_HD bool is_uncut(int32_t pair_cost, int32_t kv_tile_cost, int32_t num_kv_ti
          pair_cost + num_kv_tiles * kv_tile_cost <= share;
 }
 
-/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: what find_position
-/// (planning.h) does, turned round.
+/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: the inverse of
+/// find_position() (cuts.h).
 struct CtaRange {
   int32_t begin;
   int32_t end;

@@ -23,7 +23,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.flags = planned.flags;
   header.whole_pairs = planned.whole_pairs;
   header.num_requests = planned.num_requests;
-  header.pairs_taken = 0;
+  header.queue_head = 0;
   header.aligned_tile = planned.aligned_tile;
   header.aligned_cta = planned.aligned_cta;
   header.aligned_parts = planned.aligned_parts;
@@ -35,12 +35,14 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   }
 }
 
-/// Whether one node is all of a forest, and its rows are all rows of the requests, the last of which ends at `end_row`:
-/// in their order, so its row group needs no list, without which Q of the largest row tiles comes faster
-/// (docs/decisions.md). Only if they fill such tiles: behind the last row Q may hold anything.
-ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned, int32_t end_row) {
-  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_merge_rows == end_row &&
-         packed_rows_of(p.config, end_row) % tile_rows(p.config.max_kind) == 0;
+/// Whether the rows of a forest of one node are all rows of the requests, in their order: its row group needs no list,
+/// without which Q of the largest row tiles loads faster (ADR 13). Only if they fill such tiles: behind the
+/// last row Q may hold anything.
+ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned) {
+  if (!has_one_prefix(p, planned)) return false;
+  const RowGroup& last = p.schedule.groups[p.levels[0].num_groups - 1];
+  const int32_t num_rows = last.qo_begin + last.qo_len;
+  return planned.num_merge_rows == num_rows && packed_rows_of(p.config, num_rows) % tile_rows(p.config.max_kind) == 0;
 }
 
 /// Describes a level. `without_list`: the forest's, if node_needs_no_list().

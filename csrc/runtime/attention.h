@@ -3,8 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <string>
 
+#include "attention/kernel_design.h"
 #include "attention/params.h"
 #include "common/data_type.h"
 #include "planner/params.h"
@@ -12,10 +14,7 @@
 
 namespace attn {
 
-/// The attention kernels, whose row tiles, KV tiles and costs a schedule is made for.
-enum class KernelKind : int32_t { kCpu = 0, kGeneric = 1, kHopper = 2 };
-
-/// Fixed when the object is made.
+/// Fixed when the object is made. Filled by Python.
 struct AttentionConfig {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
@@ -25,20 +24,25 @@ struct AttentionConfig {
   int32_t max_groups;  // row groups of one level
   int32_t max_levels;  // of a composition
   int32_t num_ctas;    // 0: as many as the device holds at once
-  int32_t cascade;     // CascadeMode
-  bool batch_invariant;
-  KernelKind kernel;  // that the schedule is made for; without a GPU the CPU runs it, whichever it is
-  bool on_cuda;
+  CascadeMode cascade;
+  int32_t design;  // in kDesigns: that the schedule is made for; without a GPU the CPU runs it, whichever it is
   int32_t device;
+  bool batch_invariant;
+  bool on_cuda;
 };
 
-/// Cubin files of the kernels; empty on a CPU.
-struct KernelFiles {
-  std::string plan;
-  std::string attention;
-  std::string
-      attention_rows;  // of the Hopper kernel, for caches that the copy engine cannot bring box by box; empty otherwise
-  std::string merge;
+/// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names.
+/// None on a CPU.
+using KernelFiles = std::map<std::string, std::string>;
+
+/// What `plan` is told of a level of a composition beside its tensors. Filled by Python.
+struct LevelOptions {
+  int32_t index;
+  int32_t num_levels;  // of the composition
+  int64_t page_size;
+  int64_t window_left;
+  int32_t entry_step;  // see PageTable
+  bool causal;
 };
 
 /// Sizes in bytes of the buffers that the caller allocates once.
@@ -72,7 +76,7 @@ class Attention {
     Attention& attention_;
   };
 
-  /// Levels of a new plan follow: enters, and forgets the plan before. plan() leaves.
+  /// Begins a new plan: enters, and forgets the plan before. plan() leaves.
   void begin_plan();
 
   /// If this thread began a plan: leaves. Forgets the plan before, unless another thread uses the object.
@@ -99,17 +103,15 @@ class Attention {
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
-  bool describe_rows(const void* data, int64_t row_stride, int64_t head_stride, int32_t num_rows, int32_t packed_rows,
-                     TensorMap& map) const;
-  HopperParams describe_tensors(const AttentionParams& params) const;
+  void load_kernels(const KernelFiles& files, int32_t forest_requests);
 
   AttentionConfig config_;
+  const KernelDesign& design_;
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
-  int32_t threads_ = 0;  // of a CTA of the attention kernel
-  driver::Kernel plan_kernel_, plan_forest_kernel_, attention_kernel_, attention_rows_kernel_, merge_kernel_;
-  KernelCode attention_code_{};
-  KernelCode attention_rows_code_{};
+  driver::Kernel plan_kernel_, plan_forest_kernel_, merge_kernel_;
+  driver::Kernel attention_kernels_[kMaxDesignKernels];
+  KernelCode attention_codes_[kMaxDesignKernels] = {};
   KernelCode merge_code_{};
   Schedule schedule_;
   PlanParams plan_params_{};

@@ -1,25 +1,29 @@
 // The functions that Python calls (attn_backend/kernels/library.py), bound with tvm-ffi: tensors arrive through DLPack,
 // the stream is torch's current one.
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <cstring>
 #include <limits>
 #include <mutex>
+#include <type_traits>
 
 #include "attention/cpu/executor.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
+#include "runtime/designs.h"
 
 namespace attn {
 namespace {
 
+using tvm::ffi::Bytes;
+using tvm::ffi::Map;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
-using tvm::ffi::Tuple;
 
 Attention& object(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
 
@@ -29,79 +33,80 @@ driver::Stream current_stream(DLDevice device) {
   return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
 }
 
-int64_t attention_create(int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t max_rows,
-                         int64_t max_batch, int64_t max_levels, int64_t num_ctas, int64_t cascade, bool batch_invariant,
-                         int64_t kernel, bool on_cuda, int64_t device, String plan_file, String attention_file,
-                         String attention_rows_file, String merge_file) {
-  const AttentionConfig config{narrow("num_qo_heads", num_qo_heads, 1, kMaxHeads),
-                               narrow("num_kv_heads", num_kv_heads, 1, kMaxHeads),
-                               narrow("head_dim", head_dim, 1),
-                               static_cast<DataType>(dtype),
-                               narrow("max_rows", max_rows, 1),
-                               narrow("max_batch", max_batch, 1),
-                               narrow("max_levels", max_levels, 1, kMaxLevels),
-                               narrow("num_ctas", num_ctas),
-                               static_cast<int32_t>(cascade),
-                               batch_invariant,
-                               static_cast<KernelKind>(kernel),
-                               on_cuda,
-                               narrow("device.index", device)};
-  return reinterpret_cast<int64_t>(
-      new Attention(config, KernelFiles{plan_file, attention_file, attention_rows_file, merge_file}));
+/// A struct that Python filled (attn_backend/kernels/structs.py).
+template <class Struct>
+Struct unpack(const Bytes& bytes) {
+  static_assert(std::is_trivially_copyable<Struct>::value, "comes as bytes");
+  if (bytes.size() != sizeof(Struct)) refuse("bytes of a struct", bytes.size(), sizeof(Struct));
+  Struct value;
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  return value;
+}
+
+/// A struct that Python reads.
+template <class Struct>
+Bytes pack(const Struct& value) {
+  return Bytes(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+/// `config`: AttentionConfig. `files`: KernelFiles.
+int64_t attention_create(const Bytes& config, const Map<String, String>& files) {
+  const AttentionConfig c = unpack<AttentionConfig>(config);
+  narrow("num_qo_heads", c.num_qo_heads, 1, kMaxHeads);
+  narrow("num_kv_heads", c.num_kv_heads, 1, kMaxHeads);
+  narrow("head_dim", c.head_dim, 1);
+  narrow("max_rows", c.max_rows, 1);
+  narrow("max_batch", c.max_groups, 1);
+  narrow("max_levels", c.max_levels, 1, kMaxLevels);
+  narrow("num_ctas", c.num_ctas);
+  narrow("design", c.design, 0, kNumDesigns - 1);
+  narrow("device.index", c.device);
+  if (c.on_cuda && kDesigns[c.design]->make_arguments == nullptr)
+    refuse("design", kDesigns[c.design]->name, "one for GPUs");
+  KernelFiles paths;
+  for (const auto& [kernel, file] : files) paths[kernel] = file;
+  return reinterpret_cast<int64_t>(new Attention(c, paths));
 }
 
 void attention_destroy(int64_t handle) { delete &object(handle); }
 
-/// (bytes of the schedule, of partial_o, of partial_lse)
-Tuple<int64_t, int64_t, int64_t> workspace_size(int64_t handle) {
-  const WorkspaceSize size = object(handle).workspace_size();
-  return Tuple<int64_t, int64_t, int64_t>(size.schedule, size.partial_o, size.partial_lse);
-}
+/// WorkspaceSize.
+Bytes workspace_size(int64_t handle) { return pack(object(handle).workspace_size()); }
 
 void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse) {
   object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
 }
 
-/// What a reader of the schedule needs: all of ScheduleConfig, in its order, then the offsets of groups, tiles,
-/// positions, links, rows and nodes.
-tvm::ffi::Array<int64_t> schedule_config(int64_t handle) {
-  const ScheduleConfig& config = object(handle).schedule_config();
-  const ScheduleLayout& layout = object(handle).layout();
-  static_assert(sizeof(config) % sizeof(int32_t) == 0 && alignof(ScheduleConfig) == alignof(int32_t),
-                "nothing but int32");
-  const int32_t* fields = reinterpret_cast<const int32_t*>(&config);
-  tvm::ffi::Array<int64_t> values;
-  for (size_t i = 0; i < sizeof(config) / sizeof(int32_t); ++i) values.push_back(fields[i]);
-  for (const int64_t offset : {layout.groups, layout.tiles, layout.positions, layout.links, layout.rows, layout.nodes})
-    values.push_back(offset);
-  return values;
-}
+/// ScheduleConfig, and ScheduleLayout: with them a reader can locate everything in the workspace.
+Bytes schedule_config(int64_t handle) { return pack(object(handle).schedule_config()); }
+Bytes schedule_layout(int64_t handle) { return pack(object(handle).layout()); }
 
-/// Ends a plan whose levels did not all come: what was planned before is no plan any more.
+/// Ends a plan some of whose levels are missing; the previous plan is dropped, too.
 void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
 
-/// Takes level number `index` of a composition of `num_levels` levels, a BSR view; with the last one, plans. The caller
+/// Takes a level of a composition, a BSR view: its LevelOptions and its tensors. With the last one, plans. The caller
 /// sees to index < num_levels <= max_levels, and calls abandon_plan() if anything fails. Returns ScheduleError bits
 /// (always 0 on CUDA, where they stay on the device).
-int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView qo_indptr,
-                   Optional<TensorView> row_list, Optional<TensorView> indices, Optional<TensorView> indptr,
-                   Optional<TensorView> last_page_len, Optional<TensorView> kv_lens, Optional<TensorView> rows,
-                   int64_t page_size, int64_t entry_step, bool causal, int64_t window_left) {
+int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_indptr, Optional<TensorView> row_list,
+                   Optional<TensorView> indices, Optional<TensorView> indptr, Optional<TensorView> last_page_len,
+                   Optional<TensorView> kv_lens, Optional<TensorView> rows) {
   Attention& attention = object(handle);
-  if (index == 0) attention.begin_plan();
+  const LevelOptions options = unpack<LevelOptions>(level_options);
+  if (options.index == 0) attention.begin_plan();
   const DLDevice device = device_of(attention.config());
   const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
   if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
   if (batch > attention.config().max_groups)
     refuse("batch (qo_indptr.shape[0] - 1)", batch,
            "at most max_batch = " + std::to_string(attention.config().max_groups));
-  if (page_size < 1 || page_size > kMaxInt32) refuse("page_size", page_size, "at least 1");
-  if (window_left < -1 || window_left > kMaxInt32) refuse("window_left", window_left, "-1 (no window) or at least 0");
+  if (options.page_size < 1 || options.page_size > kMaxInt32) refuse("page_size", options.page_size, "at least 1");
+  if (options.window_left < -1 || options.window_left > kMaxInt32)
+    refuse("window_left", options.window_left, "-1 (no window) or at least 0");
 
   PlanLevel level{};
   level.num_groups = static_cast<int32_t>(batch);
-  level.visibility.causal = causal;
-  level.visibility.window_left = static_cast<int32_t>(window_left);
+  level.visibility.causal = options.causal;
+  level.visibility.window_left = static_cast<int32_t>(options.window_left);
   level.qo_indptr = index_array("qo_indptr", qo_indptr, device, batch + 1);
   level.max_rows = attention.config().max_rows;
   if (row_list.has_value()) {
@@ -112,8 +117,8 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
     level.max_rows = static_cast<int32_t>(min_of<int64_t>(level.max_rows, t.size(0)));
   }
   PageTable& table = level.table;
-  table.page_size = static_cast<int32_t>(page_size);
-  table.entry_step = static_cast<int32_t>(entry_step);
+  table.page_size = static_cast<int32_t>(options.page_size);
+  table.entry_step = options.entry_step;
   table.num_entries = kMaxInt32;  // ragged: bounded by the tensor that run() is given (a GPU clamps each token)
   if (indices.has_value()) {
     const TensorView& t = indices.value();
@@ -141,8 +146,8 @@ int64_t plan_level(int64_t handle, int64_t index, int64_t num_levels, TensorView
     table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
   if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
-  attention.level(static_cast<int32_t>(index)) = level;
-  return index + 1 == num_levels ? attention.plan(static_cast<int32_t>(num_levels), current_stream(device)) : 0;
+  attention.level(options.index) = level;
+  return options.index + 1 == options.num_levels ? attention.plan(options.num_levels, current_stream(device)) : 0;
 }
 
 /// K or V of the cache of one layer.
@@ -198,7 +203,7 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.num_rows = num_rows;
   params.num_pages = static_cast<int32_t>(k.size(0));
   params.sm_scale = static_cast<float>(sm_scale);
-  params.logits_soft_cap = static_cast<float>(logits_soft_cap);
+  params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   params.after_append = after_append;
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, current_stream(device));
@@ -272,6 +277,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_destroy, attn::attention_destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, attn::workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_workspace, attn::set_workspace);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_config, attn::schedule_config);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(schedule_layout, attn::schedule_layout);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_level, attn::plan_level);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon_plan, attn::abandon_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);

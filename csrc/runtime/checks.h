@@ -12,6 +12,7 @@
 
 #include "common/data_type.h"
 #include "common/index_array.h"
+#include "common/math.h"
 #include "runtime/driver.h"
 
 namespace attn {

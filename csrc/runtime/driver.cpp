@@ -210,7 +210,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kFloat16 = 6, kBFloat16 = 9;     // CU_TENSOR_MAP_DATA_TYPE_*
   constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
   // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
-  // are slower too (docs/decisions.md).
+  // are slower too (ADR 17).
   constexpr int kSwizzle128 = 3, kPromoteToL2_128 = 2;
   constexpr uint64_t kBytes = 2, kUnit = 16;
   uint64_t strides[3];

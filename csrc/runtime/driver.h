@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <string>
 
-#include "attention/sm90/params.h"
+#include "common/kernel_code.h"
+#include "common/tensor_map.h"
 
 namespace attn::driver {
 
@@ -32,24 +33,14 @@ struct Launch {
   uint32_t cluster_x = 1;          // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
 };
 
-/// A tensor of 2-byte elements, and boxes of it of box[0] x box[1] x 1 x 1 elements that the copy engine brings, with
-/// chunks of 128 bytes permuted. Strides in elements; that of the first dimension is 1.
-struct Tensor4d {
-  const void* data;
-  bool is_bf16;
-  uint64_t sizes[4];
-  int64_t strides[3];
-  uint32_t box[4];
-};
-
-/// Returns whether the copy engine can: addresses and strides must be multiples of 16 bytes.
+/// Returns whether TMA can load such boxes: addresses and strides must be multiples of 16 bytes.
 bool encode(const Tensor4d& tensor, TensorMap& map);
 
 /// Loads `symbol` from a cubin or fatbin file into the primary context of `device`. Throws RuntimeError naming the file
 /// and CUDA's error.
 Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, int32_t shared_bytes);
 
-/// Where the code of a kernel lies, if its source and cubin say (attn/kernel_code.h).
+/// Where the code of a kernel lies, if its source and cubin say (common/kernel_code.h).
 KernelCode find_code(const Kernel& kernel);
 
 /// Lets launches of this kernel have clusters of up to 16 CTAs.

@@ -128,7 +128,7 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs of the cluster that takes a row, from measurements (docs/decisions.md): as many as give every multiprocessor
+/// CTAs of the cluster that takes a row, from measurements (ADR 24): as many as give every multiprocessor
 /// two, or one where a warp would have less than two segments; but two for a row as long as that fills the GPU no more
 /// than once. Each warp should have a segment. Sixteen, which take longer to start, only for long rows, and for top-k,
 /// where CTAs meet once, as long as each multiprocessor has one.

@@ -1,4 +1,4 @@
-"""What differs between the serving engines: command lines, environment variables, endpoints and result files."""
+"""The differences between the serving engines: command lines, environment variables, endpoints and result files."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
@@ -103,19 +104,28 @@ def our_environment(backend: str) -> dict[str, str]:
     return {name: "1" if is_on else "0" for name, is_on in switches.items()}
 
 
-def bench_client(python: str, module: str, keep_order: bool, client: Client) -> list[str]:
-    """The beginning of the command line of an engine's client `module`: through bench_client.py where its own options do not do."""
+def bench_client(client: Client, module: str, keep_order: bool = False, no_option: Collection[str] = ()) -> list[str]:
+    """The beginning of the command line of an engine's client `module`: through bench_client.py for what the client has no option for.
+
+    `no_option`: the sampling parameters among that. A seed for each request is always among it.
+    """
     if not keep_order and client.sampling is None and client.wait_for is None:
-        return [python, "-m", module]
-    sampling = None if client.sampling is None else client.sampling.parameters()
+        return [client.python, "-m", module]
+    parameters = None if client.sampling is None else {name: value for name, value in client.sampling.parameters().items() if name in no_option}
     wait_for = None if client.wait_for is None else str(client.wait_for)
-    options = {"keep_order": keep_order, "sampling": sampling, "seed": 1_000_000 * client.seed, "wait_for": wait_for}
-    return [python, str(BENCH_CLIENT), module, json.dumps(options)]
+    options = {"keep_order": keep_order, "sampling": parameters, "seed": 1_000_000 * client.seed, "wait_for": wait_for}
+    return [client.python, str(BENCH_CLIENT), module, json.dumps(options)]
+
+
+def sampling_arguments(client: Client, no_option: Collection[str] = ()) -> list[str]:
+    """The client's own options for the sampling parameters; both engines' clients call them as the servers do."""
+    parameters = client.sampling.parameters() if client.sampling else {"temperature": 0}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items() if name not in no_option]
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a client measured. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
+    """A client's measurement. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
 
     Every answer is a request of its own, also where a prompt gets several.
     """
@@ -145,7 +155,7 @@ class Engine(Protocol):
     name: str
 
     def stock_backend(self, device: str) -> str:
-        """What people call the backend that the engine picks by itself, for the table."""
+        """The usual name of the backend that the engine picks by itself, for the table."""
 
     def server_command(self, launch: Launch) -> list[str]: ...
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment
+from integration.engines.base import (
+    OURS,
+    OURS_STOCK_SAMPLER,
+    STOCK,
+    Client,
+    Launch,
+    Metrics,
+    Sampling,
+    Token,
+    bench_client,
+    is_ours,
+    our_environment,
+    sampling_arguments,
+)
 from integration.http import post_json
 from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
 CPU_KV_TOKENS = 16384
+NO_OPTION = ("top_k", "min_p")  # of the client; its --extra-request-body would replace all sampling parameters, the number of tokens too
 
 
 class SGLang:
@@ -46,11 +60,11 @@ class SGLang:
 
     def client_command(self, client: Client) -> list[str]:
         # The client has no option against shuffling a file's requests, and the copies of a prompt must stay neighbours.
-        command = bench_client(client.python, "sglang.bench_serving", True, client)
+        command = bench_client(client, "sglang.bench_serving", keep_order=True, no_option=NO_OPTION)
         command += ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
         # --model is the local path: with another name the client asks a hub for it
         command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests)]
-        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples)]
+        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples), *sampling_arguments(client, NO_OPTION)]
         # The server is up. With its own check the client would connect before it loads its tokenizer and the requests, and a prepared client would wait there
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from integration.engines.base import STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment
+from integration.engines.base import STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment, sampling_arguments
 from integration.http import post_json
 from integration.workload import SharedPrefix, ShareGPT
 
@@ -49,10 +49,10 @@ class VLLM:
         return environment
 
     def client_command(self, client: Client) -> list[str]:
-        command = bench_client(client.python, CLI, False, client)
+        command = bench_client(client, CLI)
         command += ["bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(client.port), "--model", SERVED_NAME]
         command += ["--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests), "--seed", str(client.seed)]
-        command += ["--request-rate", str(client.request_rate * client.workload.samples), "--ignore-eos", "--temperature", "0"]
+        command += ["--request-rate", str(client.request_rate * client.workload.samples), "--ignore-eos", *sampling_arguments(client)]
         command += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
         command += ["--result-dir", str(client.result.parent), "--result-filename", client.result.name]
         if client.max_concurrency:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from attn_backend.cli.batches import TraceRequest, read_trace
 from attn_backend.metadata.checks import check_values
 from benchmarks.continuous_batching import Engine, PageCache, Request
-from benchmarks.simulate import TRACE, line, main, mooncake, read_sharegpt, replay, sharegpt
+from benchmarks.simulate import TRACE, draw, main, mooncake, read_sharegpt, replay, row, sharegpt
 
 
 def requests(lengths: list[tuple[int, int]], shared: int = 0) -> list[Request]:
@@ -173,7 +174,11 @@ def test_replay_measures_what_is_shared() -> None:
     assert any(together.taken)
     assert together.found > 0.8
     assert min(*together.balance[0], *together.balance[1]) >= 1
-    assert line("system prompt", 8, together).count("|") == 11
+    assert row("system prompt", 8, together)["KV traffic removed"] == f"{together.removed:.1%}"
+    panels = draw({("alone", 8): alone, ("system prompt", 8): together}).axes
+    assert [panel.get_title("left").split("\n")[0] for panel in panels] == ["alone", "system prompt"]
+    without, with_cascade = (line.get_ydata() for line in panels[1].lines)
+    assert sum(with_cascade) < sum(without) / 2
 
 
 def test_replay_of_a_trace() -> None:
@@ -209,6 +214,13 @@ def test_wrong_arguments_are_named(arguments: str, message: str, tmp_path: Path,
     with pytest.raises(SystemExit, match="2"):
         main(arguments.replace("FOLDER", str(tmp_path)).split())
     assert message in capsys.readouterr().err
+
+
+def test_says_what_pictures_need(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path)])
+    assert "pip install 'attn-backend[plot]'" in capsys.readouterr().err
 
 
 def test_a_request_that_never_fits_is_refused() -> None:

@@ -81,6 +81,7 @@ def test_a_folder_for_copies_that_cannot_be_made_is_named(fake: FakeKernels, cap
     assert f"'{fake.folder}/out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_compilers(fake: FakeKernels) -> None:
     """As from a keyboard: of the process alone, since its compilers are in groups of their own."""
     fake_nvcc(fake.nvcc, f"echo $$ >> {fake.folder}/started; exec sleep 1000")

@@ -144,9 +144,29 @@ def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run([sys.executable, "-m", "attn_backend.cli.main", "doctor"], env=environment, capture_output=True, text=True, check=False)
-    assert "[!!] GPU" in done.stdout
+    assert "[!!]  GPU " in done.stdout
     assert "no torch here" in done.stdout
     assert done.returncode == 1
+
+
+def test_settings_are_listed_with_value_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")
+    monkeypatch.delenv("ATTN_BACKEND_DEBUG", raising=False)
+    listed = {name: (value, meaning) for name, value, meaning in doctor.settings()}
+    assert listed["ATTN_BACKEND_CASCADE"] == ("0", "look for shared prefixes in an engine's batches")
+    assert listed["ATTN_BACKEND_DEBUG"][0] == "0 (default)"
+    assert all(meaning for _, meaning in listed.values())
+
+
+def test_settings_that_are_wrong_or_unknown_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._settings() == []
+    monkeypatch.setenv("ATTN_BACKEND_CASCAD", "0")
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "never")
+    unknown, wrong = doctor._settings()
+    assert (unknown.mark, unknown.text) == ("--", "ATTN_BACKEND_CASCAD is unknown and has no effect")
+    assert (wrong.mark, wrong.text) == ("!!", "ATTN_BACKEND_CASCADE is 'never', must be 0 or 1")
+    found = {finding.subject: finding for finding in doctor._kernels()}
+    assert "must be 0 or 1" in found["cache"].text, "the rest of the report is there all the same"
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,18 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.path import Path as Outline
+from matplotlib.text import Text
 
 from attn_backend import Attention, BSRView
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
+from attn_backend.cli.picture import DPI
 from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
-from attn_backend.cli.planned import Planned, Settings
+from attn_backend.cli.planned import Planned, Target
 from attn_backend.cli.schedule_costs import ScheduleCosts
 
 Capture = pytest.CaptureFixture[str]
@@ -144,14 +150,14 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
     expected = [0] * num_ctas
     positions = [tuple(position) for position in schedule.positions.tolist()]
-    for tile, (kind, num_kv_tiles) in enumerate(zip(schedule.cost_kinds().tolist(), schedule.tiles[:, 5].tolist(), strict=True)):
+    for tile, (kind, num_kv_tiles) in enumerate(zip(schedule.cost_kinds().tolist(), schedule.of_tiles("num_kv_tiles").tolist(), strict=True)):
         for head in range(2):
             owners = [sum(position <= (tile, head, kv_tile) for position in positions[:-1]) - 1 for kv_tile in range(num_kv_tiles)]
             for cta in owners:
                 expected[cta] += schedule.kv_tile_cost[kind]
             for cta in set(owners):
                 expected[cta] += schedule.pair_cost[kind]
-    if schedule.in_turn:
+    if schedule.uses_queue:
         assert sum(expected) == costs.total == int(costs.ctas.sum())
         assert int(costs.ctas.max() - costs.ctas.min()) <= max(part.end - part.begin for part in costs.parts)
         return
@@ -166,7 +172,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
 def test_members_are_as_many_as_the_planner_says() -> None:
     for batch in (batches.shared_prefix("128x8192+256", 16), batches.shared_prefix("4x3x100+1024+20", 16), batches.shared_prefix("5x2x3x64+64+640+9", 16)):
-        planned = Planned.make(batch, Settings())
+        planned = Planned.make(batch, Target())
         assert planned.schedule.forest
         assert [len(members) for members in planned.members] == [node.num_requests for node in planned.schedule.forest]
         order = planned.order()
@@ -182,7 +188,7 @@ def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
     first, second, own = torch.arange(pages), torch.arange(pages, 2 * pages), 1000 * torch.arange(1, 6)
     heads = [[first, second], [first, second], [first], [first], [first + 500, second]]
     table = [torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int() for i, head in enumerate(heads)]
-    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Settings())
+    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Target())
     forest = planned.schedule.forest
     assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {pages: [0, 1, 2, 3], 2 * pages: [0, 1]}
     assert all((node.group >= 0) == (pages > 1) for node in forest)
@@ -217,14 +223,14 @@ def test_nodes_of_the_forest_are_indented_below_the_node_above_them(capsys: Capt
 
 @pytest.mark.parametrize("text", ["20x2x2x64+640+64+9", "3x20x2x16+64+640+9", "2x30x2x16+64+64+9"])
 def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(text: str) -> None:
-    planned = Planned.make(batches.shared_prefix(text, 16), Settings())
-    lines = planned.forest_lines()[1:]
+    planned = Planned.make(batches.shared_prefix(text, 16), Target())
+    lines = ["  ".join(row) for row in planned.forest_rows()]
     listed = planned.ranked_forest()[:40]
-    assert len(lines) == 41
-    assert lines[-1].startswith(f"... and {len(planned.schedule.forest) - 40} more")
-    assert sorted(map(tuple, (line.split()[:3:2] for line in lines[:-1]))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
+    assert len(lines) == 40
+    assert planned.forest_rest().startswith(f"... and {len(planned.schedule.forest) - 40} more")
+    assert sorted(map(tuple, (line.split()[:3:2] for line in lines))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
     above: list[tuple[int, int]] = []  # (indentation, last page) of the lines that the next may lie below
-    for line in lines[:-1]:
+    for line in lines:
         indent = len(line) - len(line.lstrip())
         above = [entry for entry in above if entry[0] < indent]
         assert indent == 2 * len(above)
@@ -232,59 +238,74 @@ def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(tex
         above.append((indent, int(line.split()[2])))
 
 
-def texts(svg: str) -> list[str]:
-    root = ElementTree.fromstring(svg)
-    return [element.text or "" for element in root.iter() if element.tag.endswith(("text", "title"))]
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
 
 
-def fills(svg: str) -> set[str]:
-    return {element.attrib.get("fill", "") for element in ElementTree.fromstring(svg).iter()}
+def colors(figure: Figure) -> set[str]:
+    return {to_hex(patch.get_facecolor()) for axes in figure.axes for patch in axes.patches}
+
+
+def row_names(figure: Figure) -> list[Text]:
+    return figure.axes[0].get_yticklabels()
 
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
-    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Settings(num_ctas=24))
-    svg = draw(planned).svg()
-    words = texts(svg)
-    assert any(word.startswith("BSR view: 32 rows of Q x ") for word in words)
-    assert any(word.startswith("prefix forest: 5 nodes, ") for word in words)
-    assert any(word.startswith("24 CTAs: busiest ") for word in words)
+    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Target(num_ctas=24))
+    figure = draw(planned)
+    view, forest, ctas = figure.axes
+    assert view.get_title("left").startswith("BSR view: 32 rows of Q x ")
+    assert forest.get_title("left").startswith("prefix forest: 5 nodes, ")
+    assert ctas.get_title("left").startswith("24 CTAs: busiest ")
+    words = texts(figure)
     for node in planned.schedule.forest:
         assert any(f"pages {node.begin_page} - {node.end_page} x" in word and node.reason in word for word in words)
-    for cta, cost in enumerate(planned.costs.ctas.tolist()):
-        assert any(word.startswith(f"CTA {cta}:") for word in words) == (cost > 0)
+    drawn = {tuple(rectangle) for patch in ctas.patches for rectangle in outlines(patch)}
+    busy = {cta for cta, cost in enumerate(planned.costs.ctas.tolist()) if cost}
+    assert {int(top) for _, top in drawn} == busy
     taken = {TAKEN[node.group % len(TAKEN)] for node in planned.schedule.forest if node.group >= 0}
     assert taken
-    assert taken <= fills(svg)
-    assert {*DECODE, NOT_TAKEN} <= fills(svg)
+    assert taken <= colors(figure)
+    assert {*DECODE, NOT_TAKEN} <= colors(figure)
+
+
+def outlines(patch: Patch) -> list[tuple[float, float]]:
+    """The first corner of each rectangle of a shape."""
+    return [(float(x), float(y)) for (x, y), code in zip(patch.get_path().vertices, patch.get_path().codes, strict=True) if code == Outline.MOVETO]
 
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
     for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
-        planned = Planned.make(batches.mixed(text, 16), Settings())
-        picture = draw(planned)
-        assert picture.height < most
-        assert len(picture.shapes) < 12 * len(planned.batch.kv_lens) + 1000
-        names = [shape for shape in picture.shapes if getattr(shape, "text", "").endswith(" row")]
-        assert names
-        assert all(b.y - a.y >= 9 for a, b in pairwise(names))  # names of rows do not overlap
-    assert PREFILL[0] in fills(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Settings())).svg())
+        figure = draw(Planned.make(batches.mixed(text, 16), Target()))
+        assert figure.get_figheight() * DPI < most
+        assert sum(len(axes.patches) for axes in figure.axes) < 50, "many rectangles are one shape"
+        figure.canvas.draw()
+        boxes = [name.get_window_extent() for name in row_names(figure)]
+        assert boxes
+        assert not any(a.overlaps(b) for a, b in pairwise(boxes))
+    assert PREFILL[0] in colors(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Target())))
 
 
 def test_draws_nothing_to_attend_to() -> None:
-    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Settings())).svg())
+    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Target())))
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("matplotlib")
-    svg, png = tmp_path / "plan.svg", tmp_path / "plan.png"
-    assert main(["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]) == 0
-    ElementTree.parse(svg)
+    svg, png = tmp_path / "plan.svg", tmp_path / "plan"  # the option says which, not the name
+    arguments = ["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]
+    assert main(arguments) == 0
+    words = [element.text or "" for element in ElementTree.parse(svg).iter() if element.tag.endswith("text")]
+    assert "BSR view: 67 rows of Q x 104 pages" in words, "text stays text"
     assert png.read_bytes().startswith(b"\x89PNG")
+    first = svg.read_bytes()
+    assert main(arguments) == 0
+    assert svg.read_bytes() == first, "the same plan gives the same file"
 
 
-def test_says_what_png_needs(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_says_what_pictures_need(option: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main(["plan", "--decode", "2xconst:64", "--png", str(tmp_path / "plan.png")]) == 2
+    assert main(["plan", "--decode", "2xconst:64", option, str(tmp_path / "plan.png")]) == 2
     captured = capsys.readouterr()
     assert "pip install 'attn-backend[plot]'" in captured.err
     assert captured.out == ""
@@ -303,15 +324,15 @@ def test_help_names_every_key_of_the_files(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
     out = capsys.readouterr().out
-    for key in ("qo_lens", "kv_lens", "block_table", *batches.SETTINGS, "timestamp", "input_length", "output_length", "hash_ids"):
+    for key in ("qo_lens", "kv_lens", "block_table", *batches.PlanOptions.model_fields, "timestamp", "input_length", "output_length", "hash_ids"):
         assert f"\n  {key} " in out
 
 
 def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
     batch = batches.from_json(write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8))
     options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
-    assert Settings.read(options, batch) == Settings(8, 2, 64, 16, cascade=False, causal=False)
-    assert Settings.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Settings()
+    assert Target.read(options, batch) == Target(8, 2, 64, 16, cascade=False, causal=False)
+    assert Target.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Target()
 
 
 def test_costs_of_a_cpu(capsys: Capture) -> None:

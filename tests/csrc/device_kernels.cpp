@@ -8,8 +8,11 @@
 #include "cuda_emulation.h"
 
 namespace attn {
-alignas(1024) char shared[512 << 10];  // shared memory of the CTAs that run together
+alignas(1024) char shared[256 << 10];  // shared memory of the CTAs that run together
+namespace sm80 {
+extern char shared[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
 }
+}  // namespace attn
 
 namespace emulation {
 
@@ -33,6 +36,7 @@ bool loses_mail() { return false; }
 #include "sampling/device/speculative.cuh"
 #include "sampling/device/unfiltered.cuh"
 #include "sampling/device/write_rows.cuh"
+#include "slanted_variant.h"
 
 namespace {
 
@@ -51,12 +55,12 @@ struct PassedAttention {
   int64_t strides[10];
   int64_t sizes[4];
   double sm_scale;
-  double logits_soft_cap;
+  double variant_value;  // logits_soft_cap, or SlantedVariant's slope
   int64_t is_bf16;
+  int64_t is_slanted;  // SlantedVariant instead of StandardVariant
 };
 
-AttentionParams passed_attention(const int32_t* config_values, void* workspace, const PassedAttention& passed) {
-  const ScheduleConfig config = passed_config(config_values);
+AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
   const int64_t* s = passed.strides;
   AttentionParams params{};
   params.schedule = Schedule(workspace, ScheduleLayout(config));
@@ -82,7 +86,12 @@ AttentionParams passed_attention(const int32_t* config_values, void* workspace, 
   params.kv_tile = config.kv_tile;
   params.group_size = FastDivisor(config.group_size);
   params.sm_scale = static_cast<float>(passed.sm_scale);
-  params.logits_soft_cap = static_cast<float>(passed.logits_soft_cap);
+  const float value = static_cast<float>(passed.variant_value);
+  if (passed.is_slanted) {
+    params.variant.set(SlantedVariant::Params{value});
+  } else {
+    params.variant.set(StandardVariant::Params{value});
+  }
   return params;
 }
 
@@ -91,6 +100,7 @@ AttentionParams launched;
 AppendParams launched_append;
 SamplingParams launched_sampling;
 bool is_bf16;
+constexpr int kElementBytes = 2;
 
 uint16_t element_of(float x) { return static_cast<uint16_t>(is_bf16 ? ptx::bf16_of(x) : ptx::f16_of(x)); }
 float value_of(const void* element) {
@@ -100,13 +110,13 @@ float value_of(const void* element) {
 }
 
 /// One row of a work item, computed from what the producer tells the consumers.
-void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& tile, const hopper::WorkItem& item,
-                 const OutputTarget<true>& target, int32_t tile_row) {
+void compute_row(const AttentionParams& params, const sm90::LoadedRowTile& tile, const sm90::WorkItem& item,
+                 const OutputTarget<BFloat16, true>& target, int32_t tile_row) {
   const OutputRow row(params, item.rows, item.kv_head, tile_row);
   const OutputPlace place = target.place(tile_row);
   if (row.exists != (place.o != nullptr)) emulation::fail("a row exists in one place only");
   if (!row.exists) return;
-  const VariantParams variant{params.sm_scale, params.logits_soft_cap, item.visibility};
+  const StandardVariant variant(params.variant.as<StandardVariant::Params>(), item.kv_head);
   const int32_t position = item.rows.position(tile_row, params.group_size);
   const int32_t end = min_of(item.first_token + item.num_kv_tiles * params.kv_tile, item.readable.end);
   const char* const q = static_cast<const char*>(params.q) +
@@ -126,8 +136,8 @@ void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& til
     for (int32_t i = 0; i < params.head_dim; ++i)
       logit += static_cast<double>(value_of(q + i * kElementBytes)) * value_of(k + i * kElementBytes);
     logit *= params.sm_scale;
-    if (StandardVariant::transforms_logits(variant))
-      logit = StandardVariant::logits(variant, static_cast<float>(logit));
+    if (variant.transforms_logits())
+      logit = variant.logits(static_cast<float>(logit), ScoreRow{row.row, row.qo_head, position}, token);
     const double higher = std::max(maximum, logit), kept = std::exp(maximum - higher),
                  weight = std::exp(logit - higher);
     sum = sum * kept + weight;
@@ -148,10 +158,11 @@ void compute_row(const AttentionParams& params, const hopper::LoadedRowTile& til
 /// A CTA's interval from `cursor` on, or the pair that it has taken.
 void walk(const AttentionParams& params, WorkCursor cursor) {
   while (!cursor.done()) {
-    const hopper::LoadedRowTile tile(params, cursor.now.tile);
-    const hopper::WorkItem item(params, tile, cursor);
+    const sm90::LoadedRowTile tile(params, cursor.now.tile);
+    const sm90::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
-    const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside != 0, item.ends_inside != 0);
+    const OutputTarget<BFloat16, true> target(params, item.rows, item.kv_head, item.starts_inside != 0,
+                                              item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
     cursor.next_pair(params.num_kv_heads);
   }
@@ -160,24 +171,25 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
 /// As the Hopper kernel's CTAs: each its interval, in any order; or, where pairs are taken in turn, each pair by
 /// anyone.
 void walk_schedule(const AttentionParams& params) {
-  const bool in_turn = WorkCursor(params.schedule, 0).is_in_turn();
+  const bool uses_queue = WorkCursor(params.schedule, 0).uses_queue();
   const int32_t num_tiles = params.schedule.header->num_tiles;
-  std::vector<int32_t> order(static_cast<size_t>(in_turn ? num_tiles * params.num_kv_heads : params.num_ctas));
+  std::vector<int32_t> order(static_cast<size_t>(uses_queue ? num_tiles * params.num_kv_heads : params.num_ctas));
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
   for (const int32_t number : order) {
-    blockIdx.x = in_turn ? static_cast<int32_t>(emulation::random()) % params.num_ctas : number;
+    blockIdx.x = uses_queue ? static_cast<int32_t>(emulation::random()) % params.num_ctas : number;
     WorkCursor cursor(params.schedule, blockIdx.x);
-    if (in_turn) cursor.take(pair_in_turn(params.schedule, params.group_size, params.num_kv_heads, num_tiles, number));
+    if (uses_queue)
+      cursor.take(queued_pair(params.schedule, params.group_size, params.num_kv_heads, num_tiles, number));
     walk(params, cursor);
   }
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, class Variant = StandardVariant>
 void run_attention(const AttentionParams& params, uint32_t seed) {
   for (int32_t cta = 0; cta < params.num_ctas; ++cta) {
-    emulation::run_cta(cta, params.num_ctas, kThreads, seed,
-                       [] { attention<Element, kHeadDim, StandardVariant>(launched); });
+    emulation::run_cta(cta, params.num_ctas, sm80::kThreads, seed,
+                       [] { sm80::attention<Traits<Element, Element, HeadShape<kHeadDim>, Variant>>(launched); });
   }
 }
 
@@ -220,12 +232,14 @@ void (*thread_of_task(bool unfiltered))() {
 
 /// Attention and merge of what `workspace` holds. generic: by the generic kernel, otherwise by the walk.
 /// rows_of_blocks: blocks of the merge kernel for each CTA.
-extern "C" void device_attention(const int32_t* config, void* workspace, const PassedAttention* passed, int32_t generic,
-                                 int32_t rows_of_blocks, uint32_t seed) {
-  launched = passed_attention(config, workspace, *passed);
+extern "C" void device_attention(const ScheduleConfig* config, void* workspace, const PassedAttention* passed,
+                                 int32_t generic, int32_t rows_of_blocks, uint32_t seed) {
+  launched = passed_attention(*config, workspace, *passed);
   is_bf16 = passed->is_bf16 != 0;
   if (!generic)
     walk_schedule(launched);
+  else if (passed->is_slanted && is_bf16 && launched.head_dim == 64)
+    run_attention<BFloat16, 64, SlantedVariant>(launched, seed);
   else if (is_bf16 && launched.head_dim == 64)
     run_attention<BFloat16, 64>(launched, seed);
   else if (!is_bf16 && launched.head_dim == 128)

@@ -34,22 +34,27 @@ attn::PlanParams planned_params;
 
 void run_cta(int32_t block, uint32_t seed) {
   emulation::run_cta(
-      block, attn::plan_ctas(planned_params), attn::plan_threads(planned_params), seed + static_cast<uint32_t>(block),
+      block, attn::plan_ctas(planned_params), attn::kPlanThreads, seed + static_cast<uint32_t>(block),
       [] { planned_params.seeks_forest ? plan_forest_kernel(planned_params) : plan_kernel(planned_params); });
+  const int32_t bytes = planned_params.seeks_forest
+                            ? attn::plan_forest_shared_bytes(planned_params.levels[0].num_groups)
+                            : attn::plan_shared_bytes(planned_params.config.max_groups, 0);
+  if (memory[bytes] != '\xab' || std::memcmp(memory + bytes, memory + bytes + 1, sizeof(memory) - bytes - 1) != 0)
+    emulation::fail("more shared memory is used than asked for");
 }
 
 }  // namespace
 
 /// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads. `searched`: what the CTAs that search for
-/// prefixes read, views of as many requests; `lost`: the CTA whose words get lost, -1 for none. Returns whether the
+/// prefixes read, levels of as many requests; `lost`: the CTA whose words get lost, -1 for none. Returns whether the
 /// last level lists its rows.
-extern "C" int32_t device_planner_plan(const int32_t* config, void* workspace, const attn::PassedView* views,
-                                       int32_t num_levels, uint32_t seed, const attn::PassedView* searched,
-                                       int32_t lost) {
+extern "C" int32_t device_planner_plan(const attn::ScheduleConfig* config, void* workspace,
+                                       const attn::PlanLevel* levels, int32_t num_levels, uint32_t seed,
+                                       const attn::PlanLevel* searched, int32_t lost) {
   emulation::lost_block = lost;
-  planned_params = attn::passed_params(config, workspace, searched, num_levels);
+  planned_params = attn::passed_params(*config, workspace, searched, num_levels);
   for (int32_t block = attn::plan_ctas(planned_params) - 1; block > 0; --block) run_cta(block, seed);
-  planned_params = attn::passed_params(config, workspace, views, num_levels);
+  planned_params = attn::passed_params(*config, workspace, levels, num_levels);
   run_cta(0, seed);
   attn::ptx::deliver_all();
   const bool lists_rows = attn::last_level_lists_rows(planned_params);

@@ -10,6 +10,7 @@ from pathlib import Path
 import cpu_isa
 import pytest
 import torch
+from tiers import mostly_slow
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -29,7 +30,7 @@ for seed in range(int(sys.argv[2]), int(sys.argv[3])):
 """
 
 
-@pytest.mark.parametrize("first", [2000, 2020])
+@pytest.mark.parametrize("first", mostly_slow([2000, 2020], fast=1))
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_random_cases(isa: str, first: int) -> None:
     environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -38,6 +39,7 @@ def test_random_cases(isa: str, first: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_every_head_dim(isa: str, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from compositions import Shape, cascade_problem, tree_problem
 from device_kernels import DeviceAttention, DeviceSampling
 from sampling_oracle import bits
 from sampling_problems import ROW_KINDS, TOP_P_KINDS, draw_settings, random_logits, random_settings, row_about_its_threshold, rows_of
+from torch import Tensor
 
 from attn_backend import (
     BSRView,
@@ -34,8 +35,10 @@ from attn_backend import (
     top_k_renorm_probs,
     top_p_renorm_probs,
 )
+from attn_backend.kernels import cubins, manifest
+from attn_backend.kernels.build import fault
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 CPU = torch.device("cpu")
 KERNELS = ("generic", "hopper")
@@ -96,14 +99,14 @@ def test_every_kind_of_row_tile(library: ctypes.CDLL, kernel: str, qo_lens: tupl
         case_tensors.check_padding(case)
 
 
-def test_pairs_in_turn(library: ctypes.CDLL) -> None:
+def test_pairs_from_the_work_queue(library: ctypes.CDLL) -> None:
     """Each pair once, whoever takes it."""
     for number, (qo_lens, kv_lens) in enumerate((((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))):
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=4, num_ctas=8)
         case = case_tensors.build(spec, CPU)
         attention = DeviceAttention(library, case.attention(kernel="hopper"), "hopper", number)
         attention.plan(case.view)
-        assert attention.schedule().in_turn
+        assert attention.schedule().uses_queue
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
 
@@ -140,6 +143,42 @@ def test_forests_and_chunks(library: ctypes.CDLL, kernel: str, options: dict[str
         problem.check()
         merged += attention.schedule().links.shape[1]
     assert merged > 0
+
+
+def slanted_attention(q: Tensor, k: Tensor, v: Tensor, first_row: int, slope: float) -> Tensor:
+    """Causal attention of one request with SlantedVariant, in float64. q: [rows, heads, head_dim]; k, v: [tokens, KV heads, head_dim]."""
+    group_size = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group_size, dim=1) for t in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
+    row, head, token = torch.arange(q.shape[0])[None, :, None], torch.arange(q.shape[1])[:, None, None], torch.arange(k.shape[0])[None, None]
+    position = k.shape[0] - q.shape[0] + row
+    logits = logits + slope * (head + 1) * (token - position)
+    hidden = (token > position) | ((token + first_row + row + head // group_size) % 3 == 0)
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0), v)
+
+
+def test_a_variant_changes_logits_and_masks_by_row_head_and_token(library: ctypes.CDLL) -> None:
+    spec = cases.Spec((1, 40, 3), (150, 70, 400), num_kv_heads=2, group_size=3, head_dim=64, dtype=torch.bfloat16, num_ctas=7, page_size=16)
+    case = case_tensors.build(spec, CPU)
+    attention = DeviceAttention(library, case.attention(kernel="generic", cascade=False), "generic")
+    attention.plan(case.view)
+    out = attention.run(case.q, case.kv, slope=0.02)
+    row = 0
+    for request, qo_len in enumerate(spec.qo_lens):
+        k, v = (t[case.slots[request]] for t in (case.k_slots, case.v_slots))
+        expected = slanted_attention(case.q[row : row + qo_len], k, v, row, slope=0.02)
+        torch.testing.assert_close(out[row : row + qo_len].double(), expected, atol=2e-2, rtol=2e-2)
+        row += qo_len
+
+
+@pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("design", ["sm80", "sm90"])
+def test_a_variant_compiles_into_each_kernel(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standard = manifest.kernels("sm_90a")[manifest.attention_name(design, "bf16", 128)].source
+    header = Path(__file__).with_name("slanted_variant.h").read_text().replace("#pragma once", "")
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"slanted": header + standard.replace("StandardVariant", "SlantedVariant")})
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    assert fault(cubins.compile_kernel("slanted", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -131,7 +131,7 @@ def test_only_rows_of_all_that_fill_row_tiles_need_no_list(library: ctypes.CDLL,
 
 @pytest.mark.parametrize("seed", range(12))
 def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, seed: int) -> None:
-    """All requests share as much with the first one, and some of them more with each other: what is planned by the first words must be planned again."""
+    """All requests share as much with the first one, and some of them more with each other."""
     rng = numpy.random.default_rng([seed, 7])
     num_requests = int(rng.choice([3, 33, 70, 500]))
     prefix = list(range(int(rng.integers(1, 20))))

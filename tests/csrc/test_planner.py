@@ -12,6 +12,7 @@ import host_planner
 import pytest
 import schedule_model
 import torch
+from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import Schedule
@@ -59,7 +60,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
 
 
 @pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "in_turn"),
+    ("qo_lens", "kv_lens", "uses_queue"),
     [
         ((512,) * 32, (512,) * 32, True),
         ((700, 20, 1, 300, 2000) * 8, (700, 20, 900, 300, 2500) * 8, True),
@@ -75,7 +76,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
         ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
     ],
 )
-def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], in_turn: bool) -> None:
+def test_pairs_come_from_the_work_queue(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], uses_queue: bool) -> None:
     """By the Hopper kernel, where the batch computes more than it reads; a CPU plans as for it."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -86,8 +87,8 @@ def test_pairs_are_taken_in_turn(device: torch.device, qo_lens: tuple[int, ...],
     view = BSRView(qo_indptr, PageTable.block_table(pages, lengths, 16))
     attention.plan(view)
     schedule = attention.schedule()
-    assert schedule.in_turn == in_turn
-    if in_turn:
+    assert schedule.uses_queue == uses_queue
+    if uses_queue:
         assert (schedule.positions[:, 2] == 0).all()
     assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
 
@@ -108,8 +109,10 @@ def test_pairs_stay_whole_where_a_merge_takes_longer(device: torch.device, qo_le
 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("valid", [True, False])
-@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], ids=["plain", "cascade", "always", "invariant"])
+@pytest.mark.parametrize("valid", mostly_slow([True, False], fast=1))
+@pytest.mark.parametrize(
+    "options", mostly_slow([{}, {"cascade": True}, {"cascade": "always"}, {"batch_invariant": True}], fast=1), ids=["plain", "cascade", "always", "invariant"]
+)
 def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, valid: bool, options: dict[str, object], tmp_path: Path) -> None:
     """On a GPU: the device planner against the host planner, on the same batches with the same configuration."""
     library = host_planner.build(tmp_path)
@@ -126,7 +129,7 @@ def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, 
 
 @pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("valid", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", mostly_slow(SHAPES, fast=2))
 def test_compositions_agree_with_model_and_host_planner(device: torch.device, shape: tuple[int, int, int, int | None], valid: bool, tmp_path: Path) -> None:
     library = host_planner.build(tmp_path)
     attention = make_attention(shape, device, max_levels=4)
@@ -212,10 +215,10 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert partial_slots <= 2 * schedule.num_ctas
 
     # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one, or a pair that is not cut, at either end; whole
-    # pairs where they are taken in turn.
+    # pairs where there is a work queue.
     heaviest = max(
         (
-            schedule.kv_tile_cost[kind] * (tile[5] if schedule.in_turn else 1) + 2 * schedule.pair_cost[kind]
+            schedule.kv_tile_cost[kind] * (tile[5] if schedule.uses_queue else 1) + 2 * schedule.pair_cost[kind]
             for kind, tile in zip(cost_kinds, tiles, strict=True)
         ),
         default=0,

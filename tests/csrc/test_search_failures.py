@@ -16,8 +16,9 @@ from test_device_planner import SHAPES, make_attention
 
 from attn_backend import Attention, BSRView
 from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.structs import unpack
 
-pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 _SEARCH_FAILED = 1 << 7  # ScheduleError
 _GUARD = 4096  # bytes behind the schedule that no plan may touch
@@ -62,7 +63,6 @@ def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
 
 def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
     """One CTA's findings get lost: the plan ends, says so, and plans every request for itself. The next one is right again."""
-    failures = 0
     for seed, rng, batch, attention in forests(16):
         view = batch.view(rng, "cpu")
         workspace = poisoned(library, attention, rng)
@@ -70,16 +70,11 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
         alone = host_planner.plan(library, make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False), view)
         lost = int(rng.integers(1, 1 + min(len(batch.pages), 128)))
         planned = host_planner.plan(library, attention, view, seed, workspace=workspace, lost=lost)
-        if planned.errors:
-            failures += 1
-            assert planned.errors == _SEARCH_FAILED
-            assert planned.forest == ()
-            for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
-                assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
-        else:
-            assert schedule_model.same(planned, whole), seed  # nobody waited for that one
+        assert planned.errors == (_SEARCH_FAILED if len(batch.pages) > 1 else 0), seed  # one request is planned without a search
+        assert planned.forest == ()
+        for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
+            assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
-    assert failures > 4
 
 
 def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
@@ -105,20 +100,20 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
     """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
-    config = list(attention._library.schedule_config(attention._handle))
-    max_groups, max_rows, max_tiles, max_states, max_merge_rows = config[5:10]
-    groups, num_groups = schedule.groups, len(schedule.groups)
+    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))
+    max_groups, max_rows, max_tiles, max_states, max_merge_rows = (config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows"))
+    num_groups = len(schedule.groups)
+    qo_begin, qo_len, kv_len, level, state_begin = map(schedule.of_groups, ("qo_begin", "qo_len", "kv_len", "level", "state_begin"))
+    group, num_kv_tiles = map(schedule.of_tiles, ("group", "num_kv_tiles"))
     assert num_groups <= max_groups
     assert len(schedule.tiles) <= max_tiles
-    assert (groups[:, 2] >= 0).all()  # kv_len
-    is_request = groups[:, 4] == 0
-    assert (groups[:, 0] >= 0).all()
-    assert (groups[is_request, 0] + groups[is_request, 1] <= max_rows).all()
-    assert (groups[~is_request, 0] + groups[~is_request, 1] <= max_states).all()  # of the row list
-    states = groups[:, 6] >= 0
-    assert (groups[states, 6] + groups[states, 1] <= max_states).all()
-    assert ((schedule.tiles[:, 0] >= 0) & (schedule.tiles[:, 0] < num_groups)).all()
-    assert (schedule.tiles[:, 5] >= 1).all()
+    assert (kv_len >= 0).all()
+    assert (qo_begin >= 0).all()
+    assert ((qo_begin + qo_len)[level == 0] <= max_rows).all()
+    assert ((qo_begin + qo_len)[level != 0] <= max_states).all()  # of the row list
+    assert ((state_begin + qo_len)[state_begin >= 0] <= max_states).all()
+    assert ((group >= 0) & (group < num_groups)).all()
+    assert (num_kv_tiles >= 1).all()
     assert schedule.links.shape[1] <= max_merge_rows
     linked = schedule.links[..., 0]
     assert (linked < num_groups).all()

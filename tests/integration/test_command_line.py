@@ -70,10 +70,13 @@ def test_a_comparison_writes_its_settings_beside_the_outcome(name, parse, model_
         ("--turn folder", "--turn is only known with --side-by-side"),
         ("--leave-out stock:1", "--leave-out is only known with --side-by-side"),
         ("--side-by-side --check-seeds", "--check-seeds needs --sampling"),
+        ("--num-prompts 0", "num_prompts is 0, must be greater than 0"),
+        ("--request-rate -1", "request_rate is -1.0, must be greater than 0"),
+        ("--max-num-seqs 0", "max_num_seqs is 0, must be greater than 0"),
         ("--sampling top_q=1", "sampling: 'top_q' is none of temperature, top_p, top_k, min_p"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(line, message, capsys):
+def test_options_that_are_wrong_or_would_do_nothing_are_refused(line, message, capsys):
     with pytest.raises(SystemExit):
         serve_benchmark.parse_arguments(["--engine", "vllm", "--backends", "stock", *shlex.split(line)])
     assert message in capsys.readouterr().err

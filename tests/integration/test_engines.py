@@ -10,7 +10,7 @@ from integration.benchmark import describe, label
 from integration.engines import ENGINES, Client, Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE, STOCK
 from integration.model import Model
-from integration.server import process_environment
+from integration.processes import process_environment
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import make_workload
 

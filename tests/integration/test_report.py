@@ -8,7 +8,8 @@ import pytest
 
 from integration.engines import Metrics
 from integration.merge_reports import merge
-from integration.report import Row, format_table, write_report
+from integration.report import format_table, write_report
+from integration.results import Row
 
 
 def metrics(itl):
@@ -23,7 +24,7 @@ def test_report_has_medians_in_every_form(tmp_path):
     assert len(report["rows"][0]["repeats"]) == 3
     heading, _, *table = format_table(rows).splitlines()
     assert heading == "load"
-    assert table[2].split("|")[1:3] == [" attn_backend ", "   8 of 9 "]
+    assert [cell.strip() for cell in table[2].split("|")[1:3]] == ["attn_backend", "8 of 9"]
     assert len({len(line) for line in table}) == 1
     assert [cell.strip() for cell in table[3].split("|")[3:8]] == ["10.0", "20.0", "4.00", "8.00", "100.0"]
     pytest.importorskip("matplotlib")
@@ -37,6 +38,19 @@ def test_loads_are_reported_one_by_one(tmp_path):
     assert table.index("one") < table.index("two")
     pytest.importorskip("matplotlib")
     assert write_report(tmp_path, "title", {}, rows)[2].exists()
+
+
+def test_one_slow_backend_leaves_the_others_readable():
+    pytest.importorskip("matplotlib")
+    from integration.plot import draw_rows
+
+    slow = Metrics(8, 0, 20.0, 50_000.0, 5.0, 10.0, 100.0, 1.0, 50, 60)
+    figure = draw_rows("title", [Row("attn_backend", "load", [metrics(5.0)]), Row("slow", "load", [slow])])
+    first_token, between, throughput = figure.get_axes()
+    assert [axis.get_xscale() for axis in (first_token, between, throughput)] == ["log", "log", "linear"]
+    ends = [line.get_xdata() for line in first_token.lines if len(line.get_xdata()) == 2]
+    assert [tuple(end) for end in ends] == [(10.0, 20.0), (20.0, 50_000.0)], "p50 and p99 of each"
+    assert {text.get_text() for text in first_token.texts} == {"10", "20", "50000"}
 
 
 def settings_of_a_run(**changes):

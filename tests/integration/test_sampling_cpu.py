@@ -13,6 +13,7 @@ CONCURRENCY = 4
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["vllm", "sglang"])
 def test_a_seed_gives_the_same_tokens_in_every_batch(engine_name, need_engine, smollm2, sharegpt, tmp_path):
     need_engine(engine_name)

@@ -16,8 +16,9 @@ from integration.compare_sampling import Outcome, all_at_once, compare_answers, 
 from integration.engines import ENGINES, Client, Launch, Sampling
 from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, bench_client
 from integration.model import REPOSITORY, Model
+from integration.processes import process_environment
 from integration.serve_benchmark import parse_arguments
-from integration.server import process_environment
+from integration.tokenizer import write_word_tokenizer
 from integration.workload import make_workload
 
 
@@ -59,13 +60,29 @@ def test_clients_are_changed_only_where_their_options_do_not_do(tmp_path):
     workload = make_workload("prefix:10+5", 4, "8", tmp_path, 0)
     greedy = Client("python", Model("none", tmp_path, True), 1, workload, 1.0, None, 3, tmp_path / "client.json")
     sampled = Client("python", Model("none", tmp_path, True), 1, workload, 1.0, None, 3, tmp_path / "client.json", sampling=Sampling())
-    assert bench_client("python", "engine.client", False, greedy) == ["python", "-m", "engine.client"]
+    assert bench_client(greedy, "engine.client") == ["python", "-m", "engine.client"]
     unchanged = {"keep_order": False, "sampling": None, "seed": 3_000_000, "wait_for": None}
-    assert json.loads(bench_client("python", "engine.client", True, greedy)[3]) == unchanged | {"keep_order": True}
-    options = json.loads(bench_client("python", "engine.client", False, sampled)[3])
-    assert options == unchanged | {"sampling": Sampling().parameters()}
+    assert json.loads(bench_client(greedy, "engine.client", keep_order=True)[3]) == unchanged | {"keep_order": True}
+    assert json.loads(bench_client(sampled, "engine.client")[3]) == unchanged | {"sampling": {}}
+    assert json.loads(bench_client(sampled, "engine.client", no_option=("top_k",))[3]) == unchanged | {"sampling": {"top_k": 40}}
     waits = replace(greedy, wait_for=tmp_path / "go")
-    assert json.loads(bench_client("python", "engine.client", False, waits)[3]) == unchanged | {"wait_for": str(tmp_path / "go")}
+    assert json.loads(bench_client(waits, "engine.client")[3]) == unchanged | {"wait_for": str(tmp_path / "go")}
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_each_sampling_parameter_reaches_the_server_on_one_way(engine, tmp_path):
+    """By an option of the client, or in what bench_client.py adds to each request."""
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": [{"value": "a b c d e"}, {"value": "f g h i j"}]}] * 4))
+    write_word_tokenizer(tmp_path, 5000)
+    workload = make_workload(str(tmp_path / "chats.json"), 2, None, tmp_path, 0)
+    client = Client("python", Model("none", tmp_path, True), 1, workload, 1.0, None, 3, tmp_path / "client.json", sampling=Sampling(0.7, 0.9, 0, 0.1))
+    command = engine.client_command(client)
+    by_option = dict(part[2:].split("=") for part in command if part.startswith(("--temperature=", "--top-", "--min-p=")))
+    added = json.loads(command[3])["sampling"]
+    sent = {name.replace("-", "_"): float(value) for name, value in by_option.items()}
+    assert sent | added == {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.1}
+    assert len(sent) + len(added) == 4
+    assert "--temperature=0" in engine.client_command(replace(client, sampling=None))
 
 
 def test_every_request_of_a_client_gets_a_seed_of_its_own():

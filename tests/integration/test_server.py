@@ -7,11 +7,13 @@ import sys
 import time
 
 import pytest
+from tiers import mostly_slow
 
 from integration.engines import Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE
 from integration.model import Model
-from integration.server import ServerError, free_port, process_environment, running_server
+from integration.processes import process_environment
+from integration.server import ServerError, free_port, running_server
 
 SERVER = """
 import http.server, os, signal, subprocess, sys, time
@@ -58,7 +60,7 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("ending", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("ending", mostly_slow([None, RuntimeError, KeyboardInterrupt, SystemExit], fast=1))
 def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, tmp_path):
     log = tmp_path / "server.log"
 

@@ -13,6 +13,7 @@ CONCURRENCY = 4
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["vllm", "sglang"])
 def test_serves_the_same_tokens_as_the_stock_backend(engine_name, need_engine, smollm2, sharegpt, tmp_path):
     need_engine(engine_name)

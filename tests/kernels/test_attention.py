@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from cases import Spec
+from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 
@@ -77,8 +78,8 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
             check(run(spec, device))
 
 
-@pytest.mark.parametrize("num_ctas", [1, 5, 40])
-@pytest.mark.parametrize("table_form", ["block_table", "token_slots"])
+@pytest.mark.parametrize("num_ctas", mostly_slow([5, 1, 40], fast=1))
+@pytest.mark.parametrize("table_form", mostly_slow(["block_table", "token_slots"], fast=1))
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 8), (64, 33), (128, 1), (128, 4), (128, 8), (128, 9), (128, 48), (256, 4), (256, 20)])
 def test_many_short_requests(device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int) -> None:
     """Of a few KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
@@ -307,7 +308,7 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
     assert all(same_bits(out, results[0][0]) and same_bits(lse, results[0][1]) for out, lse in results[1:])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", mostly_slow(range(60), fast=20))
 def test_split_does_not_change_the_result(device: torch.device, seed: int) -> None:
     """One CTA: nothing is merged. Many: most pairs are."""
     spec = cases.random_spec(seed, device.type)

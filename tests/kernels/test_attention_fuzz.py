@@ -6,13 +6,14 @@ import case_tensors
 import cases
 import pytest
 import torch
+from tiers import mostly_slow
 
 from attn_backend import Composition
 
 SEEDS = 2000
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", mostly_slow(range(SEEDS), fast=100))
 def test_random_case(device: torch.device, seed: int) -> None:
     case = case_tensors.build(cases.random_spec(seed, device.type), device)
     attention = case.attention()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compositions import Shape, random_shape, same_bits
 from forests import Batch, Problem, make_problem, random_problem
+from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import Attention, BSRView
@@ -41,7 +42,7 @@ def everything(problem: Problem) -> list[int]:
     return list(range(len(problem.batch.pages)))
 
 
-@pytest.mark.parametrize("block", range(40))
+@pytest.mark.parametrize("block", mostly_slow(range(40), fast=8))
 def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
     for seed in range(5 * block, 5 * block + 5):
         rng = numpy.random.default_rng([seed, 30])
@@ -60,7 +61,7 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
 
 
 @each_kernel
-@pytest.mark.parametrize("qo_len", [1, 2, 3, 8, 16, 17, 40, 64, 130])
+@pytest.mark.parametrize("qo_len", mostly_slow([1, 16, 17, 2, 3, 8, 40, 64, 130], fast=3))
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) -> None:
     """All lengths in one batch; then each alone, and beside a few others."""

@@ -1,17 +1,34 @@
-"""Where kernels' code lies: cubins are completed, and what the loader makes of them is the code."""
+"""Where kernels' code lies: cubins are completed, what the loader makes of them is the code, and plain cubins are used where that fails."""
 
 import ctypes
+import logging
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from attn_backend.kernels import cubins
+from attn_backend import Attention
+from attn_backend.kernels import attention, code_address, cubins
 from attn_backend.kernels.code_address import publish_code_addresses
+from attn_backend.kernels.library import library
 
-pytestmark = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+REJECTED = RuntimeError("loading kernels.cubin: CUDA_ERROR_INVALID_IMAGE (200)")
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel has been rejected, and nobody warned."""
+    monkeypatch.setattr(code_address, "_rejected", [])
+    code_address._warn.cache_clear()
+    cubins.find_kernel.cache_clear()
+
 
 KERNELS = """
 #include "common/kernel_code.cuh"
@@ -38,6 +55,7 @@ def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:
     return cubin
 
 
+@needs_nvcc
 def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     cubin = compiled(KERNELS, tmp_path)
     before = cubin.read_bytes()
@@ -49,6 +67,8 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     assert cubin.read_bytes() == after
 
 
+@pytest.mark.slow
+@needs_nvcc
 @pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
@@ -58,12 +78,96 @@ def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: P
     assert cubin.read_bytes() == before, "it was done when the kernel was compiled"
 
 
+@needs_nvcc
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     for text, arch in ((COPY, "sm_90a"), (KERNELS, "sm_80")):
         cubin = compiled(text, tmp_path, arch)
         before = cubin.read_bytes()
         assert publish_code_addresses(cubin) == []
         assert cubin.read_bytes() == before
+
+
+def test_what_cannot_be_read_is_left_alone_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = b"\x7fELF" + bytes(range(200))
+    for name in ("a.cubin", "b.cubin"):
+        (tmp_path / name).write_bytes(content)
+        assert publish_code_addresses(tmp_path / name) == []
+        assert (tmp_path / name).read_bytes() == content
+    assert len(caplog.records) == 1
+    assert "do not say where their code lies" in caplog.text
+
+
+@needs_nvcc
+def test_without_pyelftools_or_with_another_relocation_kernels_stay_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubin = compiled(KERNELS, tmp_path)
+    before = cubin.read_bytes()
+    first = code_address.recipe()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "elftools.elf.elffile", None)
+        assert publish_code_addresses(cubin) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(code_address, "_GENERIC_ADDRESS", 5)
+        assert publish_code_addresses(cubin) == []
+    assert cubin.read_bytes() == before
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "is not relocated to" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert code_address.recipe() != first, "kernels that were compiled without are compiled again with it"
+
+
+@needs_nvcc
+def test_plain_copies_are_what_nvcc_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = compiled(KERNELS, tmp_path)
+    before = cubin.read_bytes()
+    publish_code_addresses(cubin)
+    assert code_address.usable(cubin) == cubin
+    monkeypatch.setenv("ATTN_BACKEND_PREFETCH_CODE", "0")
+    assert code_address.usable(cubin).read_bytes() == before
+    other = compiled(COPY, tmp_path)
+    assert code_address.usable(other) == other, "it says nothing of its code"
+    monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
+    with pytest.raises(RuntimeError, match="it needs pyelftools"):
+        code_address.usable(cubin)
+
+
+def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Attention is made all the same, with files that were looked up again."""
+    asked, plain = [], []
+
+    def create(*arguments: Any) -> int:
+        asked.append(arguments)
+        if len(asked) == 1:
+            raise REJECTED
+        plain.append(code_address._rejected)
+        return int(library().attention_create(*arguments))
+
+    real = library()
+    names = ("attention_destroy", "workspace_size", "set_workspace", "plan_level", "run")
+    fake = SimpleNamespace(attention_create=create, **{name: getattr(real, name) for name in names})
+    monkeypatch.setattr(attention, "library", lambda: fake)
+    Attention(4, 2, 64, device="cpu", max_rows=4, max_batch=2)
+    assert plain == [[str(REJECTED)]]
+    assert len(caplog.records) == 1
+    assert "CUDA_ERROR_INVALID_IMAGE" in caplog.text
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
+        cubins.forget_kernels(REJECTED)  # plain ones are rejected, too
+
+
+def test_the_runtime_says_that_it_could_not_load_a_kernel_in_these_words() -> None:
+    """`do_without` knows the failure by them."""
+    driver = (cubins.source_root() / "runtime" / "driver.cpp").read_text()
+    assert re.search(r'module_load\(.*"loading " \+ ', driver)
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cubins.forget_kernels(RuntimeError("out of memory"))
+    monkeypatch.setenv("ATTN_BACKEND_PREFETCH_CODE", "0")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
+        cubins.forget_kernels(REJECTED)
 
 
 class Driver:
@@ -97,6 +201,7 @@ class Driver:
         torch.cuda.synchronize()
 
 
+@needs_nvcc
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["attention_sm90_bf16_d128_standard", "attention_sm90_f16_d64_standard", "merge_bf16"])
 def test_the_address_is_where_the_code_is(name: str, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: i
     attention.plan(view)
     schedule = attention.schedule()
     assert len(schedule.groups) == requests + 1
-    tiles_of_prefix = [tile for tile, group in enumerate(schedule.tiles[:, 0].tolist()) if group == requests]
+    tiles_of_prefix = [tile for tile, group in enumerate(schedule.of_tiles("group").tolist()) if group == requests]
     kv_tiles = prefix // schedule.kv_tile
     begins: dict[tuple[int, int], list[int]] = {}
     for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):  # those without work start where the next does
@@ -164,7 +164,7 @@ def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
     for links in schedule.links.transpose(0, 1).tolist():
         linked = sorted((group, index) for group, index in links if group >= 0)
         own, index = linked[0]
-        row = schedule.groups[own, 0].item() + index
+        row = schedule.of_groups("qo_begin")[own].item() + index
         assert linked == sorted(groups_of[row]), f"row {row}"
         merged.add(row)
     assert merged == {row for row, groups in enumerate(groups_of) if len(groups) > 1}
@@ -258,7 +258,7 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
 def test_forest_of_very_many_requests(device: torch.device, num_requests: int) -> None:
     """Above 1024 requests no forest is sought."""
     if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 163 * 1024:
-        pytest.skip("this GPU's blocks have shared memory for the forest of 480 requests")
+        pytest.skip("this GPU's blocks have shared memory for the forest of 736 requests")
     rng = numpy.random.default_rng(0)
     pages = [[i % 3, 3 + i % 31, 34 + i % 217, 1000 + i] for i in range(num_requests)]
     batch = Batch(16, [1] * num_requests, [50 + i % 14 for i in range(num_requests)], pages, 1000 + num_requests)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compositions import Shape, make_attention, memory_of_pages, noise, prefix_sum, same_bits
 from forests import Problem, make_problem, naming, random_batch, random_problem
+from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, PageTable
@@ -21,7 +22,7 @@ SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
 each_kernel = pytest.mark.usefixtures("kernel")
 
 
-@pytest.mark.parametrize("block", range(80))
+@pytest.mark.parametrize("block", mostly_slow(range(80), fast=8))
 def test_against_the_oracle(device: torch.device, block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         rng = numpy.random.default_rng(seed)
@@ -32,7 +33,7 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
 
 
 @pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", mostly_slow(range(8), fast=2))
 def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
     """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut evenly) is merged as well as what a CPU's do."""
     for seed in range(25 * block, 25 * block + 25):
@@ -90,6 +91,7 @@ def test_same_bits_in_every_run(device: torch.device, seed: int) -> None:
 
 
 @each_kernel
+@pytest.mark.slow
 @pytest.mark.parametrize("cascade", MODES)
 def test_same_bits_in_very_many_runs(device: torch.device, cascade: object) -> None:
     rng = numpy.random.default_rng(5)

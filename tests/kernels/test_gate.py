@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from attention_kernels import kernel_of
+from tiers import mostly_slow
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -169,7 +170,7 @@ def test_gradients_are_refused_only_where_they_are_recorded(device: torch.device
         assert torch.equal(problem.attention.run(q, problem.kv), expected)
 
 
-@pytest.mark.parametrize("rows_from", ["plain", "row list", "forest"])
+@pytest.mark.parametrize("rows_from", mostly_slow(["plain", "row list", "forest"], fast=2))
 def test_a_q_without_rows(device: torch.device, rows_from: str) -> None:
     """Every row of the plan is beyond it."""
     problem = Problem(device, cascade="always")

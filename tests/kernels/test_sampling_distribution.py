@@ -11,6 +11,8 @@ from sampling_oracle import chi_square_p_value, keeps, probabilities, uniformity
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 1 << 20
 # A fair test fails by chance: a p-value below this is taken for a wrong distribution.
 LEAST_P_VALUE = 1e-5

@@ -180,6 +180,7 @@ def test_a_captured_launch_reads_seeds_and_positions_anew() -> None:
         assert out.tolist() == eager.token_ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", cpu_isa.ISAS[1:])
 def test_every_instruction_set_of_a_cpu_draws_the_same(isa: str) -> None:
     """As the baseline, whose code has no fused multiply-add instruction, and calls the library's."""

@@ -16,7 +16,7 @@ from attn_backend.kernels.schedule import Schedule, describe_errors
 def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
     """A row tile begins where all before it ends, at the costs of its kind: those of rows that leave states are others."""
     kinds = schedule.cost_kinds()
-    of_head = torch.tensor(schedule.pair_cost)[kinds] + schedule.tiles[:, 5] * torch.tensor(schedule.kv_tile_cost)[kinds]
+    of_head = torch.tensor(schedule.pair_cost)[kinds] + schedule.of_tiles("num_kv_tiles") * torch.tensor(schedule.kv_tile_cost)[kinds]
     ends = (of_head * num_kv_heads).cumsum(0)
     assert schedule.cost_begin.tolist() == [0, *ends[:-1].tolist()][: len(ends)]
 

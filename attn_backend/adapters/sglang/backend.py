@@ -25,10 +25,11 @@ from torch import Tensor
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
+from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
-from .support import LayerKind, attention_layers, check_runner, layer_kind, refuse
+from .support import attention_layers, check_runner, plan_key, refuse
 from .window import window_page_table
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,10 @@ class Batch:
 
 
 class Plan:
-    """The layers of one kind: they share what is planned at each step."""
+    """What the layers of one key share: the plan of each step."""
 
-    def __init__(self, kind: LayerKind, attention: Attention) -> None:
-        self.kind = kind
+    def __init__(self, key: PlanKey, attention: Attention) -> None:
+        self.key = key
         self.attention = attention  # captured by graphs: never replaced once there are any
         self.large: Attention | None = None  # for a batch beyond that one's bounds
         self.current: Attention | None = None  # the one that holds this step's plan
@@ -101,7 +102,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if compat.deterministic() and self.device.type == "cuda" and self._max_batch > MAX_CUDA_INVARIANT_BATCH:
             raise refuse(f"--enable-deterministic-inference for {self._max_batch} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
         self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
-        self._plans: dict[LayerKind, Plan] = {}
+        self._plans: dict[PlanKey, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         warn_if_untried(self.device, logger)
         self._allocate_buffers()
@@ -126,7 +127,7 @@ class SGLangAttentionBackend(AttentionBackend):
             self._max_batch, self._max_rows = max(max_bs, self._max_batch), max(max_num_tokens, self._max_rows)
             self._allocate_buffers()
             for plan in self._plans.values():
-                plan.attention = self._make_attention(plan.kind, self._max_rows, self._max_batch)
+                plan.attention = self._make_attention(plan.key, self._max_rows, self._max_batch)
 
     # Planning. `init_forward_metadata` of the base class calls both.
 
@@ -171,17 +172,17 @@ class SGLangAttentionBackend(AttentionBackend):
             self._plan_layers(plan, batch)
 
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        kind = plan.kind
+        key = plan.key
         plan.current = self._attention_for(plan, batch)
-        plan.current.plan(BSRView(batch.qo_indptr, self._page_table(kind, batch), causal=kind.causal, window_left=kind.window_left))
+        plan.current.plan(BSRView(batch.qo_indptr, self._page_table(key, batch), causal=key.causal, window_left=key.window_left))
         return plan.current
 
-    def _page_table(self, kind: LayerKind, batch: Batch) -> PageTable:
+    def _page_table(self, key: PlanKey, batch: Batch) -> PageTable:
         req_to_token = self.req_to_token_pool.req_to_token
-        if not kind.in_window_pool:
+        if not key.in_window_pool:
             return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, self.page_size)
         mapping = self._window_pool.full_to_swa_index_mapping
-        return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, kind.window_left, mapping, self.page_size)
+        return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, key.window_left, mapping, self.page_size)
 
     # Running.
 
@@ -229,10 +230,10 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _remember(self, layer: RadixAttention) -> Layer:
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
-        kind = layer_kind(layer, in_window_pool, self._attention_chunk_size)
-        plan = self._plans.get(kind)
+        key = plan_key(layer, in_window_pool, self._attention_chunk_size)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[kind] = Plan(kind, self._make_attention(kind, self._max_rows, self._max_batch))
+            plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
         known = self._layers[layer] = Layer(layer, plan)
         return known
 
@@ -247,14 +248,14 @@ class SGLangAttentionBackend(AttentionBackend):
         if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:
             return plan.attention
         if plan.large is None or batch.num_rows > plan.large.max_rows or batch_size > plan.large.max_batch:
-            plan.large = self._make_attention(plan.kind, 2 * max(batch.num_rows, self._max_rows), max(batch_size, self._max_batch))
+            plan.large = self._make_attention(plan.key, 2 * max(batch.num_rows, self._max_rows), max(batch_size, self._max_batch))
         return plan.large
 
-    def _make_attention(self, kind: LayerKind, max_rows: int, max_batch: int) -> Attention:
+    def _make_attention(self, key: PlanKey, max_rows: int, max_batch: int) -> Attention:
         return Attention(
-            kind.num_qo_heads,
-            kind.num_kv_heads,
-            kind.head_dim,
+            key.num_qo_heads,
+            key.num_kv_heads,
+            key.head_dim,
             dtype=self.dtype,
             device=self.device,
             max_rows=max_rows,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from attn_backend.adapters.plan_key import PlanKey
 
 from . import NAME, compat
 
@@ -21,18 +22,6 @@ _REFUSED_OPTIONS = {
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
 }
 _REFUSED_PARALLELISM = {"--dcp-size": "parallel.attn_dcp_size", "--attn-cp-size": "parallel.attn_cp_size"}
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers that can share a plan: the same heads over the same tokens."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window_left: int
-    in_window_pool: bool  # its K and V lie in the sliding-window half of a hybrid pool, which numbers its slots differently
-    causal: bool
 
 
 def refuse(what: str, advice: str = "use another --attention-backend") -> ValueError:
@@ -95,7 +84,7 @@ def _check_speculation(algorithm: str, topk: int) -> None:
     raise refuse(f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} ({why})", advice)
 
 
-def layer_kind(layer: RadixAttention, in_window_pool: bool, attention_chunk_size: int | None = None) -> LayerKind:
+def plan_key(layer: RadixAttention, in_window_pool: bool, attention_chunk_size: int | None = None) -> PlanKey:
     """What to plan for this layer.
 
     Args:
@@ -121,7 +110,7 @@ def layer_kind(layer: RadixAttention, in_window_pool: bool, attention_chunk_size
         raise refuse(f"a sliding window over both sides of the query ({name})")
     if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL and compat.setting("schedule.chunked_prefill_size", -1) != -1:
         raise refuse(f"bidirectional prompts in chunks ({name})", "pass --chunked-prefill-size -1")
-    return LayerKind(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, window_left, in_window_pool, causal)
+    return PlanKey(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, window_left, causal, in_window_pool)
 
 
 def attention_layers(model: Any) -> list[RadixAttention]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from importlib import import_module
+
+from attn_backend.settings import Settings
 
 CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
 BACKEND_PATH = "attn_backend.adapters.vllm.backend.AttnBackend"
@@ -28,7 +29,7 @@ def register() -> None:
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
-        if os.environ.get(CPU_SWITCH) == "1":
+        if Settings.read().vllm_cpu:
             registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_PATH)
             logger.info("attn_backend takes the place of CPU_ATTN")  # vLLM does not name the backend that it uses on a CPU
     except Exception as error:

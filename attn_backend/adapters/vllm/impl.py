@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from attn_backend.adapters.vllm.metadata import AttnMetadata, PlanKey, window_left
+from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
+from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
-
-
-class PlanKey(NamedTuple):
-    """Layers with the same key share a plan."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window_left: int  # tokens to the left of the query that stay visible; -1: all
 
 
 def window_left(sliding_window: int | None) -> int:

@@ -1,8 +1,8 @@
 // One work item of the schedule: a row tile's rows x a run of KV tiles of one KV head; and the merge of split pairs.
 //
-// Tokens go through in blocks. A block's keys and values are packed for the engine once; then panels of a few rows each
-// take scores, online softmax and output. Scores are kept in powers of 2. An engine (float32_engine.h, amx_engine.h)
-// owns the layouts and the two matrix products.
+// Tokens are processed in blocks. A block's keys and values are packed for the engine once; then scores, online softmax
+// and output are computed panel by panel, a few rows at a time. Scores are kept in powers of 2. An engine
+// (float32_engine.h, amx_engine.h) owns the layouts and the two matrix products.
 #pragma once
 
 #include <cmath>
@@ -97,18 +97,14 @@ class AttentionKernel {
         s_(scratch),
         tile_(params.schedule.tiles[item.tile]),
         group_(params.schedule.groups[tile_.group]),
-        variant_(variant_params(params, item)),
+        visibility_(level_of(params, item).visibility),
+        variant_(params.variant.as<typename Variant::Params>(), item.head),
         head_dim_(head_dim),
         rows_(count_rows(params, item)),
         engine_(scratch, head_dim, rows_) {}
 
   static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
     return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
-  }
-
-  static VariantParams variant_params(const AttentionParams& params, const WorkItem& item) {
-    const Level& level = level_of(params, item);
-    return VariantParams{params.sm_scale, params.logits_soft_cap, level.visibility};
   }
 
   /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
@@ -178,7 +174,7 @@ class AttentionKernel {
     const int64_t end = min_of<int64_t>(tile.kv_begin + int64_t{item.kv_tile_end} * params.kv_tile, tile.kv_end);
     const int32_t first = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin);
     const int32_t last = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin + rows - 1);
-    return variant_params(params, item)
+    return level_of(params, item)
         .visibility.seen_by_any(first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
   }
 
@@ -271,7 +267,7 @@ class AttentionKernel {
   /// The panel from `row` on; without rows if they see nothing of the block.
   Panel make_panel(int row, TokenRange block) const {
     const int rows = min_of(Engine::kPanelRows, rows_ - row);
-    const TokenRange seen = variant_.visibility.seen_by_any(position(row), position(row + rows - 1), block);
+    const TokenRange seen = visibility_.seen_by_any(position(row), position(row + rows - 1), block);
     if (seen.begin >= seen.end) return Panel{};
     const int begin = round_down(seen.begin - block.begin, Engine::kColumnStep);
     const int end = ceil_div(seen.end - block.begin, Engine::kColumnStep) * Engine::kColumnStep;
@@ -342,16 +338,17 @@ class AttentionKernel {
     const int row = panel.row, begin = panel.begin, end = panel.end;
     const TokenRange columns{block.begin + begin, block.begin + end};
     const TokenRange existing{columns.begin, min_of(columns.end, block.end)};
-    const TokenRange certain = variant_.visibility.seen_by_all(position(row), position(row + panel.rows - 1), existing);
+    const TokenRange certain = visibility_.seen_by_all(position(row), position(row + panel.rows - 1), existing);
     const bool all_seen = certain.begin <= columns.begin && certain.end >= columns.end;
-    // The factor to powers of 2 is applied while reading a score, unless the variant wants the logit or the factor
-    // would spoil -inf.
-    const bool finish = Variant::transforms_logits(variant_) || !(params_.sm_scale > 0.0f);
+    // The factor to powers of 2 is applied while reading a score, unless the variant needs the logit itself, or the
+    // factor would corrupt -inf.
+    const bool finish = variant_.transforms_logits() || !(params_.sm_scale > 0.0f);
     const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
     for (int r = 0; r < panel.rows; ++r) {
       float* scores = s_.scores[buffer] + r * Engine::kBlockTokens;
-      if (finish) finish_scores(scores, begin, end);
+      if (finish) finish_scores(scores, row + r, begin, end, block.begin);
       if (!all_seen) mask_scores(scores, position(row + r), begin, end, existing, block.begin);
+      if constexpr (Variant::kHasMask) apply_variant_mask(scores, row + r, begin, end, block.begin);
 
       Float largest = Isa::mul(Isa::load(scores + begin), scale);
       for (int t = begin + Isa::kWidth; t < end; t += Isa::kWidth)
@@ -375,27 +372,44 @@ class AttentionKernel {
     }
   }
 
+  /// A row of the tile, as variants see it.
+  ScoreRow score_row(int row) const {
+    const RowPlace place = find_row(params_, item_, row);
+    return ScoreRow{static_cast<int32_t>(place.row), static_cast<int32_t>(place.head), position(row)};
+  }
+
   /// Turns scores into final logits, in powers of 2.
-  void finish_scores(float* scores, int begin, int end) const {
-    const VariantParams variant = variant_;  // a copy that the scores cannot overlap: the compiler vectorises the loops
-    if (Variant::transforms_logits(variant)) {
-      for (int t = begin; t < end; ++t) scores[t] = Variant::logits(variant, scores[t] * variant.sm_scale) * kLog2E;
+  void finish_scores(float* scores, int row, int begin, int end, int32_t block_begin) const {
+    // Copies that the scores cannot overlap: the compiler vectorises the loops.
+    const Variant variant = variant_;
+    const float scale = params_.sm_scale;
+    if (variant.transforms_logits()) {
+      const ScoreRow of_row = score_row(row);
+      for (int t = begin; t < end; ++t) scores[t] = variant.logits(scores[t] * scale, of_row, block_begin + t) * kLog2E;
     } else {
-      for (int t = begin; t < end; ++t) scores[t] *= variant.sm_scale * kLog2E;
+      for (int t = begin; t < end; ++t) scores[t] *= scale * kLog2E;
+    }
+  }
+
+  /// Hides what the variant does not let a row see.
+  void apply_variant_mask(float* scores, int row, int begin, int end, int32_t block_begin) const {
+    const ScoreRow of_row = score_row(row);
+    for (int t = begin; t < end; ++t) {
+      if (!variant_.sees(of_row, block_begin + t)) scores[t] = -INFINITY;
     }
   }
 
   /// Sets scores to -inf where the query at `position` does not see the token, or there is none.
   void mask_scores(float* scores, int32_t position, int begin, int end, TokenRange tokens, int32_t block_begin) const {
-    const TokenRange seen = variant_.visibility.seen_by_any(position, position, tokens);
-    const TokenRange certain = variant_.visibility.seen_by_all(position, position, seen);
+    const TokenRange seen = visibility_.seen_by_any(position, position, tokens);
+    const TokenRange certain = visibility_.seen_by_all(position, position, seen);
     const int seen_begin = clamp(seen.begin - block_begin, begin, end);
     const int seen_end = clamp(seen.end - block_begin, seen_begin, end);
     for (int t = begin; t < seen_begin; ++t) scores[t] = -INFINITY;
     for (int t = seen_end; t < end; ++t) scores[t] = -INFINITY;
     if (certain.begin <= seen.begin && certain.end >= seen.end) return;
     for (int t = seen_begin; t < seen_end; ++t) {
-      if (!variant_.visibility.sees(position, block_begin + t)) scores[t] = -INFINITY;
+      if (!visibility_.sees(position, block_begin + t)) scores[t] = -INFINITY;
     }
   }
 
@@ -435,7 +449,8 @@ class AttentionKernel {
   Scratch& s_;
   const RowTile& tile_;
   const RowGroup& group_;
-  const VariantParams variant_;
+  const Visibility visibility_;
+  const Variant variant_;
   const int32_t head_dim_;
   const int rows_;
   Engine engine_;

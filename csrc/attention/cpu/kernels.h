@@ -48,7 +48,7 @@ struct TokenRows {
   int count;
 };
 
-/// What one thread works in.
+/// One thread's scratch memory.
 struct alignas(64) Scratch {
   float q[kMaxTileRows * kMaxHeadDim];
   float keys[kMaxBlockWords];

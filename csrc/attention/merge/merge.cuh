@@ -1,17 +1,16 @@
 // Merges the states of a row, one warp a row and head.
 //
-// Rows of one row group: what is to be merged are the (row tile, head) pairs that several CTAs share. Block (x, y)
+// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged. Block (x, y)
 // serves the pair in whose middle CTA x's interval ends, if that is where the pair's first part ends; rows of the tile
 // go round robin over the blocks of a column. Any grid with num_ctas columns works.
-//
 // Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several
-// CTAs. They go round robin over all blocks, so that few rows, which may have many parts, meet many multiprocessors.
+// CTAs. They are distributed round robin over all blocks, so that few rows with many parts use many multiprocessors.
 // The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
+#include "attention/merge/shape.h"
 #include "attention/output.cuh"
 #include "attention/params.h"
-#include "attention/sm80/shape.h"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -50,7 +49,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// The parts of a row's result for one head. Lane l of the warp looks after link l: the parts of one row group, the
+/// The parts of a row's result for one head. Lane l of the warp handles link l: the parts of one row group, the
 /// first in `first_state`, the others where the CTAs from `first_cta` on started. Rows of one row group have one link.
 struct Parts {
   int32_t count;    // of all links
@@ -87,7 +86,7 @@ struct MergeTarget {
   int32_t max_tile_rows;
 };
 
-/// Merges one row; a warp's work. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
+/// Merges one row, with one warp. Lane i holds columns [4i, 4i + 4) of each group of 128 columns.
 template <class Element>
 __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
   constexpr int kBatch = 3;  // parts whose loads are under way together
@@ -131,14 +130,14 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts) {
 
     const float inverse = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
     if (column < target.head_dim) {
-      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * kElementBytes) =
+      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * Element::kBytes) =
           make_uint2(Element::pack(o.x * inverse, o.y * inverse), Element::pack(o.z * inverse, o.w * inverse));
     }
     if (column == 0 && target.lse != nullptr) *target.lse = state_lse(maximum, sum);
   }
 }
 
-/// The parts of a row of several row groups. Takes part as a whole warp; fills `row` too.
+/// The parts of a row of several row groups. All lanes of the warp must call it; fills `row` too.
 __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row) {
   const ScheduleHeader& header = *params.schedule.header;
   const int32_t lane = threadIdx.x % 32;
@@ -195,11 +194,11 @@ struct SharedPair {
   }
 };
 
-/// Merges what this warp is to merge: first rows of several row groups, then rows of the pair. One loop for both, so
-/// that the code is there once: what a launch of this kernel costs grows with it (docs/decisions.md).
+/// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
+/// costs more the more code the kernel has (ADR 22).
 template <class Element>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
-  // The schedule was complete before the attention kernel started: it is read while that one still runs.
+  // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
   const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
@@ -231,8 +230,8 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     if (row.exists) {
-      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.o(params), row.lse(params),
-                                     params.head_dim, params.max_tile_rows},
+      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.template o<Element>(params),
+                                     row.lse(params), params.head_dim, params.max_tile_rows},
                          parts);
     }
   }

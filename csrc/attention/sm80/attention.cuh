@@ -8,9 +8,10 @@
 
 #include "attention/output.cuh"
 #include "attention/params.h"
-#include "attention/shared_tile.cuh"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
+#include "attention/sm80/tiles.cuh"
+#include "attention/traits.cuh"
 #include "attention/variants.h"
 #include "attention/warp_state.cuh"
 #include "attention/work_cursor.cuh"
@@ -20,21 +21,37 @@
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
 
-namespace attn {
+namespace attn::sm80 {
 
 /// The threads that compute together.
 struct WholeBlock {
-  static constexpr int kWarps = attn::kWarps;
+  static constexpr int kWarps = sm80::kWarps;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
 };
 
+/// How the warps of a CTA share a row tile and a KV tile.
+template <int kKind>
+struct WarpLayout {
+  static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
+  static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
+  static constexpr int kRowBlocks = kRows / 16;
+  static constexpr int kTokens = kKvTile / kKvWarps;  // of a warp
+  int32_t first_row;
+  int32_t first_token;
+  int32_t kv_warp;
+
+  __device__ __forceinline__ explicit WarpLayout(int warp)
+      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
+};
+
 /// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
-template <int kHeadDim, int kRows, bool kManyLevels>
+template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
-  constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+  using Tile = QTile<Traits>;
+  constexpr int kChunks = Tile::kRowChunks;
   constexpr int kRowsPerPass = kThreads / kChunks;
   constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
   const int chunk = threadIdx.x % kChunks;
@@ -44,61 +61,74 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
     const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
     values[i] = make_uint4(0, 0, 0, 0);
     if (row.exists) {
-      const int64_t element = row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * 8;
-      values[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * kElementBytes));
+      const int64_t element =
+          row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
+      values[i] =
+          __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
     }
   }
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
     const int row = threadIdx.x / kChunks + i * kRowsPerPass;
     if (kRows % kRowsPerPass == 0 || row < kRows)
-      *reinterpret_cast<uint4*>(shared_q + SharedTile<kHeadDim>::offset(row, chunk)) = values[i];
+      *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
   }
 }
 
-/// The KV tiles that the loader has brought: the walk of the ring, shared by all work items of a CTA.
+/// The consumer's place in the ring of KV tiles, shared by all work items of a CTA.
 struct RingCursor {
   int32_t tile = 0;  // KV tile of the interval
   int32_t pair = 0;  // its pair of slots
 };
 
 /// The work item under the cursor: from there to the end of the pair or of the interval.
-template <class Element, int kHeadDim, class Variant, bool kManyLevels, int kKind>
-__device__ __forceinline__ void run_work_item(const AttentionParams& params, const VariantParams& first_variant,
-                                              const WorkCursor& cursor,
-                                              KvLoader<kHeadDim, Variant, kManyLevels>& loader, RingCursor& ring,
-                                              char* shared) {
-  using Layout = WarpLayout<kHeadDim, kKind>;
-  using Tile = SharedTile<kHeadDim>;
-  constexpr SharedLayout layout(kHeadDim);
-  constexpr int kPairs = kv_slots(kHeadDim) / 2;
-  constexpr int kPending = kv_slots(kHeadDim) - 2;
+template <class Traits, bool kManyLevels, int kKind>
+__device__ __forceinline__ void run_work_item(const AttentionParams& params, const Visibility& first_visibility,
+                                              const WorkCursor& cursor, KvLoader<Traits, kManyLevels>& loader,
+                                              RingCursor& ring, char* shared) {
+  using Element = typename Traits::Element;
+  using Variant = typename Traits::Variant;
+  using Shape = typename Traits::Shape;
+  using Layout = WarpLayout<kKind>;
+  using Query = QTile<Traits>;
+  using Keys = KTile<Traits>;
+  using Values = VTile<Traits>;
+  using Output = OTile<Traits>;
+  constexpr SharedLayout layout = kLayout<Traits>;
+  constexpr int kSlots = tuning(Shape::kDims).kv_slots;
+  constexpr int kPairs = kSlots / 2;
+  constexpr int kPending = kSlots - 2;
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
-  // Read again where it is needed: it would occupy registers over the whole item.
-  const auto variant_of_level = [&] {
-    return kManyLevels ? variant_params(params, params.schedule.groups[row_tile.group].level) : first_variant;
+  // Read again where it is needed, to save registers.
+  const auto visibility = [&] {
+    return kManyLevels ? params.schedule.header->levels[params.schedule.groups[row_tile.group].level].visibility
+                       : first_visibility;
   };
+  const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
-  WarpState<Element, kHeadDim, Layout::kRowBlocks> state;
-  const bool transforms_logits = Variant::transforms_logits(first_variant);
+  WarpState<Element, Shape::kV, Layout::kRowBlocks> state;
+  const bool transforms_logits = variant.transforms_logits();
   state.scale = transforms_logits ? kLog2E : params.sm_scale * kLog2E;
 
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
   {
     const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
     __syncthreads();  // the previous item's output has left the Q tile
-    load_q<kHeadDim, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
-    unmasked = variant_of_level().visibility.seen_by_all(
-        rows.position(warp.first_row, params.group_size),
-        rows.position(warp.first_row + Layout::kRows - 1, params.group_size), TokenRange{0, row_tile.kv_end});
+    load_q<Traits, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
+    unmasked = visibility().seen_by_all(rows.position(warp.first_row, params.group_size),
+                                        rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
+                                        TokenRange{0, row_tile.kv_end});
   }
 
-  const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Tile::kRowBytes + Tile::rows_first(lane);
-  const uint32_t kv = ptx::shared_address(shared + layout.kv) + warp.first_token * Tile::kRowBytes;
-  int32_t token = row_tile.kv_begin + cursor.now.kv_tile * kv_tile(kHeadDim) +
-                  warp.first_token;  // this warp's first one of the KV tile
+  const uint32_t q =
+      ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
+  const uint32_t kv = ptx::shared_address(shared + layout.kv);
+  const uint32_t first_key = warp.first_token * Keys::kRowBytes;
+  const uint32_t first_value = warp.first_token * Values::kRowBytes;
+  int32_t token =
+      row_tile.kv_begin + cursor.now.kv_tile * kKvTile + warp.first_token;  // this warp's first one of the KV tile
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
@@ -106,79 +136,85 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // K is here, and nobody reads the V slot before it any more
+    __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
-    state.template scores<Layout::kTokens, Tile, Tile>(s, q, k_slot + Tile::columns_first(lane));
+    state.template scores<Shape::kQk, Layout::kTokens, Query, Keys>(s, q,
+                                                                    k_slot + first_key + Keys::columns_first(lane));
 
-    if (transforms_logits) transform_logits<Variant>(first_variant, s);
+    const auto row = [&](int32_t tile_row) {
+      const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
+      return score_row(params, rows, cursor.now.head, tile_row);
+    };
+    if (transforms_logits) transform_logits(variant, params.sm_scale, s, warp.first_row, token, row);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
       const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-      mask_scores<Variant>(variant_of_level(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
+      mask_scores(visibility(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
     }
+    apply_variant_mask(variant, s, warp.first_row, token, row);
     uint32_t p[Layout::kRowBlocks][Layout::kTokens / 8][2];
     state.update(s, p);
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // V is here, and nobody reads the K slot any more
+    __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
-    state.template accumulate<Layout::kTokens, Tile>(p, k_slot + layout.kv_slot_bytes + Tile::rows_first(lane));
+    state.template accumulate<Layout::kTokens, Values>(
+        p, k_slot + layout.kv_slot_bytes + first_value + Values::rows_first(lane));
 
-    token += kv_tile(kHeadDim);
+    token += kKvTile;
     ++ring.tile;
     ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
   }
 
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
-  const OutputTarget<kManyLevels> target(params, rows, cursor.now.head, cursor.now.kv_tile > 0, ends_inside);
+  const OutputTarget<Element, kManyLevels> target(params, rows, cursor.now.head, cursor.now.kv_tile > 0, ends_inside);
   if constexpr (Layout::kKvWarps == 1) {
-    write_warp_rows<Tile>(state, target, warp.first_row, shared + layout.q);
+    write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, layout.kv - layout.q>(state, target, warp, 2, shared + layout.q,
                                                                  reinterpret_cast<float*>(shared + layout.row_states));
   }
 }
 
-template <class Element, int kHeadDim, class Variant, bool kManyLevels>
+template <class Traits, bool kManyLevels>
 __device__ __forceinline__ void run_interval(const AttentionParams& params, WorkCursor cursor) {
   extern __shared__ __align__(1024) char shared[];
-  const VariantParams first_variant = variant_params(params, 0);
-  KvLoader<kHeadDim, Variant, kManyLevels> loader(params, first_variant, cursor, shared);
+  const Visibility first_visibility = params.schedule.header->levels[0].visibility;
+  KvLoader<Traits, kManyLevels> loader(params, first_visibility, cursor, shared);
   loader.start();
   RingCursor ring;
 
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:
-        run_work_item<Element, kHeadDim, Variant, kManyLevels, 0>(params, first_variant, cursor, loader, ring, shared);
+        run_work_item<Traits, kManyLevels, 0>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 1:
-        run_work_item<Element, kHeadDim, Variant, kManyLevels, 1>(params, first_variant, cursor, loader, ring, shared);
+        run_work_item<Traits, kManyLevels, 1>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 2:
-        run_work_item<Element, kHeadDim, Variant, kManyLevels, 2>(params, first_variant, cursor, loader, ring, shared);
+        run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
         break;
       default:
-        if constexpr (max_kind(kHeadDim) >= 3)
-          run_work_item<Element, kHeadDim, Variant, kManyLevels, 3>(params, first_variant, cursor, loader, ring,
-                                                                    shared);
+        if constexpr (tuning(Traits::Shape::kDims).max_kind >= 3)
+          run_work_item<Traits, kManyLevels, 3>(params, first_visibility, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);
   }
   ptx::cp_async_wait<0>();
 }
 
-template <class Element, int kHeadDim, class Variant>
+template <class Traits>
 __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks come as CTAs of this one leave room
+  ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
-    run_interval<Element, kHeadDim, Variant, false>(params, cursor);
+    run_interval<Traits, false>(params, cursor);
   } else {
-    run_interval<Element, kHeadDim, Variant, true>(params, cursor);
+    run_interval<Traits, true>(params, cursor);
   }
 }
 
-}  // namespace attn
+}  // namespace attn::sm80

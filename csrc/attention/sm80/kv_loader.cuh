@@ -7,17 +7,17 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/shared_tile.cuh"
 #include "attention/sm80/shape.h"
-#include "attention/variants.h"
+#include "attention/sm80/tiles.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "planner/page_table.h"
 
-namespace attn {
+namespace attn::sm80 {
 
-/// The one KV tile of a row tile that sees nothing.
-__device__ const uint4 zero_row[256 * kElementBytes / 16] = {};
+/// Stands in for the tokens of a row tile that sees nothing.
+constexpr int kMaxRowBytes = 512;
+__device__ const uint4 zero_row[kMaxRowBytes / 16] = {};
 
 /// What the lookups need of a level.
 struct PageTableView {
@@ -35,7 +35,7 @@ struct LoadedTile {
   int32_t num_kv_tiles;
 };
 
-/// Where that is kept: in registers; or, where the schedule is not plain, with its page table in the warp's part of
+/// Keeps a LoadedTile in registers; or, where the schedule is not plain, with its page table in the warp's part of
 /// shared memory.
 template <bool kManyLevels>
 struct LoadedTileStore {
@@ -73,30 +73,40 @@ struct LoadedTileStore<true> {
   __device__ __forceinline__ PageTableView page_table(const AttentionParams&) const { return entry.table; }
 };
 
-template <int kHeadDim, class Variant, bool kManyLevels>
+template <class Traits, bool kManyLevels>
 struct KvLoader {
-  static constexpr int kTokens = kv_tile(kHeadDim);
-  static constexpr int kPairs = kv_slots(kHeadDim) / 2;  // KV tiles in the ring
-  static constexpr int kRowsPerPass = kThreads / SharedTile<kHeadDim>::kRowChunks;
-  static constexpr int kPasses = kTokens / kRowsPerPass;
+  static constexpr int kTokens = kKvTile;
+  static constexpr int kPairs = tuning(Traits::Shape::kDims).kv_slots / 2;  // KV tiles in the ring
+
+  /// How the CTA copies a tile of K or V: so many rows at a time.
+  template <class Tile>
+  struct Passes {
+    static constexpr int kRows = kThreads / Tile::kRowChunks;
+    static constexpr int kCount = kTokens / kRows;
+
+    /// The addresses that one thread copies from lie side by side: row pass * kRows + first is number first * kCount +
+    /// pass.
+    __device__ __forceinline__ static int number(int row) { return row % kRows * kCount + row / kRows; }
+  };
   static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
+  static_assert(max_of(KTile<Traits>::kRowBytes, VTile<Traits>::kRowBytes) <= kMaxRowBytes, "zero_row");
 
   const AttentionParams& params;
-  const VariantParams& first_variant;  // of level 0
+  const Visibility& first_visibility;  // of level 0
   char* shared;
   WorkCursor cursor;  // KV tile that is looked up
   LoadedTileStore<kManyLevels> store;
   int32_t entry;   // of the page table, for this thread's token
   bool more;       // the cursor is inside the interval
-  bool published;  // so was it when addresses were published last: there is a KV tile to be copied
+  bool published;  // value of `more` when addresses were last published: there is a KV tile to be copied
 
-  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const VariantParams& first_variant_,
+  __device__ __forceinline__ KvLoader(const AttentionParams& params_, const Visibility& first_visibility_,
                                       const WorkCursor& first, char* shared_)
       : params(params_),
-        first_variant(first_variant_),
+        first_visibility(first_visibility_),
         shared(shared_),
         cursor(first),
-        store(shared_ + SharedLayout(kHeadDim).loading) {
+        store(shared_ + kLayout<Traits>.loading) {
     load_row_tile();
     look_up(page_table());
   }
@@ -119,29 +129,29 @@ struct KvLoader {
   }
 
   /// Copies K of KV tile number `tile` of the interval, if there is one, into slot pair `pair`; commits one group.
-  __device__ __forceinline__ void load_k(int tile, int pair) { copy(0, tile & 1, 2 * pair); }
+  __device__ __forceinline__ void load_k(int tile, int pair) { copy<KTile<Traits>>(0, tile & 1, 2 * pair); }
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
   __device__ __forceinline__ void load_v(int tile, int pair) {
-    PageTableView table = page_table();  // read here, so that it has arrived when the copies have been issued
-    copy(1, tile & 1, 2 * pair + 1);
+    PageTableView table = page_table();  // read before the copies are issued, to hide its latency
+    copy<VTile<Traits>>(1, tile & 1, 2 * pair + 1);
     publish(table, (tile + 1) & 1);
     if (advance() && kManyLevels) table = page_table();
     look_up(table);
   }
 
  private:
-  // The addresses that one thread copies from lie side by side: row r = pass * kRowsPerPass + first is number first *
-  // kPasses + pass.
   __device__ __forceinline__ int64_t* row_addresses(int parity, int which) {
-    return reinterpret_cast<int64_t*>(shared + SharedLayout(kHeadDim).row_addresses) + (parity * 2 + which) * kTokens;
+    return reinterpret_cast<int64_t*>(shared + kLayout<Traits>.row_addresses) + (parity * 2 + which) * kTokens;
   }
 
+  template <class Tile>
   __device__ __forceinline__ void copy(int which, int parity, int slot) {
-    constexpr SharedLayout layout(kHeadDim);
+    constexpr SharedLayout layout = kLayout<Traits>;
+    constexpr int kPasses = Passes<Tile>::kCount;
     const uint32_t target = ptx::shared_address(shared + layout.kv) + slot * layout.kv_slot_bytes;
     if (published) {
-      constexpr int kChunks = SharedTile<kHeadDim>::kRowChunks;
+      constexpr int kChunks = Tile::kRowChunks;
       constexpr int kBatch = 4;
       const int chunk = threadIdx.x % kChunks;
       const int first_row = threadIdx.x / kChunks;
@@ -154,7 +164,7 @@ struct KvLoader {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
-          ptx::cp_async_16(target + SharedTile<kHeadDim>::offset(first_row + (pass + i) * kRowsPerPass, chunk),
+          ptx::cp_async_16(target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, chunk),
                            row + chunk * 16);
         }
       }
@@ -162,9 +172,9 @@ struct KvLoader {
     ptx::cp_async_commit();
   }
 
-  /// This thread's token. One that no row of the row tile sees is replaced by the nearest that some row does: what the
-  /// cache holds there (NaN, or the page of another request) must not reach the output, and what is copied instead is
-  /// masked.
+  /// This thread's token. One that no row of the row tile sees is replaced by the nearest token that some row sees:
+  /// what the cache holds there (NaN, or the page of another request) must not reach the output, and what is copied
+  /// instead is masked.
   __device__ __forceinline__ int32_t token() const {
     const LoadedTile& tile = store.get();
     const int32_t t = tile.first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
@@ -185,10 +195,11 @@ struct KvLoader {
     const RowTile& tile = params.schedule.tiles[cursor.now.tile];
     const RowGroup& group = params.schedule.groups[tile.group];
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
-    const VariantParams variant = kManyLevels ? variant_params(params, group.level) : first_variant;
+    const Visibility visibility =
+        kManyLevels ? params.schedule.header->levels[group.level].visibility : first_visibility;
     const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
     loaded.visible_begin =
-        variant.visibility
+        visibility
             .seen_by_any(rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all)
             .begin;
     loaded.visible_end = all.end;
@@ -225,14 +236,16 @@ struct KvLoader {
       const KvTensor& tensor = is_v ? params.v : params.k;
       const int64_t element = page * tensor.page_stride + params.page_size.modulo(token()) * tensor.token_stride +
                               cursor.now.head * tensor.head_stride;
-      address = reinterpret_cast<int64_t>(tensor.data) + element * kElementBytes;
+      address = reinterpret_cast<int64_t>(tensor.data) + element * Traits::KvElement::kBytes;
     }
     const int row = threadIdx.x % kTokens;
-    row_addresses(parity, is_v)[row % kRowsPerPass * kPasses + row / kRowsPerPass] = address;
+    row_addresses(parity, is_v)[is_v ? Passes<VTile<Traits>>::number(row) : Passes<KTile<Traits>>::number(row)] =
+        address;
     published = more;
   }
 
-  /// On to the next KV tile of the interval. Whether it is of another row tile, perhaps with another page table.
+  /// Moves to the next KV tile of the interval. Returns whether it belongs to another row tile, perhaps with another
+  /// page table.
   __device__ __forceinline__ bool advance() {
     if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;
@@ -243,4 +256,4 @@ struct KvLoader {
   }
 };
 
-}  // namespace attn
+}  // namespace attn::sm80

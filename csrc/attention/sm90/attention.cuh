@@ -1,5 +1,5 @@
-// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule or takes pairs in
-// turn. A warpgroup brings Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
+// The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
+// a work queue. One warpgroup loads Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -7,24 +7,26 @@
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
+#include "attention/traits.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/kernel_code.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/registers.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
-/// `Copier`: BoxCopier, or RowCopier for caches that the copy engine cannot bring box by box.
-template <class Element, int kHeadDim, class Variant, template <int> class Copier>
+/// `Copier`: BoxCopier, or RowCopier for caches that TMA cannot load box by box.
+template <class Traits, template <class> class Copier>
 __device__ __forceinline__ void attention(const HopperParams& params) {
   extern __shared__ __align__(1024) char memory[];
-  const SharedMemory<kHeadDim> shared(memory);
-  if (threadIdx.x >= kProducerThreads) {  // who has nothing to do yet
+  using Shared = SharedMemory<Traits>;
+  const Shared shared(memory);
+  if (threadIdx.x >= kProducerThreads) {  // the consumers have nothing to compute yet
     prefetch_code(params.code, threadIdx.x - kProducerThreads);
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
   }
   if (!params.attention.after_append) ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();  // its blocks come as CTAs of this one leave room
+  ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
@@ -34,25 +36,25 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     ptx::prefetch_tensor_map(params.o);
   }
   if (threadIdx.x == 0) {
-    shared.init_barriers(Copier<kHeadDim>::kGathers ? 32 : 1);
+    shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
   }
   __syncthreads();
-  const bool has_work = cursor.is_in_turn()
+  const bool has_work = cursor.uses_queue()
                             ? static_cast<int32_t>(blockIdx.x) <
                                   params.attention.schedule.header->num_tiles * params.attention.num_kv_heads
                             : !cursor.done();
   if (!has_work) {
-    ptx::wait_for_previous_grid();  // as all CTAs do: what follows this grid may rely on what came before it
+    ptx::wait_for_previous_grid();  // every CTA waits, so that later grids may rely on the grids before this one
     return;
   }
 
   if (threadIdx.x < kProducerThreads) {
-    ptx::give_registers<producer_registers(kHeadDim)>();
-    produce<kHeadDim, Copier<kHeadDim>>(params, shared, cursor);
+    ptx::give_registers<Shared::kTuning.producer_registers>();
+    produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else {
-    ptx::take_registers<consumer_registers(kHeadDim)>();
-    Consumer<Element, Variant, kHeadDim>(params, shared).run();
+    ptx::take_registers<Shared::kTuning.consumer_registers()>();
+    Consumer<Traits>(params, shared).run();
   }
 }
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

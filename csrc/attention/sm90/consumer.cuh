@@ -1,12 +1,16 @@
-// The consumers: two warpgroups that compute work items from what the producer has brought.
+// The two consumer warpgroups compute work items from what the producer has loaded.
 //
-// Wide items, all but those of the smallest row tiles. Of 128 rows each warpgroup has 64, and multiplies with wgmma.
-// While the tensor cores add P V of one KV tile the warpgroup takes most exponentials of the next; nothing orders the
-// two warpgroups, so that one's products can overlap with the other's softmax. Those of 32 and 64 rows go the same way,
-// in the first warpgroup alone.
+// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; row tiles
+// of 32 and 64 rows are computed by the first warpgroup alone. While the tensor cores add P V of one KV tile, the
+// warpgroup computes most of the next tile's exponentials:
 //
-// Row tiles of 16 rows (narrow): the warpgroups take parts of KV tiles in turn, and the four warps of one share the
-// tokens, with mma.sync. The states of all warps merge in shared memory at the end.
+//     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
+//     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
+//
+// The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
+//
+// Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
+// warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
 #pragma once
 
 #include "attention/output.cuh"
@@ -21,13 +25,13 @@
 #include "common/ptx/tensor_copy.cuh"
 #include "common/ptx/wgmma.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 __device__ __forceinline__ int consumer_thread() { return ptx::thread_id() - kProducerThreads; }
 __device__ __forceinline__ int consumer_warp() { return consumer_thread() / 32; }
 __device__ __forceinline__ int warpgroup() { return consumer_warp() / 4; }
 
-/// The threads that compute a narrow row tile together.
+/// The threads that compute a row tile of 16 rows together.
 struct Consumers {
   static constexpr int kWarps = kConsumerWarps;
 
@@ -41,59 +45,41 @@ __device__ __forceinline__ void sync_warpgroup() {
 
 /// Zeroes rows of a V tile that lie outside [first, last): what the ring or the cache holds there (NaN, perhaps) must
 /// not reach the output. `lane` of kLanes threads.
-template <int kHeadDim, int kLanes>
+template <class Tile, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last,
                                           int lane) {
-  constexpr int kChunks = KvTile<kHeadDim>::kRowChunks;
-#pragma unroll kHeadDim <= 128 ? 4 : 2  // head_dim 256 leaves registers for two rows at a time
+  constexpr int kChunks = Tile::kRowChunks;
+#pragma unroll kChunks <= 16 ? 4 : 2  // wide heads leave registers for only two rows at a time
   for (int i = lane; i < (end_row - first_row) * kChunks; i += kLanes) {
     const int row = first_row + i / kChunks;
     if (row < first || row >= last)
-      *reinterpret_cast<uint4*>(tile + KvTile<kHeadDim>::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(tile + Tile::offset(row, i % kChunks)) = make_uint4(0, 0, 0, 0);
   }
-  ptx::fence_async_proxy();  // before wgmma reads it, and the copy engine writes it again
-}
-
-__device__ __forceinline__ VariantParams variant_of(const AttentionParams& params, const WorkItem& item) {
-  return VariantParams{params.sm_scale, params.logits_soft_cap, item.visibility};
-}
-
-/// Of all items: what the logits functor may depend on.
-__device__ __forceinline__ VariantParams logits_variant(const AttentionParams& params) {
-  return VariantParams{params.sm_scale, params.logits_soft_cap, Visibility{}};
+  ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again
 }
 
 /// Tokens that all of the tile's rows [first_row, first_row + num_rows) see: their scores need no mask.
-template <class Variant>
 __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& params, const WorkItem& item,
                                                       int first_row, int num_rows) {
-  return variant_of(params, item)
-      .visibility.seen_by_all(item.rows.position(first_row, params.group_size),
-                              item.rows.position(first_row + num_rows - 1, params.group_size), item.readable);
+  return item.visibility.seen_by_all(item.rows.position(first_row, params.group_size),
+                                     item.rows.position(first_row + num_rows - 1, params.group_size), item.readable);
 }
 
-/// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
-template <class Variant, int kBlocks>
-__device__ __forceinline__ void finish_scores(const AttentionParams& params, const WorkItem& item,
-                                              float (&s)[1][kBlocks][4], int first_row, int32_t first_token,
-                                              const TokenRange& unmasked) {
-  if (Variant::transforms_logits(logits_variant(params))) transform_logits<Variant>(logits_variant(params), s);
-  if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
-    mask_scores<Variant>(variant_of(params, item), s, item.rows, params.group_size, first_row, first_token,
-                         item.readable.end);
-  }
-}
-
-template <class Element, class Variant, int kHeadDim>
+template <class Traits>
 struct Consumer {
-  using Shared = SharedMemory<kHeadDim>;
-  using Query = QTile<kHeadDim>;
-  using Keys = KvTile<kHeadDim>;
-  static constexpr int kTokens = kv_tile(kHeadDim);
-  static constexpr bool kIsBFloat16 = Element::kIsBFloat16;
-  /// Whether the maxima of a wide row tile stay until probabilities outgrow them. Where the output takes half of the
-  /// registers there are none to compute these again.
-  static constexpr bool kKeepsMaxima = kHeadDim <= 128;
+  using Element = typename Traits::Element;
+  using Variant = typename Traits::Variant;
+  using Shared = SharedMemory<Traits>;
+  using Query = QTile<Traits>;
+  using Keys = KTile<Traits>;
+  using Values = VTile<Traits>;
+  using Output = OTile<Traits>;
+  static constexpr int kTokens = Shared::kTuning.kv_tile;
+  static constexpr int kQkColumns = Traits::Shape::kQk;
+  static constexpr int kVColumns = Traits::Shape::kV;
+  static constexpr bool kKeepsMaxima = Shared::kTuning.keeps_maxima;
+  /// Of one warp: 16 rows.
+  using State = WarpState<Element, kVColumns, 1>;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -103,8 +89,25 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const HopperParams& hopper_params_, const Shared& shared_)
       : hopper_params(hopper_params_), params(hopper_params_.attention), shared(shared_) {}
 
+  __device__ __forceinline__ Variant variant(int32_t kv_head) const {
+    return Variant(params.variant.as<typename Variant::Params>(), kv_head);
+  }
+
   __device__ __forceinline__ float scale() const {
-    return Variant::transforms_logits(logits_variant(params)) ? kLog2E : params.sm_scale * kLog2E;
+    return variant(0).transforms_logits() ? kLog2E : params.sm_scale * kLog2E;
+  }
+
+  /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on.
+  template <int kBlocks>
+  __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
+                                                int32_t first_token, const TokenRange& unmasked) const {
+    const auto row = [&](int32_t tile_row) { return score_row(params, item.rows, item.kv_head, tile_row); };
+    if (variant(0).transforms_logits())
+      transform_logits(variant(item.kv_head), params.sm_scale, s, first_row, first_token, row);
+    if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
+      mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
+    }
+    apply_variant_mask(variant(item.kv_head), s, first_row, first_token, row);
   }
 
   __device__ __forceinline__ void run() {
@@ -113,13 +116,13 @@ struct Consumer {
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
       if (multiplies(item)) {
-        run_wide_items(place);
+        run_wgmma_items(place);
         continue;
       }
       if (item.kind == 0) {
-        run_narrow(item, place.slot);
+        run_mma_item(item, place.slot);
       } else {
-        pass(item);
+        skip(item);
       }
       shared.free_q(place);
       place.next();
@@ -132,8 +135,8 @@ struct Consumer {
     return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0);
   }
 
-  /// Lets the KV tiles of an item pass.
-  __device__ __forceinline__ void pass(const WorkItem& item) {
+  /// Frees the KV tiles of an item that the other warpgroup computes alone.
+  __device__ __forceinline__ void skip(const WorkItem& item) {
     for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
       wait_for_tile(kv);
       free_tile(kv);
@@ -141,37 +144,36 @@ struct Consumer {
     }
   }
 
-  // --- wide: wgmma
+  // --- wgmma
 
   /// Starts s = Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
                                                 int slot) const {
     const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
 #pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k)
-      ptx::wgmma_shared<kIsBFloat16>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
+    for (int k = 0; k < kQkColumns / 16; ++k)
+      ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
     ptx::wgmma_commit();
   }
 
   /// Starts o += P V.
-  __device__ __forceinline__ void multiply_values(WarpState<Element, kHeadDim, 1>& state,
-                                                  const uint32_t (&p)[kTokens / 16][4], int slot) const {
-    constexpr int kColumns = min_of(kHeadDim, 128);  // of one product
-    const ptx::MatrixDescriptor values = Keys::rows_descriptor(ptx::shared_address(shared.kv(slot)));
+  __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
+    constexpr int kColumns = min_of(kVColumns, 128);  // of one product
+    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(shared.kv(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll
-      for (int c = 0; c < kHeadDim; c += kColumns) {
-        ptx::wgmma_registers<kIsBFloat16>(reinterpret_cast<float (&)[kColumns / 8][4]>(state.o[0][c / 8]), p[k],
-                                          Keys::rows(values, k, c / kBlockColumns), 1);
+      for (int c = 0; c < kVColumns; c += kColumns) {
+        ptx::wgmma_registers<Element::kMmaType>(reinterpret_cast<float (&)[kColumns / 8][4]>(state.o[0][c / 8]), p[k],
+                                                Values::rows(values, k, c / kBlockColumns), 1);
       }
     }
     ptx::wgmma_commit();
   }
 
-  /// Scores become probabilities relative to the rows' maxima; `added`: their sums over this lane's columns.
-  __device__ __forceinline__ static void soften(const WarpState<Element, kHeadDim, 1>& state,
-                                                float (&s)[1][kTokens / 8][4], float (&added)[2]) {
+  /// Turns scores into probabilities relative to the rows' maxima; `added`: their sums over this lane's columns.
+  __device__ __forceinline__ static void exponentiate(const State& state, float (&s)[1][kTokens / 8][4],
+                                                      float (&added)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float base = state.base(0, half);
@@ -185,20 +187,21 @@ struct Consumer {
     }
   }
 
-  /// A row's probabilities of a KV tile that sum to more over a lane's columns, or to NaN, have outgrown the row's
-  /// maximum. Far below what an element can hold; nothing is less exact for being relative to a maximum that is too
-  /// small.
+  /// Online softmax with lazy maxima: a row keeps the maximum of the first KV tile in which it sees anything, until the
+  /// probabilities of a lane's columns sum to more than this, or to NaN. The limit is far below what an element can
+  /// hold, and a maximum that is too small costs no accuracy.
   static constexpr float kMostAdded = 4096.0f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
     return !(added[half] <= kMostAdded);
   }
 
-  /// Probabilities of the rows that have outgrown their maxima, from scores multiplied again, and the output and the
-  /// sums so far, relative to new maxima. Other rows stay as they are: the bits of a row depend on no other.
-  __device__ __forceinline__ void soften_again(WarpState<Element, kHeadDim, 1>& state, const WorkItem& item,
-                                               float (&s)[1][kTokens / 8][4], float (&added)[2], uint32_t q, int slot,
-                                               int32_t first_token, const TokenRange& unmasked) const {
+  /// For rows that have outgrown their maxima: computes their scores again (the first ones were overwritten by the
+  /// probabilities), finds new maxima, and rescales output and sums. Other rows stay as they are: the bits of a row
+  /// depend on no other.
+  __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
+                                            float (&added)[2], uint32_t q, int slot, int32_t first_token,
+                                            const TokenRange& unmasked) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * 16;
     bool again[2];
@@ -210,7 +213,7 @@ struct Consumer {
       again[half] |= __shfl_xor_sync(0xffffffffu, again[half], 2);
       maximum[half] = state.maximum[0][half];
     }
-    // All tokens twice: for the maxima, and for the probabilities.
+    // Visits all tokens twice: first for the maxima, then for the probabilities.
 #pragma unroll 1
     for (int i = 0; i < 2 * kTokens; i += kStep) {
       const int token = i % kTokens;
@@ -228,10 +231,10 @@ struct Consumer {
         state.scale_output(0, correction);
       }
       float step[1][kStep / 8][4];
-      state.template scores<kStep, Query, Keys>(
+      state.template scores<kQkColumns, kStep, Query, Keys>(
           step, q,
           ptx::shared_address(shared.kv(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
-      finish_scores<Variant>(params, item, step, first_row, first_token + token, unmasked);
+      finish_scores(item, step, first_row, first_token + token, unmasked);
 #pragma unroll
       for (int j = 0; j < kStep / 8 * 4; ++j) {
         const int half = j % 4 / 2;
@@ -257,7 +260,7 @@ struct Consumer {
     }
   }
 
-  // Of the tile at a place, all parts.
+  // These act on all parts of the tile at `place`.
   __device__ __forceinline__ bool is_tile_full(typename Shared::KvPlace place) const {
     bool full = true;
 #pragma unroll
@@ -274,19 +277,20 @@ struct Consumer {
   }
   __device__ __forceinline__ void next_tile() { kv = kv.behind(Shared::kParts); }
 
-  /// Waits for K and V. They are mostly here: asking for all at once takes a fraction of the time of one after another.
+  /// Waits for K and V. Mostly they have arrived: testing all barriers at once is faster than waiting for one after
+  /// another.
   __device__ __forceinline__ void wait_for_tiles(typename Shared::KvPlace keys, typename Shared::KvPlace values) const {
     if (is_tile_full(keys) & is_tile_full(values)) return;
     wait_for_tile(values);
     wait_for_tile(keys);
   }
 
-  /// What must not be read of a V tile becomes zero.
+  /// Zeroes the rows of a V tile that must not be read.
   __device__ __forceinline__ void clear_unreadable(const typename Shared::KvPlace& place, int32_t first_token,
                                                    const TokenRange& readable) const {
     if (first_token < readable.begin || first_token + kTokens > readable.end) {
-      zero_rows<kHeadDim, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
-                                             readable.end - first_token, consumer_thread() % kWarpgroupThreads);
+      zero_rows<Values, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
+                                           readable.end - first_token, consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
   }
@@ -301,16 +305,15 @@ struct Consumer {
            Query::rows_first(ptx::lane_id());
   }
 
-  /// Whether the copy engine may store the warp's rows: all of them exist, are complete, and follow one another, and
-  /// nobody wants their lse.
-  __device__ __forceinline__ bool is_box(const OutputTarget<true>& target, int first_row) const {
+  /// Whether TMA may store the warp's rows: all of them exist, are complete and consecutive, and no lse is wanted.
+  __device__ __forceinline__ bool is_box(const OutputTarget<Element, true>& target, int first_row) const {
     return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr &&
            first_row + kWarpRows <= target.rows.count;
   }
 
-  /// Has the copy engine store the warp's rows, by way of its rows of the Q tile.
-  __device__ __forceinline__ void store_rows(WarpState<Element, kHeadDim, 1>& state, const OutputTarget<true>& target,
-                                             int first_row, int slot) const {
+  /// Stores the warp's rows by TMA, from its rows of the Q tile.
+  __device__ __forceinline__ void store_rows(State& state, const OutputTarget<Element, true>& target, int first_row,
+                                             int slot) const {
     const int lane = ptx::lane_id();
     float inverse[2];
 #pragma unroll
@@ -318,25 +321,25 @@ struct Consumer {
       const float sum = state.row_sum(0, half);
       inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
     }
-    stage_rows<Query>(state, 0, inverse, first_row, shared.q(slot));
+    stage_rows<Output>(state, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane != 0) return;
     const int32_t row = target.rows.qo_begin + params.group_size.divide(target.rows.packed_begin + first_row);
-    const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Query::kRowBytes;
+    const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Output::kRowBytes;
 #pragma unroll
-    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-      ptx::store_box(hopper_params.o, staged + block * Query::kBlockBytes, block * kBlockColumns,
+    for (int block = 0; block < Output::kBlocks; ++block) {
+      ptx::store_box(hopper_params.o, staged + block * Output::kBlockBytes, block * kBlockColumns,
                      target.kv_head * params.group_size.divisor, row, 0);
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();  // then the tile may be filled again
   }
 
-  /// Computes the items from `place` on that this warpgroup multiplies, up to the first that it does not; moves `place`
+  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
   /// there. The scores of an item's first KV tile are multiplied together with the last values of the item before, and
   /// are ready when its output has been written.
-  __device__ __forceinline__ void run_wide_items(typename Shared::QPlace& place) {
+  __device__ __forceinline__ void run_wgmma_items(typename Shared::QPlace& place) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
@@ -346,38 +349,38 @@ struct Consumer {
 
     for (bool more = true; more;) {
       const WorkItem& item = shared.item(place.slot);
-      WarpState<Element, kHeadDim, 1> state;
+      State state;
       state.scale = scale();
-      const TokenRange unmasked = unmasked_tokens<Variant>(params, item, first_row, 16);
+      const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
       int32_t token = item.first_token;
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
       ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(s[0]);
-      // Scores of a KV tile become probabilities; then those of the next are multiplied together with this one's
-      // values. A row's maximum is that of the first tile in which it sees anything, and stays until probabilities
-      // outgrow it: looking for every tile's maxima takes a fifth of the softmax (docs/decisions.md).
+      ptx::wgmma_fence_operand(s[0]);
+      // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
+      // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
+      // (ADR 15).
       for (int left = item.num_kv_tiles;; token += kTokens) {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
-        finish_scores<Variant>(params, item, s, first_row, token, unmasked);
+        finish_scores(item, s, first_row, token, unmasked);
         if constexpr (kKeepsMaxima) {
           if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
         } else {
           raised = state.raise_maximum(0, s[0], correction);
         }
-        soften(state, s, added);
-        ptx::wgmma_settle(s[0]);  // the exponentials before the wait
+        exponentiate(state, s, added);
+        ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
         if (!is_first) {
           ptx::wgmma_wait<0>();
-          ptx::wgmma_settle(state.o[0]);
+          ptx::wgmma_fence_operand(state.o[0]);
           free_tile(values);
           if constexpr (kKeepsMaxima) {
             if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
-              soften_again(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked);
+              recompute(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked);
             }
           } else if (raised) {
             state.scale_output(0, correction);
@@ -387,7 +390,7 @@ struct Consumer {
         state.sum[0][1] += added[1];
         free_tile(kv);
         next_tile();
-        ptx::wgmma_settle(s[0]);  // p is still read before the wait
+        ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
         pack(s, p);
         values = kv;
         next_tile();
@@ -398,7 +401,7 @@ struct Consumer {
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
         ptx::wgmma_wait<1>();
-        ptx::wgmma_settle(s[0]);
+        ptx::wgmma_fence_operand(s[0]);
       }
 
       typename Shared::QPlace next = place;
@@ -412,18 +415,18 @@ struct Consumer {
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();
       multiply_values(state, p, values.slot);
-      // The keys are of no use unless there is more, but a branch here would make the products wait for each other.
+      // Without a next item these scores are not used, but a branch here would serialise the products.
       if constexpr (Shared::kQSlots > 1) multiply_keys(s, query(next.slot), kv.slot);
       ptx::wgmma_wait<Shared::kQSlots - 1>();
-      ptx::wgmma_settle(state.o[0]);
+      ptx::wgmma_fence_operand(state.o[0]);
       free_tile(values);
 
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+      const OutputTarget<Element, true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
       if (is_box(target, first_row)) {
         store_rows(state, target, first_row, place.slot);
       } else {
-        write_warp_rows<Query>(state, target, first_row, shared.q(place.slot));
+        write_warp_rows<Output>(state, target, first_row, shared.q(place.slot));
       }
       shared.free_q(place);
       place = next;
@@ -432,25 +435,25 @@ struct Consumer {
     if constexpr (Shared::kQSlots == 1) shared.wait_q_full(place);
   }
 
-  // --- narrow: mma.sync
+  // --- mma.sync
 
-  /// How the warps share a narrow item: 16 rows, and of each part of a KV tile 16 tokens each.
-  struct NarrowLayout {
+  /// How the warps share an item: all have the same 16 rows, and 16 tokens each of a part of a KV tile.
+  struct MmaLayout {
     static constexpr int kKvWarps = kConsumerWarps;  // all share the rows
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
     int32_t kv_warp;
 
-    __device__ __forceinline__ explicit NarrowLayout(int warp) : first_token(warp % 4 * kNarrowTokens), kv_warp(warp) {}
+    __device__ __forceinline__ explicit MmaLayout(int warp) : first_token(warp % 4 * kMmaTokens), kv_warp(warp) {}
   };
-  static constexpr int kNarrowTokens = Shared::kPartTokens / 4;
+  static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
-  __device__ __forceinline__ void run_narrow(const WorkItem& item, int q_slot) {
+  __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();
-    const NarrowLayout warp(consumer_warp());
-    WarpState<Element, kHeadDim, 1> state;
+    const MmaLayout warp(consumer_warp());
+    State state;
     state.scale = scale();
-    const TokenRange unmasked = unmasked_tokens<Variant>(params, item, 0, kWarpRows);
+    const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
     const uint32_t q = ptx::shared_address(shared.q(q_slot)) + Query::rows_first(lane);
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
@@ -461,36 +464,37 @@ struct Consumer {
       const typename Shared::KvPlace keys = kv.behind(part);
       const typename Shared::KvPlace values = kv.behind(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {
-        // The same parts may be this warpgroup's in the ring's next round: it must not mistake this round for that one.
+        // This warpgroup may need the same parts in the ring's next round: it must see this phase of their barriers,
+        // too.
         shared.wait_kv_full(keys);
         shared.wait_kv_full(values);
         continue;
       }
       shared.wait_kv_full(keys);
-      float s[1][kNarrowTokens / 8][4];
-      uint32_t p[1][kNarrowTokens / 8][2];
-      state.template scores<kNarrowTokens, Query, Keys>(
+      float s[1][kMmaTokens / 8][4];
+      uint32_t p[1][kMmaTokens / 8][2];
+      state.template scores<kQkColumns, kMmaTokens, Query, Keys>(
           s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
       shared.free_kv(keys, 2);
-      finish_scores<Variant>(params, item, s, 0, token, unmasked);
+      finish_scores(item, s, 0, token, unmasked);
       state.update(s, p);
 
       shared.wait_kv_full(values);
-      if (token < item.readable.begin || token + kNarrowTokens > item.readable.end) {
-        zero_rows<kHeadDim, 32>(shared.kv(values.slot), row, row + kNarrowTokens, item.readable.begin - token + row,
-                                item.readable.end - token + row, lane);
+      if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
+        zero_rows<Values, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
+                              item.readable.end - token + row, lane);
         __syncwarp();
       }
-      state.template accumulate<kNarrowTokens, Keys>(
-          p, ptx::shared_address(shared.kv(values.slot)) + row * Keys::kRowBytes + Keys::rows_first(lane));
+      state.template accumulate<kMmaTokens, Values>(
+          p, ptx::shared_address(shared.kv(values.slot)) + row * Values::kRowBytes + Values::rows_first(lane));
       shared.free_kv(values, 2);
     }
 
-    const OutputTarget<true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
+    const OutputTarget<Element, true> target(params, item.rows, item.kv_head, item.starts_inside, item.ends_inside);
     const int halves = item.rows.count <= 8 ? 1 : 2;
-    write_merged_warps<Consumers, NarrowLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves,
-                                                                              shared.q(q_slot), shared.row_states());
+    write_merged_warps<Consumers, MmaLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves,
+                                                                           shared.q(q_slot), shared.row_states());
   }
 };
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

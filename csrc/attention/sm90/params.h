@@ -7,26 +7,26 @@
 
 namespace attn {
 
-/// Of the Hopper kernel. The copy engine brings boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
+/// The arguments of the Hopper kernel. TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
 /// column, token (in its page; of a ragged tensor: row), head and page.
 struct HopperParams {
   TensorMap k;
   TensorMap v;
   AttentionParams attention;
   int32_t box_tokens;  // 0: tokens are gathered one by one
-  int32_t run_tokens;  // with box_tokens 0: the maps bring boxes of so many tokens whose pages, of one token each,
-                       // follow one another; 0: no map describes these tensors
+  int32_t run_tokens;  // with box_tokens 0: the maps describe boxes of so many consecutive pages of one token each; 0:
+                       // no map describes these tensors
   int32_t unit_shift;  // page and token strides of K and V are multiples of 2^unit_shift elements, and no row lies 2^32
                        // of these units from the first
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
-  TensorMap o;  // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: what a
-                // consumer warp has of a wide row tile
-  TensorMap q;  // boxes of 128 / group_size rows: one of the largest row tiles
-  TensorMap q_row;        // boxes of one row
-  KernelCode code;        // of the kernel itself, ...
-  KernelCode merge_code;  // ... and of the one that runs next
+  TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
+                    // consumer warp's rows of a row tile for wgmma
+  TensorMap q;      // boxes of 128 / group_size rows: one of the largest row tiles
+  TensorMap q_row;  // boxes of one row
+  KernelCode code;  // of this kernel
+  KernelCode merge_code;  // of the merge kernel, which runs next
 };
 
 }  // namespace attn

@@ -1,11 +1,12 @@
-// The producer: brings Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as there is
-// room.
+// The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
+// there is room.
 //
-// Each of its four warps brings half of the tokens of every KV tile, of K or of V: where the copy engine can describe
-// the cache, by having it bring boxes of pages (BoxCopier); where it cannot (pages of fewer than 8 tokens that do not
-// follow one another, strides that are no multiple of 16 bytes), by gathering rows with cp.async (RowCopier). These are
-// two kernels: what a launch costs grows with the code, run or not (docs/decisions.md). The warps of V bring Q, too: a
-// row tile by the copy engine, if that can describe its rows, and chunk by chunk otherwise.
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V. There are two ways, and a kernel for
+// each, because a launch costs more the more code a kernel has, whether it runs or not (ADR 19):
+// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
+// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
+//   no multiple of 16 bytes (RowCopier).
+// The warps that load V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
 #pragma once
 
 #include "attention/output.cuh"
@@ -21,13 +22,14 @@
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/tensor_copy.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
-/// What a warp of the producer brings of each KV tile.
-template <int kHeadDim>
+/// What a warp of the producer loads of each KV tile: half of the tokens of K, or of V.
+template <class Traits>
 struct Share {
-  using Shared = SharedMemory<kHeadDim>;
-  static constexpr int kTokens = kv_tile(kHeadDim) / 2;
+  using Shared = SharedMemory<Traits>;
+  static constexpr int kTokens = Shared::kTuning.kv_tile / 2;
+  static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
 
   bool is_v;
   int first_token;  // of the tile
@@ -37,28 +39,34 @@ struct Share {
       : is_v(warp % 2 == 1),
         first_token(warp / 2 * kTokens),
         part(warp % 2 * Shared::kParts + first_token / Shared::kPartTokens) {}
+
+  /// Blocks of columns of a row.
+  __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
+  __device__ __forceinline__ int row_bytes() const {
+    return (is_v ? Traits::Shape::kV : Traits::Shape::kQk) * Traits::KvElement::kBytes;
+  }
 };
 
-/// Has the copy engine bring a warp's share of a KV tile; lane i knows box i.
-template <int kHeadDim>
+/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
+template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
-  using Shared = SharedMemory<kHeadDim>;
-  using Tile = KvTile<kHeadDim>;
+  using Shared = SharedMemory<Traits>;
+  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
   const HopperParams& params;
-  const Share<kHeadDim>& share;
-  int32_t token = 0;  // of the box, first
+  const Share<Traits>& share;
+  int32_t token = 0;  // first token of the lane's box
   int32_t entry = 0;
   bool wanted = false;
 
-  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<kHeadDim>& share_)
+  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const Share<Traits>& share_)
       : params(params_), share(share_) {}
 
   /// Starts to look up the boxes of the tile from `tile_token` on.
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
     token = tile_token + share.first_token + box_token;
-    wanted = box_token < Share<kHeadDim>::kTokens && token < tile.readable.end &&
+    wanted = box_token < Share<Traits>::kTokens && token < tile.readable.end &&
              token > tile.readable.begin - params.box_tokens;
     if (wanted) entry = tile.entry(params.attention, token);
   }
@@ -73,7 +81,7 @@ struct BoxCopier {
     Box box{0, 0, wanted};
     if (!wanted) return box;
     if (tile.indices == nullptr) {
-      box.row = entry;  // behind the end of the tensor the copy engine brings zeros
+      box.row = entry;  // TMA fills rows behind the end of the tensor with zeros
       const AttentionParams& attention = params.attention;
       if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
         atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
@@ -89,14 +97,15 @@ struct BoxCopier {
     const int lane = ptx::lane_id();
     const uint32_t full = shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * kHeadDim * kElementBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes());
     __syncwarp();
     if (!box.wanted) return;
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
-    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+      if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
                     policy);
     }
@@ -104,20 +113,20 @@ struct BoxCopier {
 };
 
 /// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
-template <int kHeadDim>
+template <class Traits>
 struct RowCopier {
   static constexpr bool kGathers = true;
-  using Shared = SharedMemory<kHeadDim>;
-  using Tile = KvTile<kHeadDim>;
-  static constexpr int kLaneTokens = Share<kHeadDim>::kTokens / 32;
-  static constexpr bool kFindsRuns = kHeadDim <= 128;  // there are no registers for it otherwise
+  using Shared = SharedMemory<Traits>;
+  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
+  static constexpr int kLaneTokens = Share<Traits>::kTokens / 32;
+  static constexpr bool kFindsRuns = Shared::kTuning.finds_runs;
   const HopperParams& params;
-  const Share<kHeadDim>& share;
-  int32_t token = 0;  // of the lane, first
+  const Share<Traits>& share;
+  int32_t token = 0;  // first token of the lane
   int32_t entry[kLaneTokens] = {};
   bool wanted[kLaneTokens] = {};
 
-  __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<kHeadDim>& share_)
+  __device__ __forceinline__ RowCopier(const HopperParams& params_, const Share<Traits>& share_)
       : params(params_), share(share_) {}
 
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
@@ -129,8 +138,8 @@ struct RowCopier {
     }
   }
 
-  // The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token often
-  // follow one another, as those of a prompt do: then it is a run, and the copy engine can bring it.
+  /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
+  /// often consecutive, as those of a prompt are: TMA can load such a run.
   struct Box {
     uint32_t row[kLaneTokens];
     int32_t first;  // of the run
@@ -165,9 +174,15 @@ struct RowCopier {
     if (box.is_run) {
       copy_run(shared, box, head, part, policy);
     } else {
-      gather(shared, box, head, part);
+      if constexpr (VTile<Traits>::kRowChunks == KTile<Traits>::kRowChunks) {
+        gather<KTile<Traits>>(shared, box, head, part);
+      } else if (share.is_v) {
+        gather<VTile<Traits>>(shared, box, head, part);
+      } else {
+        gather<KTile<Traits>>(shared, box, head, part);
+      }
     }
-    // wgmma reads what cp.async has written, through the barrier alone (docs/decisions.md).
+    // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
   }
 
@@ -176,27 +191,30 @@ struct RowCopier {
                                            ptx::CachePolicy policy) const {
     if (ptx::lane_id() != 0) return;
     const uint32_t full = shared.kv_full(part);
-    ptx::mbarrier_expect(full, Share<kHeadDim>::kTokens * kHeadDim * kElementBytes);
+    ptx::mbarrier_expect(full, Share<Traits>::kTokens * share.row_bytes());
     const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
 #pragma unroll
-    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+      if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
                     box.first, head, 0, policy);
     }
   }
 
+  template <class Tile>
   __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
     constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
-    constexpr int kBatch = 8;  // passes whose rows the lanes exchange together, so that they wait once for all of them
+    constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
     const int lane = ptx::lane_id();
     const int chunk = lane % Tile::kRowChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
-    const char* base = static_cast<const char*>(tensor.data) + head * tensor.head_stride * kElementBytes + chunk * 16;
-    const uint32_t unit_bytes = static_cast<uint32_t>(kElementBytes) << params.unit_shift;
+    const char* base =
+        static_cast<const char*>(tensor.data) + head * tensor.head_stride * Traits::KvElement::kBytes + chunk * 16;
+    const uint32_t unit_bytes = static_cast<uint32_t>(Traits::KvElement::kBytes) << params.unit_shift;
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Tile::kRowChunks, chunk);
 #pragma unroll
-    for (int batch = 0; batch < Share<kHeadDim>::kTokens; batch += kBatch * kRowsPerPass) {
+    for (int batch = 0; batch < Share<Traits>::kTokens; batch += kBatch * kRowsPerPass) {
       uint32_t from[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -213,16 +231,16 @@ struct RowCopier {
   }
 };
 
-/// Rows of the Q tile that are multiplied for a kind of row tile: none of them may be what others left there.
+/// Rows of the Q tile that are multiplied for a kind of row tile: all of them must be written.
 __device__ __forceinline__ int multiplied_rows(int32_t kind) {
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
 
 /// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. `half`: which of them this warp
 /// takes. A lane knows one of up to 32 rows.
-template <int kHeadDim>
+template <class Traits>
 __device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
-  using Tile = QTile<kHeadDim>;
+  using Tile = QTile<Traits>;
   constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
   const int lane = ptx::lane_id();
   const int chunk = lane % Tile::kRowChunks;
@@ -234,7 +252,7 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
     const char* from = nullptr;
     if (mine.exists)
       from = static_cast<const char*>(params.q) +
-             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * kElementBytes;
+             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * Traits::Element::kBytes;
 #pragma unroll 1
     for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
       const int row = pass + lane / Tile::kRowChunks;
@@ -246,30 +264,32 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
   }
 }
 
-/// Has the copy engine bring Q of one of the largest row tiles whose rows follow one another; those behind the last may
-/// be anything. By one thread, before it arrives at `full`.
-template <int kHeadDim>
+/// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows behind the last may hold anything.
+/// Called by one thread, before it arrives at `full`.
+template <class Traits>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
-  ptx::mbarrier_expect(full, kQRows * kHeadDim * kElementBytes);
+  ptx::mbarrier_expect(full, kQRows * Traits::Shape::kQk * Traits::Element::kBytes);
 #pragma unroll
-  for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-    ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes, params.q, full, block * kBlockColumns,
+  for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
+    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns,
                   item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
   }
 }
 
-/// Has the copy engine bring Q of a smaller row tile that holds the first rows of its group, with all their heads: lane
-/// i asks for row i. Behind the last it brings zeros, but for the smallest. By one warp, before it arrives at `full`.
-template <int kHeadDim>
+/// Loads Q of a smaller row tile by TMA, if it holds the first rows of its group with all their heads: lane i asks for
+/// row i. Rows behind the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
+/// `full`.
+template <class Traits>
 __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q,
                                             uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t num_rows = group_size.divide(item.rows.count);
   const int32_t all_rows =
       item.kind == 0 ? num_rows : group_size.divide(multiplied_rows(item.kind) + group_size.divisor - 1);
-  if (ptx::lane_id() == 0) ptx::mbarrier_expect(full, all_rows * group_size.divisor * kHeadDim * kElementBytes);
+  if (ptx::lane_id() == 0)
+    ptx::mbarrier_expect(full, all_rows * group_size.divisor * Traits::Shape::kQk * Traits::Element::kBytes);
   __syncwarp();
 #pragma unroll 1
   for (int32_t i = ptx::lane_id(); i < all_rows; i += 32) {
@@ -280,19 +300,19 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
       row = __ldg(item.rows.list + row);
     }
 #pragma unroll
-    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-      ptx::copy_box(q + block * QTile<kHeadDim>::kBlockBytes + i * group_size.divisor * QTile<kHeadDim>::kRowBytes,
+    for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
+      ptx::copy_box(q + block * QTile<Traits>::kBlockBytes + i * group_size.divisor * QTile<Traits>::kRowBytes,
                     params.q_row, full, block * kBlockColumns, item.kv_head * group_size.divisor, row, 0,
                     ptx::kKeepNormally);
     }
   }
 }
 
-/// Makes a work item known and brings its Q. By the warps that bring V: those of K never wait for room for Q, and K is
-/// what consumers need first.
-template <int kHeadDim>
-__device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared,
-                                             const WorkItem& item, typename SharedMemory<kHeadDim>::QPlace& place) {
+/// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
+/// because consumers need K first.
+template <class Traits>
+__device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
+                                             const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
   constexpr int kFirstThread = 32;  // of the first of these warps
   shared.wait_q_free(place);
   const uint32_t full = shared.q_full(place.slot);
@@ -303,11 +323,11 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
         item.rows.packed_begin == 0 && hopper_params.attention.group_size.modulo(item.rows.count) == 0;
     if (!(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
                      : hopper_params.has_one_row_map && holds_whole_rows)) {
-      gather_q<kHeadDim>(hopper_params.attention, item, q, ptx::thread_id() / 64);
+      gather_q<Traits>(hopper_params.attention, item, q, ptx::thread_id() / 64);
     } else if (is_largest) {
-      if (ptx::thread_id() == kFirstThread) copy_q<kHeadDim>(hopper_params, item, q, full);
+      if (ptx::thread_id() == kFirstThread) copy_q<Traits>(hopper_params, item, q, full);
     } else if (ptx::thread_id() < kFirstThread + 32) {
-      copy_q_rows<kHeadDim>(hopper_params, item, q, full);
+      copy_q_rows<Traits>(hopper_params, item, q, full);
     }
   }
   ptx::mbarrier_arrive_after_cp_async(full);
@@ -318,13 +338,13 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   place.next();
 }
 
-/// Where pairs are taken in turn: brings the producer's warps to the same pair. Which one is next a CTA asks while it
-/// brings the one before, so it must know the second when it has hardly begun: CTAs begin with the pairs of their own
-/// numbers, and go on with as many more in the opposite order, since the first of these take longest.
-template <int kHeadDim>
-class Turns {
+/// A CTA's access to the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
+/// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
+/// the opposite order, because the first pairs take longest.
+template <class Traits>
+class WorkQueue {
  public:
-  __device__ __forceinline__ Turns(const AttentionParams& params, const SharedMemory<kHeadDim>& shared)
+  __device__ __forceinline__ WorkQueue(const AttentionParams& params, const SharedMemory<Traits>& shared)
       : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void begin(WorkCursor& cursor) {
@@ -334,16 +354,17 @@ class Turns {
   }
 
   __device__ __forceinline__ void next(WorkCursor& cursor) {
-    if (ptx::thread_id() == 0) shared_.turn(number_) = next_;
+    if (ptx::thread_id() == 0) shared_.queued_pair(number_) = next_;
     ptx::barrier_sync<kProducerBarrier, kProducerThreads>();
-    const int32_t pair = shared_.turn(number_);
+    const int32_t pair = shared_.queued_pair(number_);
     number_ ^= 1;
     if (pair >= num_pairs()) return;
     take(cursor, pair);
-    // All CTAs together ask once for each pair that they did not begin with. Then the count is 0 again.
+    // Each CTA asks once for every pair that it takes after its first: num_pairs - num_ctas requests in all, after
+    // which the counter is 0 again.
     if (ptx::thread_id() == 0) {
-      next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&params_.schedule.header->pairs_taken,
-                                                                    num_pairs() - params_.num_ctas - 1));
+      next_ = 2 * params_.num_ctas +
+              static_cast<int32_t>(atomicInc(&params_.schedule.header->queue_head, num_pairs() - params_.num_ctas - 1));
     }
   }
 
@@ -351,50 +372,51 @@ class Turns {
   __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
 
   __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) const {
-    cursor.take(pair_in_turn(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
+    cursor.take(queued_pair(params_.schedule, params_.group_size, params_.num_kv_heads, num_tiles_, pair));
   }
 
   const AttentionParams& params_;
-  const SharedMemory<kHeadDim>& shared_;
+  const SharedMemory<Traits>& shared_;
   int32_t num_tiles_;
   int32_t number_ = 0;
   int32_t next_;  // of thread 0
 };
 
-/// Waits until a part of a KV tile may be filled. If `few`, that is when no more than narrow_parts would be in use.
-template <int kHeadDim>
-__device__ __forceinline__ void wait_for_part(const SharedMemory<kHeadDim>& shared,
-                                              const typename SharedMemory<kHeadDim>::KvPlace& place, bool few) {
-  using Shared = SharedMemory<kHeadDim>;
-  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - narrow_parts(kHeadDim)));
+/// Waits until a part of a KV tile may be filled; if `few`, until no more than mma_parts would be in use.
+template <class Traits>
+__device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
+                                              const typename SharedMemory<Traits>::KvPlace& place, bool few) {
+  using Shared = SharedMemory<Traits>;
+  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - Shared::kTuning.mma_parts));
   shared.wait_kv_free(place);
 }
 
-template <int kHeadDim, class Copier>
-__device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<kHeadDim>& shared,
+template <class Traits, class Copier>
+__device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
                                         WorkCursor cursor) {
-  using Shared = SharedMemory<kHeadDim>;
-  static_assert(Shared::kParts > 1 || narrow_parts(kHeadDim) + 2 <= Shared::kKvParts, "what behind_narrow relies on");
+  using Shared = SharedMemory<Traits>;
+  static_assert(Shared::kParts > 1 || Shared::kTuning.mma_parts + 2 <= Shared::kKvParts,
+                "what tiles_after_mma relies on");
   const AttentionParams& params = hopper_params.attention;
-  const Share<kHeadDim> share(ptx::thread_id() / 32);
+  const Share<Traits> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
   const int32_t flags = cursor.now.flags;
-  Turns<kHeadDim> turns(params, shared);
-  if (flags & kInTurn) turns.begin(cursor);
+  WorkQueue<Traits> queue(params, shared);
+  if (flags & kUsesQueue) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
-  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * kv_tile(kHeadDim)); };
+  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
-  int32_t behind_narrow = 0;      // KV tiles that are still brought as those of narrow items are
+  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `few` still applies
   while (!cursor.done()) {
-    if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
+    if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
-    const bool narrow = tile.kind == 0;
-    // What smaller row tiles read nobody reads again; it must not take the place of what the largest do. Through the
-    // shuffle the compiler knows that it is uniform.
+    const bool for_mma = tile.kind == 0;
+    // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
+    // shuffle tells the compiler that the policy is uniform.
     const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0)
                                         ? ptx::kEvictFirst
                                         : ptx::kKeepNormally;
@@ -402,28 +424,29 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
     while (true) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
-      // The next KV tile's pages: gathering takes long enough for their entries to arrive; boxes should be under way
-      // first, there are few entries to wait for.
+      // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
+      // issued first, because they have few entries to wait for.
       if (Copier::kGathers && !last) look_up();
-      wait_for_part<kHeadDim>(shared, place, narrow || behind_narrow > 0);
-      // A warpgroup that only waits for an item's last tile, while the other frees it for both, must have looked before
-      // its parts are filled again, with the second and third tile behind it. With few parts in use that takes free
-      // parts of the next item, and nobody comes there before all consumers have met at the end of this one.
-      if (Shared::kParts == 1) behind_narrow = narrow ? Shared::kKvParts / 2 + 1 : behind_narrow - 1;
+      wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+      // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on its
+      // barrier. That one must observe the phase before the slot is refilled. While few parts are in flight, refilling
+      // it requires freed parts of the next item, which no consumer reaches before all have synchronised at the end of
+      // this one.
+      if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
       copier.copy(shared, box, head, place.slot, policy);
       place = place.behind(2 * Shared::kParts);
       if (last) break;
       if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
-    if (flags & kInTurn) turns.next(cursor);
+    if (flags & kUsesQueue) queue.next(cursor);
     if (cursor.done()) break;
-    // A tile's pairs follow one another; who gathers has no register to remember that.
-    if (Copier::kGathers || cursor.now.head == 0 || (flags & kInTurn)) tile = LoadedRowTile(params, cursor.now.tile);
+    // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it.
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
     look_up();
   }
-  if (share.is_v) produce_item<kHeadDim>(hopper_params, shared, WorkItem{}, q_place);
+  if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);
   ptx::cp_async_wait<0>();
 }
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

@@ -1,16 +1,17 @@
 // Shape of the Hopper attention kernel: what its launcher, the planner's configuration and the kernel itself must agree
 // on.
 //
-// A CTA has three warpgroups: one that brings Q, K and V (the producer), and two that compute (the consumers). Its
-// shared memory is SharedLayout.
+// A CTA has three warpgroups: one loads Q, K and V (the producer), two compute (the consumers). SharedLayout describes
+// its shared memory.
 #pragma once
 
+#include "attention/head_shape.h"
 #include "attention/sm90/params.h"
 #include "common/math.h"
 #include "common/platform.h"
 #include "planner/schedule.h"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 constexpr int32_t kWarpgroupThreads = 128;
 constexpr int32_t kProducerThreads = kWarpgroupThreads;
@@ -18,31 +19,41 @@ constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 constexpr int32_t kThreads = kProducerThreads + kConsumerThreads;
 
-/// Registers of a thread: three warpgroups share 504.
-ATTN_HD constexpr int32_t producer_registers(int32_t head_dim) { return head_dim <= 128 ? 88 : 72; }
-ATTN_HD constexpr int32_t consumer_registers(int32_t head_dim) { return (504 - producer_registers(head_dim)) / 2; }
-
 /// Largest kind of row tile: 64 rows for each consumer.
 constexpr int32_t kMaxKind = 3;
 constexpr int32_t kQRows = tile_rows(kMaxKind);
 constexpr int32_t kWarpRows = 16;  // of a consumer warp
 
-/// Tokens of one KV tile: what the scores of 64 rows leave registers for.
-ATTN_HD constexpr int32_t kv_tile(int32_t head_dim) { return head_dim <= 128 ? 128 : 64; }
+/// What follows from the widest head.
+struct Tuning {
+  int32_t max_columns;  // of a head: the widest that this is for
+  int32_t kv_tile;      // tokens of one KV tile: what the scores of 64 rows leave registers for
+  int32_t q_slots;      // Q tiles, of consecutive work items
+  int32_t kv_slots;     // of the ring that K and V tiles go through, one after the other
+  int32_t slot_parts;   // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows
+  int32_t mma_parts;    // that are filled or being filled while row tiles have 16 rows
+  int32_t producer_registers;  // of a thread; three warpgroups share 504
+  bool keeps_maxima;           // lazy maxima (consumer.cuh)
+  bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
 
-/// Q tiles, of consecutive work items.
-ATTN_HD constexpr int32_t q_slots(int32_t head_dim) { return head_dim <= 128 ? 2 : 1; }
+  ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
+};
 
-/// Slots of the ring that K and V tiles go through, in turn.
-ATTN_HD constexpr int32_t kv_slots(int32_t head_dim) { return head_dim <= 64 ? 10 : 5; }
-
-/// Parts of a slot, each filled and freed by itself: what a warpgroup takes of a KV tile when the row tile is narrow.
-ATTN_HD constexpr int32_t slot_parts(int32_t head_dim) { return head_dim <= 128 ? 2 : 1; }
-
-/// Parts that are filled or being filled while row tiles are narrow: enough to keep the memory busy. With more, some
-/// multiprocessors get more of its bandwidth than others, and all wait for the last (docs/decisions.md). Where slots
-/// have no parts, more than kv_slots - 2 would be wrong: a warpgroup that only waits for a tile would hold up nothing.
-ATTN_HD constexpr int32_t narrow_parts(int32_t head_dim) { return head_dim <= 64 ? 12 : head_dim <= 128 ? 6 : 3; }
+/// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
+/// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
+/// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
+/// output of wide heads needs.
+ATTN_HD constexpr Tuning tuning(HeadDims dims) {
+  constexpr Tuning kTunings[] = {
+      {64, 128, 2, 10, 2, 12, 88, true, true},
+      {128, 128, 2, 5, 2, 6, 88, true, true},
+      {256, 64, 1, 5, 1, 3, 72, false, false},
+  };
+  for (const Tuning& tuning : kTunings) {
+    if (dims.widest() <= tuning.max_columns) return tuning;
+  }
+  return Tuning{};
+}
 
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
@@ -50,7 +61,8 @@ constexpr int32_t kWorkItemBytes = 80;
 /// Columns of a row in one block of a tile in shared memory (128 bytes).
 constexpr int32_t kBlockColumns = 64;
 
-/// Byte offsets of the parts of a CTA's dynamic shared memory, for elements of 2 bytes.
+/// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
+/// and V.
 struct SharedLayout {
   int32_t q;
   int32_t q_slot_bytes;
@@ -58,24 +70,29 @@ struct SharedLayout {
   int32_t kv_slot_bytes;
   int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
   int32_t items;       // WorkItem [q_slots]
-  int32_t turns;       // int32 [2]: pairs that the producer takes in turn
+  int32_t queued;      // int32 [2]: pairs from the work queue
   int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts]
   int32_t bytes;
 
-  ATTN_HD constexpr explicit SharedLayout(int32_t head_dim)
+  ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
+      : SharedLayout(tuning(dims), kQRows * dims.widest() * element_bytes,
+                     tuning(dims).kv_tile * dims.widest() * kv_element_bytes) {}
+
+ private:
+  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes)
       : q(0),
-        q_slot_bytes(kQRows * head_dim * 2),
-        kv(q_slots(head_dim) * q_slot_bytes),
-        kv_slot_bytes(kv_tile(head_dim) * head_dim * 2),
-        row_states(kv + kv_slots(head_dim) * kv_slot_bytes),
+        q_slot_bytes(q_bytes),
+        kv(tuning.q_slots * q_bytes),
+        kv_slot_bytes(kv_bytes),
+        row_states(kv + tuning.kv_slots * kv_bytes),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        turns(items + q_slots(head_dim) * kWorkItemBytes),
-        barriers(turns + 2 * 4),
-        bytes(barriers + 2 * (q_slots(head_dim) + kv_slots(head_dim) * slot_parts(head_dim)) * 8) {}
+        queued(items + tuning.q_slots * kWorkItemBytes),
+        barriers(queued + 2 * 4),
+        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8) {}
 };
 
-static_assert(SharedLayout(128).bytes <= 227 * 1024 && SharedLayout(256).bytes <= 227 * 1024 &&
-                  SharedLayout(64).bytes <= 227 * 1024,
+static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&
+                  SharedLayout(256).bytes <= 227 * 1024,
               "a block's limit");
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

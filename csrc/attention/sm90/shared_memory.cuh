@@ -8,7 +8,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 /// Named barriers.
 enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
@@ -32,13 +32,14 @@ struct RingPlace {
   __device__ __forceinline__ void next() { *this = behind(1); }
 };
 
-template <int kHeadDim>
+template <class Traits>
 struct SharedMemory {
-  static constexpr SharedLayout kLayout{kHeadDim};
-  static constexpr int kQSlots = q_slots(kHeadDim);
-  static constexpr int kParts = slot_parts(kHeadDim);
-  static constexpr int kKvParts = kv_slots(kHeadDim) * kParts;
-  static constexpr int kPartTokens = kv_tile(kHeadDim) / kParts;
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims);
+  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+  static constexpr int kQSlots = kTuning.q_slots;
+  static constexpr int kParts = kTuning.slot_parts;
+  static constexpr int kKvParts = kTuning.kv_slots * kParts;
+  static constexpr int kPartTokens = kTuning.kv_tile / kParts;
   using QPlace = RingPlace<kQSlots>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 
@@ -55,8 +56,8 @@ struct SharedMemory {
   __device__ __forceinline__ WorkItem& item(int slot) const {
     return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes);
   }
-  __device__ __forceinline__ int32_t& turn(int number) const {
-    return reinterpret_cast<int32_t*>(base + kLayout.turns)[number];
+  __device__ __forceinline__ int32_t& queued_pair(int number) const {
+    return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
   }
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
 
@@ -65,8 +66,8 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
-  /// At q_full the producer's warps that bring V arrive, with all threads, and once more who describes the item; at
-  /// kv_full the warps that fill the part, each with `lanes` lanes.
+  /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
+  /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
@@ -97,7 +98,7 @@ struct SharedMemory {
     ptx::mbarrier_wait(kv_full(place.slot), place.parity);
   }
 
-  /// A consumer warp has read what it needs; it speaks for `warps` warps.
+  /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps.
   __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
   __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
     arrive_as_warp(kv_free(place.slot), warps);
@@ -110,4 +111,4 @@ struct SharedMemory {
   }
 };
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

@@ -1,4 +1,4 @@
-// A tile of rows of head_dim elements in shared memory, as the copy engine writes it and wgmma reads it: blocks of 64
+// A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64
 // columns, one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
 #pragma once
 
@@ -7,12 +7,13 @@
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
-template <int kHeadDim, int kRows>
-struct SwizzledTile : PermutedRows<SwizzledTile<kHeadDim, kRows>> {
-  static constexpr int kRowChunks = kHeadDim * kElementBytes / 16;
-  static constexpr uint32_t kRowBytes = kBlockColumns * kElementBytes;  // of a block
+template <class Element, int kColumns, int kRows>
+struct SwizzledTile : PermutedRows<SwizzledTile<Element, kColumns, kRows>> {
+  static constexpr int kRowChunks = kColumns * Element::kBytes / 16;
+  static constexpr int kBlocks = kColumns / kBlockColumns;
+  static constexpr uint32_t kRowBytes = kBlockColumns * Element::kBytes;  // of a block
   static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
 
   /// Byte offset of a 16-byte chunk.
@@ -43,10 +44,17 @@ struct SwizzledTile : PermutedRows<SwizzledTile<kHeadDim, kRows>> {
   }
 };
 
-template <int kHeadDim>
-using QTile = SwizzledTile<kHeadDim, kQRows>;
+template <class Traits>
+using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kQRows>;
 
-template <int kHeadDim>
-using KvTile = SwizzledTile<kHeadDim, kv_tile(kHeadDim)>;
+/// Rows of O on their way to global memory, where Q was.
+template <class Traits>
+using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kQRows>;
 
-}  // namespace attn::hopper
+template <class Traits>
+using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, tuning(Traits::Shape::kDims).kv_tile>;
+
+template <class Traits>
+using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, tuning(Traits::Shape::kDims).kv_tile>;
+
+}  // namespace attn::sm90

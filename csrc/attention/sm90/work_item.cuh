@@ -1,5 +1,5 @@
-// What the producer knows of a row tile, and a work item as it describes it to the consumers, who never look at the
-// schedule.
+// What the producer knows of a row tile, and a work item as the producer describes it to the consumers. Consumers never
+// read the schedule.
 #pragma once
 
 #include "attention/sm90/params.h"
@@ -8,7 +8,7 @@
 #include "attention/work_cursor.cuh"
 #include "planner/page_table.h"
 
-namespace attn::hopper {
+namespace attn::sm90 {
 
 /// A row tile, read once.
 struct LoadedRowTile {
@@ -69,8 +69,8 @@ struct WorkItem {
   int32_t kind;
   int32_t kv_head;
   Visibility visibility;  // of its level
-  int32_t starts_inside;  // KV tiles of its row tile and head lie before it
-  int32_t ends_inside;    // or behind it
+  int32_t starts_inside;  // KV tiles of the same pair lie before this item
+  int32_t ends_inside;    // or after it
 
   WorkItem() = default;
 
@@ -91,4 +91,4 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);
 
-}  // namespace attn::hopper
+}  // namespace attn::sm90

@@ -1,5 +1,5 @@
-// 16 bytes that travel between CTAs through global memory and arrive all at once, so that nothing else has to be made
-// visible before them.
+// 16-byte messages between CTAs through global memory. Each arrives at once as a whole, so no fence is needed before
+// it.
 #pragma once
 
 #include "common/platform.h"

@@ -10,7 +10,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-/// Makes initialised barriers known to the copy engine.
+/// Makes initialised barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -19,12 +19,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-/// Arrives, and announces bytes that the copy engine will bring in this phase.
+/// Arrives, and announces the bytes that TMA will write in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/// Announces bytes that the copy engine will bring in this phase, by one whose arrival is still to come.
+/// Announces the bytes that TMA will write in this phase; called before the thread's own arrival.
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -65,8 +65,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-/// Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and of wgmma. Waits for
-/// all its stores, to global memory too.
+/// Orders this thread's ordinary accesses to shared memory before later ones of TMA and wgmma. Also waits for all of
+/// its stores to global memory.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace attn::ptx

@@ -1,9 +1,10 @@
 // mma.sync m16n8k16, float32 accumulators.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds
-//     A (16 x 16)  a[0]: row g, columns 2t, 2t+1   a[1]: row g+8   a[2]: row g, columns 2t+8, 2t+9   a[3]: row g+8, the
-//     same columns B (16 x 8)   b0: rows 2t, 2t+1 of column g   b1: rows 2t+8, 2t+9 of column g C (16 x 8)   c[0],
-//     c[1]: row g, columns 2t, 2t+1   c[2], c[3]: row g+8
+// - of A (16 x 16): in a[0] row g, columns 2t and 2t + 1; in a[1] row g + 8; in a[2] row g, columns 2t + 8 and 2t + 9;
+//   in a[3] row g + 8, the same columns;
+// - of B (16 x 8): in b0 rows 2t and 2t + 1 of column g; in b1 rows 2t + 8 and 2t + 9 of column g;
+// - of C (16 x 8): in c[0] and c[1] row g, columns 2t and 2t + 1; in c[2] and c[3] row g + 8.
 #pragma once
 
 #include "common/platform.h"

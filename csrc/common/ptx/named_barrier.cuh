@@ -15,15 +15,4 @@ __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-/// Likewise; returns whether any of them says so.
-__device__ __forceinline__ bool barrier_sync_or(int32_t barrier, int32_t threads, bool value) {
-  int32_t any;
-  asm volatile(
-      "{\n.reg .pred in, out;\nsetp.ne.s32 in, %3, 0;\nbar.red.or.pred out, %1, %2, in;\nselp.s32 %0, 1, 0, out;\n}"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(static_cast<int32_t>(value))
-      : "memory");
-  return any != 0;
-}
-
 }  // namespace attn::ptx

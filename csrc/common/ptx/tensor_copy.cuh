@@ -1,5 +1,5 @@
-// cp.async.bulk.tensor: the copy engine brings a box of a tensor into shared memory. One thread issues it; an mbarrier
-// counts its bytes.
+// cp.async.bulk.tensor: TMA loads a box of a tensor into shared memory. One thread issues it; an mbarrier counts
+// its bytes.
 #pragma once
 
 #include "common/ptx/cache_policy.cuh"
@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, 
       : "memory");
 }
 
-/// The way back: a box from shared memory, of which the async proxy must know (fence_async_proxy()), to a tensor; what
-/// lies outside the tensor is left out. Belongs to the issuing thread's next bulk_commit().
+/// Stores a box from shared memory to a tensor; elements outside the tensor are skipped. The box must be visible to the
+/// async proxy (fence_async_proxy()). The store belongs to the issuing thread's next bulk_commit().
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t shared, int32_t c0, int32_t c1, int32_t c2,
                                           int32_t c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

@@ -2,10 +2,11 @@
 //
 // A product of 64 rows x kColumns columns x 16: warp w of the warpgroup holds rows [16w, 16w + 16) of A (when it lies
 // in registers) and of the accumulators, each 8 columns of them like C of mma.cuh. Matrices in shared memory are given
-// by descriptors; their rows of 128 bytes are swizzled as the copy engine does it (device/swizzled_tile.cuh).
+// by descriptors; their rows of 128 bytes are swizzled as TMA does it.
 #pragma once
 
 #include "common/platform.h"
+#include "common/ptx/mma_type.cuh"
 
 namespace attn::ptx {
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 /// What is computed of these values before stays before, what is computed after stays after: around waits for products.
 template <int kBlocks>
-__device__ __forceinline__ void wgmma_settle(float (&c)[kBlocks][4]) {
+__device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
     asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
@@ -54,10 +55,10 @@ struct MatrixDescriptor {
 };
 
 /// c = a * b^T (+ c if `accumulates`): the columns of both are the k dimension.
-template <bool kIsBFloat16>
+template <MmaType kType>
 __device__ __forceinline__ void wgmma_shared(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b,
                                              int32_t accumulates) {
-  if constexpr (kIsBFloat16) {
+  if constexpr (kType == MmaType::kBFloat16) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -87,10 +88,10 @@ __device__ __forceinline__ void wgmma_shared(float (&c)[8][4], MatrixDescriptor 
 }
 
 /// c = a * b (+ c if `accumulates`): a in registers, b's rows are the k dimension.
-template <bool kIsBFloat16>
+template <MmaType kType>
 __device__ __forceinline__ void wgmma_registers(float (&c)[8][4], const uint32_t (&a)[4], MatrixDescriptor b,
                                                 int32_t accumulates) {
-  if constexpr (kIsBFloat16) {
+  if constexpr (kType == MmaType::kBFloat16) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -120,10 +121,10 @@ __device__ __forceinline__ void wgmma_registers(float (&c)[8][4], const uint32_t
 }
 
 /// c = a * b^T (+ c if `accumulates`): the columns of both are the k dimension.
-template <bool kIsBFloat16>
+template <MmaType kType>
 __device__ __forceinline__ void wgmma_shared(float (&c)[16][4], MatrixDescriptor a, MatrixDescriptor b,
                                              int32_t accumulates) {
-  if constexpr (kIsBFloat16) {
+  if constexpr (kType == MmaType::kBFloat16) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -167,10 +168,10 @@ __device__ __forceinline__ void wgmma_shared(float (&c)[16][4], MatrixDescriptor
 }
 
 /// c = a * b (+ c if `accumulates`): a in registers, b's rows are the k dimension.
-template <bool kIsBFloat16>
+template <MmaType kType>
 __device__ __forceinline__ void wgmma_registers(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b,
                                                 int32_t accumulates) {
-  if constexpr (kIsBFloat16) {
+  if constexpr (kType == MmaType::kBFloat16) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "

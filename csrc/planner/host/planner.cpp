@@ -10,7 +10,7 @@ namespace {
 
 /// Writes the row groups, without tile_begin, and links their rows.
 Planned make_groups(const PlanParams& p) {
-  Planned planned{};
+  Planned planned;
   const int32_t num_requests = count_groups(p);
   if (p.num_levels > 1) {
     for (int64_t i = 0; i < int64_t{p.num_levels} * p.config.max_merge_rows; ++i) p.schedule.links[i] = RowLink{-1, 0};
@@ -52,8 +52,10 @@ void plan_on_host(const PlanParams& p) {
   for (int32_t i = 0; i < planned.num_groups; ++i) {
     RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
-    planned.longest_pair = max_of(planned.longest_pair, longest_pair(p, group));
-    planned.has_largest_tiles |= group.kind == config.max_kind && group.qo_len > 0;
+    const bool is_largest = group.kind == config.max_kind;
+    int32_t& longest = is_largest ? planned.longest_pair : planned.longest_small_pair;
+    longest = max_of(longest, longest_pair(p, group));
+    planned.has_largest_tiles |= is_largest && group.qo_len > 0;
     counted += count_row_tiles(config, group);
   }
   if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
@@ -75,28 +77,21 @@ void plan_on_host(const PlanParams& p) {
   const auto tiles = [&](int32_t i) {
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
-  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost,
-              equal_shares(p, planned.num_tiles, total_cost), planned);
-  if (p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1 && planned.num_tiles == counted) {
-    const RowGroup& group = p.schedule.groups[planned.num_groups - 1];
-    const SharedPairs shared{group.tile_begin, tiles(group.tile_begin),
-                             (planned.num_tiles - group.tile_begin) * config.num_kv_heads};
-    EvenCut best = cut_evenly(p, shared, 1);
+  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
+  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
+    const int32_t tile = p.schedule.groups[planned.num_groups - 1].tile_begin;
+    const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * config.num_kv_heads};
+    EvenCut best = cut_evenly(p, pairs, 1);
     for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) {
-      const EvenCut cut = cut_evenly(p, shared, parts);
-      if (cut.judged < best.judged) best = cut;
+      const EvenCut cut = cut_evenly(p, pairs, parts);
+      if (cut.cost < best.cost) best = cut;
     }
-    align_prefix(p, shared, best, planned);
+    align_prefix(p, pairs, best, planned);
   }
-  for (int32_t cta = 0; cta <= config.num_ctas; ++cta) {
+  for (int32_t cta = 0; cta <= config.num_ctas; ++cta)
     p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
-  }
   write_header(p, planned);
-  bool without_list = false;
-  if (p.seeks_forest) {
-    const RowGroup& last = p.schedule.groups[p.levels[0].num_groups - 1];
-    without_list = node_needs_no_list(p, planned, last.qo_begin + last.qo_len);
-  }
+  const bool without_list = node_needs_no_list(p, planned);
   for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level, without_list);
 }
 

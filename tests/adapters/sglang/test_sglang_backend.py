@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape
 from sglang.srt.layers.radix_attention import AttentionType

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from sglang.srt.layers import sampler as engine_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -1,4 +1,7 @@
-"""vLLM on a CPU, its engine left out: only what stands between it and this package."""
+"""vLLM on a CPU, its engine left out: only what stands between it and this package.
+
+Tests look for `vllm.v1`, not for `vllm`: this folder itself can be imported as a package `vllm`.
+"""
 
 from __future__ import annotations
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
+from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
-from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, PlanKey, plan_keys, workspace_maxima
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys, workspace_maxima
 from attn_backend.kernels.attention import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomllib
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATH, CPU_SWITCH, register
 

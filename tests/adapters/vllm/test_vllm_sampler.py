@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 import vllm.v1.sample.sampler as v1_module
 import vllm.v1.worker.gpu_model_runner as v1_runner

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
+pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 import vllm.v1.worker.gpu.sample.sampler as v2_module
 import vllm.v1.worker.gpu.sample.states as v2_states

@@ -194,6 +194,10 @@ T atomicAdd(T* address, Value value) {
   return atomicExch(address, *address + static_cast<T>(value));
 }
 template <class T>
+T atomicAdd(T* address, T value) {
+  return atomicExch(address, static_cast<T>(*address + value));
+}
+template <class T>
 T atomicMax(T* address, T value) {
   return *address < value ? atomicExch(address, value) : *address;
 }

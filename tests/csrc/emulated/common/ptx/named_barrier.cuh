@@ -5,7 +5,6 @@
 
 namespace attn::ptx {
 
-inline bool barrier_sync_or(int32_t id, int32_t threads, bool value) { return emulation::barrier(id, threads, value); }
 inline void barrier_sync(int32_t id, int32_t threads) { emulation::barrier(id, threads, false); }
 
 }  // namespace attn::ptx

@@ -1,0 +1,34 @@
+"""Tables on the command line: through rich on a terminal, as plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+_COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}
+
+
+def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = (), colors: Mapping[str, str] = _COLORS) -> None:
+    """Prints rows of equal length, with the numbers of the columns that are aligned to the right, and colors of cells by their text."""
+    if not rows:
+        return
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(box=None, show_header=bool(columns), pad_edge=False)
+            for number, _ in enumerate(rows[0]):
+                table.add_column(columns[number] if columns else "", justify="right" if number in right else "left", overflow="fold")
+            for row in rows:
+                table.add_row(*(Text(cell, style=colors.get(cell, "")) for cell in row))
+            Console().print(table)
+            return
+    lines = [columns, *rows] if columns else rows
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.rjust(width) if number in right else cell.ljust(width) for number, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,88 @@
+"""Settings from environment variables, and the message that names a value that is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from reprlib import repr as shown  # of long values the beginning
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+PREFIX = "ATTN_BACKEND_"
+
+
+def _false_if_empty(value: object) -> object:
+    return "0" if value == "" else value
+
+
+def _none_if_empty(value: object) -> object:
+    return None if value == "" else value
+
+
+Switch = Annotated[bool, BeforeValidator(_false_if_empty)]
+
+
+class Settings(BaseModel):
+    """Each field is the variable ATTN_BACKEND_FIELD."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cache: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description="folder of compiled kernels, and of the demo's model and data set (default attn_backend/ in XDG_CACHE_HOME or ~/.cache)"
+    )
+    cascade: Switch = Field(True, description="look for shared prefixes in an engine's batches")
+    cpu_isa: Annotated[Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description="most that is used of a CPU: baseline, avx2, avx512 or amx (default: what it has)"
+    )
+    debug: Switch = Field(False, description="report metadata that only the device can see to be wrong, and refuse a second thread; synchronizes")
+    prefetch_code: Switch = Field(True, description="bring the code of attention kernels to the L2 cache ahead of their execution")
+    sampler: Switch | None = Field(
+        None,
+        description="0: the engine samples; 1: this package does, also in the place of SGLang's `pytorch` (default: in vLLM yes, else if asked)",
+    )
+    vllm_cpu: Switch = Field(False, description="take the place of vLLM's CPU attention backend")
+
+    @classmethod
+    def read(cls) -> Settings:
+        """Reads the environment.
+
+        Raises:
+            ValueError: names the variable, its value and what it must be.
+        """
+        try:
+            return cls.model_validate({name: os.environ[variable] for name in cls.model_fields if (variable := PREFIX + name.upper()) in os.environ})
+        except ValidationError as error:
+            name, rest = refusal(error).split(" ", 1)
+            raise ValueError(f"{PREFIX}{name.upper()} {rest}") from None
+
+    def cache_folder(self) -> Path:
+        """The folder of compiled kernels and downloads.
+
+        Raises:
+            RuntimeError: there is no home directory, and nothing says where.
+        """
+        if self.cache:
+            return self.cache.expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
+
+
+def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """A fault in the words of all our errors: the field, its value and what it must be. Unknown fields come first; `known`: the fields that there are."""
+    fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
+    name, *inside = fault["loc"] or ("",)
+    name = f"{name}{''.join(f'[{part}]' for part in inside if isinstance(part, int))}"
+    match fault["type"]:
+        case "missing":
+            return f"{name} is missing"
+        case "extra_forbidden":
+            return f"{name!r} is unknown; known are {', '.join(known)}"
+        case "value_error":  # raised by a validator of ours, which named everything
+            return str(fault["ctx"]["error"])
+        case "too_long":
+            return f"len({name}) is {fault['ctx']['actual_length']}, must be at most {fault['ctx']['max_length']}"
+        case "bool_parsing":
+            return f"{name} is {shown(fault['input'])}, must be 0 or 1"
+    must = fault["msg"].replace("Input should be", "must be").replace("List should have", "must have").replace("after validation, not 0", "").rstrip()
+    return f"{name} is {shown(fault['input'])}, {must}"

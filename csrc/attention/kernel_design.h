@@ -1,0 +1,79 @@
+// What is particular to one design of the attention kernel: costs, tiles, launch, arguments. Each design has a folder
+// here with its design.h; runtime/designs.h lists them.
+#pragma once
+
+#include <new>
+#include <type_traits>
+
+#include "attention/params.h"
+#include "common/kernel_code.h"
+#include "common/tensor_map.h"
+#include "planner/params.h"
+#include "planner/schedule.h"
+
+namespace attn {
+
+/// The costs that a schedule is made from. On a GPU the small kinds of row tiles wait for memory and cost about the
+/// same; a pair of a large one costs two more of its KV tiles, or three to six if its rows leave states (ADR 6). On a
+/// CPU cost follows the rows.
+struct KernelCosts {
+  int32_t kv_tile[kNumCostKinds];
+  int32_t pair[kNumCostKinds];
+  int32_t min_queue_pairs;  // as in ScheduleConfig; 0: the kernel has no work queue
+  int32_t min_share;        // shares smaller than this are not worth a CTA
+  int32_t state;            // of a row state of one KV head, in 64ths of the above (benchmarks/cascade_costs.py)
+  int32_t forest;           // what a forest must save over all KV heads
+};
+
+/// The forest relies on this: requests' KV tiles cost no less than those of the smallest kind
+/// (node_cost_beside_none()).
+constexpr bool smallest_kind_is_cheapest(const KernelCosts& costs) {
+  for (int32_t kind = 1; kind < kNumTileKinds; ++kind) {
+    if (costs.kv_tile[kind] < costs.kv_tile[0]) return false;
+  }
+  return true;
+}
+
+/// Most kernels that a design chooses between at a launch.
+constexpr int32_t kMaxDesignKernels = 2;
+
+/// What a launch depends on beside AttentionParams.
+struct LaunchContext {
+  const PlanLevel* levels;  // as planned
+  int32_t num_levels;
+  bool is_bf16;
+  const KernelCode* codes;  // of the design's kernels
+  KernelCode merge_code;
+  bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
+};
+
+/// Room for the arguments of any design's kernel.
+struct alignas(64) KernelArguments {
+  char bytes[2048];
+
+  template <class Arguments>
+  Arguments& make() {
+    static_assert(sizeof(Arguments) <= sizeof(bytes) && alignof(Arguments) <= alignof(KernelArguments), "no room");
+    static_assert(std::is_trivially_copyable<Arguments>::value, "a launch copies bytes");
+    return *new (bytes) Arguments{};
+  }
+};
+
+/// Returned by KernelDesign::make_arguments for K and V whose rows lie too far from one another.
+constexpr int32_t kRowsTooFarApart = -1;
+
+struct KernelDesign {
+  const char* name;  // of its folder, and in attn_backend/kernels/manifest.py
+  KernelCosts costs;
+  KernelCosts invariant_costs;                // of batch invariant plans
+  int32_t (*max_kind)(int32_t head_dim);      // largest kind of row tile
+  int32_t (*kv_tile)(int32_t head_dim);       // tokens of a KV tile
+  const char* kernels[kMaxDesignKernels];     // names of their cubins among KernelFiles; nullptr: there are fewer
+  int32_t threads;                            // of a CTA
+  int32_t (*shared_bytes)(int32_t head_dim);  // dynamic shared memory of a CTA
+  bool prefetches_code;                       // the kernel brings its own code and that of the merge kernel to L2
+  /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.
+  int32_t (*make_arguments)(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments);
+};
+
+}  // namespace attn

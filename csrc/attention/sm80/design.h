@@ -1,0 +1,31 @@
+// The generic kernel, of Ampere and later, as the planner and the launcher see it.
+#pragma once
+
+#include "attention/kernel_design.h"
+#include "attention/sm80/shape.h"
+
+namespace attn::sm80 {
+
+constexpr KernelCosts kCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
+
+inline int32_t make_arguments(const AttentionParams& params, const LaunchContext& /*context*/,
+                              KernelArguments& arguments) {
+  arguments.make<AttentionParams>() = params;
+  return 0;
+}
+
+constexpr KernelDesign make_design() {
+  KernelDesign design{};
+  design.name = "sm80";
+  design.costs = design.invariant_costs = kCosts;
+  design.max_kind = [](int32_t head_dim) { return tuning(head_dim).max_kind; };
+  design.kv_tile = [](int32_t /*head_dim*/) { return kKvTile; };
+  design.kernels[0] = "attention";
+  design.threads = kThreads;
+  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.make_arguments = make_arguments;
+  return design;
+}
+constexpr KernelDesign kDesign = make_design();
+
+}  // namespace attn::sm80

@@ -1,0 +1,25 @@
+// The tiles in shared memory of the generic attention kernel.
+#pragma once
+
+#include "attention/shared_tile.cuh"
+#include "attention/sm80/shape.h"
+
+namespace attn::sm80 {
+
+template <class Traits>
+constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+
+template <class Traits>
+using QTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
+
+/// Rows of O on their way to global memory, where Q was.
+template <class Traits>
+using OTile = SharedTile<typename Traits::Element, Traits::Shape::kV>;
+
+template <class Traits>
+using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
+
+template <class Traits>
+using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
+
+}  // namespace attn::sm80

@@ -1,0 +1,135 @@
+// The Hopper kernel as the planner and the launcher see it: costs, shape, and what TMA has to know of the tensors.
+#pragma once
+
+#include "attention/kernel_design.h"
+#include "attention/sm90/params.h"
+#include "attention/sm90/shape.h"
+
+namespace attn::sm90 {
+
+constexpr KernelCosts kCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
+
+/// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (ADR 6).
+constexpr KernelCosts costs_of_whole_pairs() {
+  KernelCosts costs = kCosts;
+  costs.pair[0] = costs.pair[1] = costs.pair[kNumTileKinds] = costs.pair[kNumTileKinds + 1] = 8;
+  costs.min_share = 9;
+  return costs;
+}
+
+/// Its two kernels: K and V are loaded by boxes, each inside one page, or row by row.
+enum Kernel : int32_t { kByBoxes = 0, kByRows = 1 };
+
+/// Largest power of two, up to 2^12, that divides the strides between rows of K and V; kRowsTooFarApart if a row lies
+/// 2^32 of these units or more from the first.
+inline int32_t unit_shift(const AttentionParams& params) {
+  constexpr int32_t kMaxShift = 12;
+  const int64_t strides = params.k.page_stride | params.k.token_stride | params.v.page_stride | params.v.token_stride;
+  int32_t shift = 0;
+  while (shift < kMaxShift && (strides >> shift & 1) == 0) ++shift;
+  const int64_t extent = max_of(params.k.page_stride, params.v.page_stride) * params.num_pages;
+  return extent >> shift >= int64_t{0xffffffff} ? kRowsTooFarApart : shift;
+}
+
+/// Encodes a map of Q or O whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can load and store
+/// them.
+inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data,
+                        int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
+  const int32_t group_size = params.group_size.divisor;
+  if (packed_rows % group_size != 0 || params.num_rows == 0) return false;
+  Tensor4d t{};
+  t.data = data;
+  t.is_bf16 = context.is_bf16;
+  t.sizes[0] = static_cast<uint64_t>(params.head_dim);
+  t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
+  t.sizes[2] = static_cast<uint64_t>(params.num_rows);
+  t.sizes[3] = 1;
+  t.strides[0] = head_stride;
+  t.strides[1] = row_stride;
+  t.strides[2] = row_stride * params.num_rows;
+  t.box[0] = kBlockColumns;
+  t.box[1] = static_cast<uint32_t>(group_size);
+  t.box[2] = static_cast<uint32_t>(packed_rows / group_size);
+  t.box[3] = 1;
+  return context.encode(t, map);
+}
+
+/// Tokens of the boxes of K and V; 0: TMA cannot load them. Half a KV tile, what a warp loads, then consists of whole
+/// boxes. `is_flat`: rows are all that there is between heads and columns.
+inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
+  const int32_t half_tile = params.kv_tile / 2, page_size = params.page_size.divisor;
+  const int32_t tokens = is_flat ? half_tile : min_of(page_size, half_tile);
+  constexpr int32_t kLeastTokens = 8;  // rows that a permutation of chunks goes through
+  const bool is_whole = half_tile % tokens == 0 && (is_flat || page_size % tokens == 0);
+  return tokens >= kLeastTokens && is_whole ? tokens : 0;
+}
+
+/// Encodes a map of K or V.
+inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
+                         bool is_flat, int32_t tokens, TensorMap& map) {
+  Tensor4d t{};
+  t.data = tensor.data;
+  t.is_bf16 = context.is_bf16;
+  t.sizes[0] = static_cast<uint64_t>(params.head_dim);
+  t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
+  t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
+  t.sizes[3] = static_cast<uint64_t>(is_flat ? 1 : params.num_pages);
+  t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
+  t.strides[1] = tensor.head_stride;
+  t.strides[2] = tensor.page_stride;
+  t.box[0] = kBlockColumns;
+  t.box[1] = static_cast<uint32_t>(tokens);
+  t.box[2] = t.box[3] = 1;
+  return context.encode(t, map);
+}
+
+/// Encodes the maps of K and V, if TMA can load them.
+inline void encode_caches(const LaunchContext& context, HopperParams& hopper) {
+  const AttentionParams& params = hopper.attention;
+  const bool is_ragged = context.levels[0].table.indices == nullptr;
+  for (int32_t level = 1; level < context.num_levels; ++level) {
+    if ((context.levels[level].table.indices == nullptr) != is_ragged) return;
+  }
+  const bool is_flat = is_ragged || params.page_size.divisor == 1;
+  const int32_t tokens = box_tokens(params, is_flat);
+  if (tokens > 0 && encode_cache(params, context, params.k, is_flat, tokens, hopper.k) &&
+      encode_cache(params, context, params.v, is_flat, tokens, hopper.v))
+    (is_flat && !is_ragged ? hopper.run_tokens : hopper.box_tokens) = tokens;
+}
+
+inline int32_t make_arguments(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments) {
+  HopperParams& hopper = arguments.make<HopperParams>();
+  hopper.attention = params;
+  hopper.unit_shift = unit_shift(params);
+  if (hopper.unit_shift < 0) return kRowsTooFarApart;
+  const auto encode_q = [&](int32_t packed_rows, TensorMap& map) {
+    return encode_rows(params, context, params.q, params.q_row_stride, params.q_head_stride, packed_rows, map);
+  };
+  hopper.has_row_maps = encode_q(kQRows, hopper.q) && encode_rows(params, context, params.o, params.o_row_stride,
+                                                                  params.o_head_stride, kWarpRows, hopper.o);
+  hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
+  encode_caches(context, hopper);
+  const Kernel kernel = hopper.box_tokens > 0 ? kByBoxes : kByRows;
+  hopper.code = context.codes[kernel];
+  hopper.merge_code = context.merge_code;
+  return kernel;
+}
+
+constexpr KernelDesign make_design() {
+  KernelDesign design{};
+  design.name = "sm90";
+  design.costs = kCosts;
+  design.invariant_costs = costs_of_whole_pairs();
+  design.max_kind = [](int32_t /*head_dim*/) { return kMaxKind; };
+  design.kv_tile = [](int32_t head_dim) { return tuning(head_dim).kv_tile; };
+  design.kernels[kByBoxes] = "attention";
+  design.kernels[kByRows] = "attention_rows";
+  design.threads = kThreads;
+  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.prefetches_code = true;
+  design.make_arguments = make_arguments;
+  return design;
+}
+constexpr KernelDesign kDesign = make_design();
+
+}  // namespace attn::sm90

@@ -1,0 +1,88 @@
+"""Processes that tools start: how one is started with a log, and how one ends with all its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+LIBRARY = "libattn_backend"
+STOP_GRACE_S = 30
+TERMINATE_GRACE_S = 5
+
+
+def process_environment(extra: dict[str, str]) -> dict[str, str]:
+    """This process's environment with `extra` on top; PYTHONPATH entries are joined, and made absolute since processes run elsewhere."""
+    inherited = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    added = [entry for entry in [extra.get("PYTHONPATH", "")] if entry]
+    return os.environ | {"PYTHONUNBUFFERED": "1"} | extra | {"PYTHONPATH": os.pathsep.join(added + inherited)}
+
+
+def start(command: list[str], log: Path, environment: dict[str, str], own_session: bool = False) -> psutil.Popen:
+    """Start a process whose output goes to `log`, behind the command. It runs in the log's folder, so that a source tree in ours does not hide installed
+    packages. With a session of its own it can be signaled with all its workers, and Ctrl-C does not reach it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        output.write(f"$ {' '.join(command)}\n")
+        output.flush()
+        return psutil.Popen(
+            command,
+            cwd=log.parent,
+            env=process_environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=own_session,
+        )
+
+
+def group_members(group: int) -> list[psutil.Process]:
+    """The running processes of a process group, also those whose parent has ended."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def library_is_loaded(group: int) -> bool:
+    """Whether a process of the group has this package's host library in its memory map. The engines' plugins load it when they register or start, but vLLM
+    on a CPU serves with its own backend, silently, when the plugin is not discovered."""
+    for process in group_members(group):
+        with contextlib.suppress(psutil.Error):
+            if any(LIBRARY in region.path for region in process.memory_maps()):
+                return True
+    return False
+
+
+def stop_group(leader: psutil.Popen) -> None:
+    """INT to the leader, which both engines take as the wish to stop; then TERM and KILL to whatever of its process group is left."""
+    with _deferred_interrupts():
+        if leader.poll() is None:
+            leader.send_signal(signal.SIGINT)
+            with contextlib.suppress(psutil.TimeoutExpired, subprocess.TimeoutExpired):
+                leader.wait(STOP_GRACE_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            members = group_members(leader.pid)
+            for process in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            psutil.wait_procs(members, TERMINATE_GRACE_S)
+        leader.poll()
+
+
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """A second, impatient Ctrl-C must not leave a server behind: it has to wait until the servers are gone."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,119 @@
+// What the designs of the attention kernel make of tensors: which kernel runs, and what TMA is told. Prints what is
+// wrong; exits with the number of failures.
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "runtime/designs.h"
+
+namespace {
+
+int failures = 0;
+
+void expect(bool right, const char* what, int64_t was, int64_t must_be) {
+  if (right) return;
+  std::printf("%s: %lld, must be %lld\n", what, static_cast<long long>(was), static_cast<long long>(must_be));
+  ++failures;
+}
+
+void expect_equal(int64_t was, int64_t must_be, const char* what) { expect(was == must_be, what, was, must_be); }
+
+std::vector<attn::Tensor4d> encoded;
+
+bool encode(const attn::Tensor4d& tensor, attn::TensorMap&) {
+  encoded.push_back(tensor);
+  return true;
+}
+
+constexpr int32_t kKvHeads = 2, kHeadDim = 128, kPages = 50;
+constexpr char kMemory[16] = {};
+
+/// A decode of ten rows over pages of `page_size` tokens.
+attn::AttentionParams make_params(int32_t page_size, int32_t group_size) {
+  attn::AttentionParams params{};
+  params.q = params.o = const_cast<char*>(kMemory);
+  params.q_head_stride = params.o_head_stride = kHeadDim;
+  params.q_row_stride = params.o_row_stride = kHeadDim * group_size * kKvHeads;
+  params.k = params.v = attn::KvTensor{kMemory, page_size * kKvHeads * kHeadDim, kKvHeads * kHeadDim, kHeadDim};
+  params.num_rows = 10;
+  params.num_pages = kPages;
+  params.num_kv_heads = kKvHeads;
+  params.head_dim = kHeadDim;
+  params.kv_tile = 128;
+  params.group_size = attn::FastDivisor(group_size);
+  params.page_size = attn::FastDivisor(page_size);
+  return params;
+}
+
+struct Launched {
+  int32_t kernel;
+  attn::HopperParams params;
+};
+
+Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged) {
+  static const int32_t indices[1] = {};
+  attn::PlanLevel level{};
+  level.table.indices = is_ragged ? nullptr : indices;
+  const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
+  const attn::LaunchContext context{&level, 1, true, codes, {kMemory, 3}, encode};
+  attn::KernelArguments arguments;
+  encoded.clear();
+  const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
+  return {kernel, *reinterpret_cast<const attn::HopperParams*>(arguments.bytes)};
+}
+
+void check_caches() {
+  const struct {
+    int32_t page_size;
+    bool is_ragged;
+    int32_t kernel, box_tokens, run_tokens;
+  } cases[] = {
+      {16, false, attn::sm90::kByBoxes, 16, 0}, {256, false, attn::sm90::kByBoxes, 64, 0},
+      {8, false, attn::sm90::kByBoxes, 8, 0},   {4, false, attn::sm90::kByRows, 0, 0},
+      {48, false, attn::sm90::kByRows, 0, 0},   {1, false, attn::sm90::kByRows, 0, 64},
+      {1, true, attn::sm90::kByBoxes, 64, 0},
+  };
+  for (const auto& of : cases) {
+    const Launched launched = launch_sm90(make_params(of.page_size, 4), of.is_ragged);
+    expect_equal(launched.kernel, of.kernel, "kernel");
+    expect_equal(launched.params.box_tokens, of.box_tokens, "box_tokens");
+    expect_equal(launched.params.run_tokens, of.run_tokens, "run_tokens");
+    expect_equal(static_cast<int64_t>(launched.params.code.bytes), 1 + of.kernel, "code of the kernel");
+    expect_equal(static_cast<int64_t>(launched.params.merge_code.bytes), 3, "code of the merge kernel");
+    const int32_t tokens = of.box_tokens + of.run_tokens;
+    if (tokens == 0) continue;
+    const attn::Tensor4d& v = encoded.back();
+    expect_equal(v.box[0], 64, "columns of a box");
+    expect_equal(v.box[1], tokens, "tokens of a box");
+    expect_equal(static_cast<int64_t>(v.sizes[1] * v.sizes[3]), int64_t{of.page_size} * kPages, "tokens of the cache");
+  }
+}
+
+void check_rows() {
+  const attn::HopperParams four = launch_sm90(make_params(16, 4), false).params;
+  expect_equal(four.has_row_maps, 1, "row maps of groups of 4");
+  expect_equal(four.has_one_row_map, 1, "map of one row");
+  expect_equal(encoded[0].box[2], 32, "rows of a box of Q");
+  expect_equal(encoded[1].box[2], 4, "rows of a box of O");
+  expect_equal(encoded[2].box[2], 1, "rows of a box of one row");
+  expect_equal(static_cast<int64_t>(encoded[0].sizes[1]), 4 * kKvHeads, "query heads");
+  const attn::HopperParams six = launch_sm90(make_params(16, 6), false).params;
+  expect_equal(six.has_row_maps, 0, "row maps of groups of 6");
+  expect_equal(six.has_one_row_map, 1, "map of one row");
+}
+
+void check_strides() {
+  attn::AttentionParams params = make_params(16, 4);
+  expect_equal(launch_sm90(params, false).params.unit_shift, 8, "unit_shift");
+  params.k.page_stride = int64_t{1} << 40;
+  expect_equal(launch_sm90(params, false).kernel, attn::kRowsTooFarApart, "rows far from one another");
+}
+
+}  // namespace
+
+int main() {
+  check_caches();
+  check_rows();
+  check_strides();
+  return failures;
+}

@@ -1,0 +1,64 @@
+"""Settings from environment variables: every variable, its default, and what is refused by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from attn_backend.settings import PREFIX, Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+
+def test_defaults() -> None:
+    settings = Settings.read()
+    assert (settings.cascade, settings.debug, settings.prefetch_code, settings.sampler, settings.vllm_cpu) == (True, False, True, None, False)
+    assert (settings.cache, settings.cpu_isa) == (None, None)
+
+
+@pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "vllm_cpu"])
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("", False), ("1", True)])
+def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + field.upper(), value)
+    assert getattr(Settings.read(), field) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must_be"),
+    [
+        ("CASCADE", "2", "must be 0 or 1"),
+        ("DEBUG", "maybe", "must be 0 or 1"),
+        ("SAMPLER", "sglang", "must be 0 or 1"),
+        ("CPU_ISA", "avx1024", "must be 'baseline', 'avx2', 'avx512' or 'amx'"),
+    ],
+)
+def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + name, value)
+    with pytest.raises(ValueError, match=f"^ATTN_BACKEND_{name} is '{value}', {must_be}$"):
+        Settings.read()
+
+
+def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert Settings.read().cache_folder() == Path("/home/somebody/.cache/attn_backend")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert Settings.read().cache_folder() == Path("/cache/attn_backend")
+    for value, folder in (("", "/cache/attn_backend"), ("~/kernels", "/home/somebody/kernels")):
+        monkeypatch.setenv("ATTN_BACKEND_CACHE", value)
+        assert Settings.read().cache_folder() == Path(folder)
+
+
+def test_the_readme_lists_every_variable() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in Settings.model_fields:
+        assert f"`{PREFIX}{name.upper()}" in text
