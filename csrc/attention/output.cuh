@@ -6,7 +6,6 @@
 #include "attention/warp_state.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/cluster_mail.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
