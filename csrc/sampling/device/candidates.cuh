@@ -1,5 +1,7 @@
 // Few survivors: every CTA lists the tokens at or above a bound that is sure to leave as many as are needed, the first
-// one finds among all lists who survives, who wins the race, and which tokens are the most likely ones.
+// one finds among all lists who survives, who wins the race, and which tokens are the most likely ones. In small
+// batches the time is that of this chain of dependent steps, so a list is sent by stores that an mbarrier counts as
+// they arrive: a barrier of the cluster would first wait for every store of every thread.
 #pragma once
 
 #include "sampling/device/row.cuh"
@@ -18,20 +20,24 @@ struct Candidates {
       : row(row), shared(row.shared), settings(row.settings) {}
 
   static constexpr int32_t kMostFinalists = 256;
+  static constexpr int32_t kFewFinalists = 128;                  // so few are not selected from any further
   static constexpr int32_t kPairThreads = kSamplingThreads / 2;  // compare; the others have the finalists race
+  static constexpr int32_t kPairs = kSamplingThreads / 2;        // of lanes
+  static constexpr int32_t kThreadCandidates = kMaxCandidates / kSamplingThreads;
+  static constexpr int32_t kLaneBins = kCountBins / 32;
 
-  /// Candidates that are compared with each other. In the place of what is staged.
+  /// Candidates that are compared with each other. In the place of the bins.
   struct Finalists {
+    uint32_t keys[kMostFinalists];
     uint64_t weights[kMostFinalists];
     uint64_t above[kMostFinalists];  // mass
-    uint32_t keys[kMostFinalists];
     int32_t tokens[kMostFinalists];
     Racer racers[kMostFinalists];
     uint8_t survives[kMostFinalists];
   };
-  static_assert(sizeof(Finalists) <= sizeof(SamplingShared::staged), "they have that room");
+  static_assert(sizeof(Finalists) <= sizeof(SamplingShared::bins), "they have that room");
 
-  __device__ __forceinline__ Finalists& finalists() const { return *reinterpret_cast<Finalists*>(shared.staged); }
+  __device__ __forceinline__ Finalists& finalists() const { return *reinterpret_cast<Finalists*>(shared.bins); }
   /// Candidates that a CTA has room for.
   __device__ __forceinline__ int32_t room() const { return row.share_of_cta(kMaxCandidates); }
 
@@ -42,22 +48,26 @@ struct Candidates {
   __device__ __forceinline__ bool may_settle() const { return settings.top_k > 0 || settings.min_p > 0.0f; }
   /// Whether the finalists may be enough.
   __device__ __forceinline__ bool suits() const { return wanted() < kMostFinalists && (may_settle() || wanted() > 0); }
-  /// Lanes of a CTA that make its bound: as many as tokens are wanted, which leaves nothing to chance, if there is room
-  /// for what else reaches it (q lanes of 256 are reached by 256 * ln(256 / (256 - q)) tokens).
-  __device__ __forceinline__ int32_t lanes_at_bound() const { return min_of(wanted(), min_of(room() * 5 / 8, 176)); }
+  /// Pairs of lanes of a CTA that make its bound: as many as tokens are wanted, which leaves nothing to chance, if
+  /// there is room for what else reaches it (q of 128 pairs are reached by 128 * ln(128 / (128 - q)) tokens).
+  __device__ __forceinline__ int32_t pairs_at_bound() const {
+    return min_of(wanted(), room() < 192 ? 54 : room() < 384 ? 86 : 114);
+  }
 
-  /// A key that `count` of the CTA's lanes reach: to 16 bits the count-th largest of their largest.
-  __device__ __forceinline__ uint32_t bound_of_lanes(uint32_t lane_key, int32_t count) const {
-    const uint32_t own = lane_key >> 16 << 8 | threadIdx.x;
-    shared.lane_keys[threadIdx.x] = own;
+  /// A key that `count` of the CTA's pairs of lanes reach: to 16 bits the count-th largest of their largest.
+  __device__ __forceinline__ uint32_t bound_of_pairs(uint32_t lane_key, int32_t count) const {
+    const uint32_t pair = threadIdx.x / 2, half = threadIdx.x % 2;
+    const uint32_t own = max_of(lane_key, __shfl_xor_sync(ptx::kAllLanes, lane_key, 1)) >> 16 << 8 | pair;
+    shared.counts[pair] = own;
     __syncthreads();
     uint32_t before = 0;
+    const uint32_t* others = shared.counts + half * (kPairs / 2);  // each of the two looks at half of them
 #pragma unroll 8
-    for (int32_t i = 0; i < kSamplingThreads; i += 4) {
-      const uint4 others = *reinterpret_cast<const uint4*>(shared.lane_keys + i);
-      before +=
-          ((own - others.x) >> 31) + ((own - others.y) >> 31) + ((own - others.z) >> 31) + ((own - others.w) >> 31);
+    for (int32_t i = 0; i < kPairs / 2; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(others + i);
+      before += ((own - four.x) >> 31) + ((own - four.y) >> 31) + ((own - four.z) >> 31) + ((own - four.w) >> 31);
     }
+    before += __shfl_xor_sync(ptx::kAllLanes, before, 1);
     if (static_cast<int32_t>(before) == count - 1) shared.bound = max_of(own >> 8 << 16, kWholeRow);
     __syncthreads();
     return shared.bound;
@@ -69,21 +79,25 @@ struct Candidates {
     const int32_t shift = row.chunk_shift(), first = row.reader.first, step = row.reader.step;
     const int32_t num_segments = row.reader.num_segments();
     const float least = key_value(bound);
-    Candidate* to = ptx::cluster_pointer(shared.list, 0) + row.rank * room();
+    uint64_t* places = shared.list + row.rank * room();
 #pragma unroll 1
     for (int32_t chunk = 0; first + (chunk << shift) * step < num_segments; ++chunk) {
       if (shared.chunk_keys()[chunk * kSamplingThreads + threadIdx.x] < bound >> 16) continue;
 #pragma unroll 1
-      for (int32_t i = 0; i < 1 << shift; ++i) {
-        const int32_t segment = first + ((chunk << shift) + i) * step;
+      for (int32_t round = chunk << shift; round < (chunk + 1) << shift; ++round) {
+        const int32_t segment = first + round * step;
         if (segment >= num_segments) break;
         float v[kLaneTokens];
-        load_values(row.source, segment, v);
+        row.reader.load_again(round, v);
+        uint32_t chosen = 0;
 #pragma unroll
-        for (int32_t j = 0; j < kLaneTokens; ++j) {
-          if (!(v[j] >= least)) continue;
-          const int32_t at = atomicAdd(&shared.num_listed, 1);
-          if (at < room()) to[at] = Candidate{order_key(v[j]), lane_token<Source>(segment, j)};
+        for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
+        // Most lanes have none or one.
+#pragma unroll 1
+        for (; chosen != 0; chosen &= chosen - 1) {
+          const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1, at = atomicAdd(&shared.num_listed, 1);
+          if (at >= room()) continue;
+          row.send(0, 0, places + at, ranked(order_key(pick(v, i)), lane_token<Source>(segment, i)));
         }
       }
     }
@@ -93,83 +107,130 @@ struct Candidates {
   /// shared.token of the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
   __device__ __forceinline__ bool run(uint32_t lane_key, bool needs_token) const {
     uint32_t bound = kWholeRow;
-    if (wanted() > 0) bound = bound_of_lanes(lane_key, lanes_at_bound());
+    if (wanted() > 0) bound = bound_of_pairs(lane_key, pairs_at_bound());
     if (needs_token && settings.top_k == 0 && settings.min_p > 0.0f) {
       const uint32_t min_p = min_p_key(row.weights(), settings);
       bound = wanted() > 0 ? min_of(bound, min_p) : min_p;
     }
     list(lane_key, bound);
     __syncthreads();
-    if (threadIdx.x == 0)
-      ptx::cluster_pointer(&shared, 0)->candidates[row.rank] =
-          CandidateResult{shared.best_key, bound, shared.num_listed};
-    row.sync();
-    int32_t count = 0;
-    if (row.rank == 0) {
-      count = choose_finalists(needs_token && may_settle());
-      if (threadIdx.x > 0 && static_cast<int32_t>(threadIdx.x) < row.num_ctas)
-        *ptx::cluster_pointer(&shared.decision, threadIdx.x) = shared.decision;
+    if (threadIdx.x == 0) {
+      const int32_t count = shared.num_listed;
+      row.send(0, 0, &shared.candidates[row.rank], CandidateResult{shared.best_key, bound, count, 0});
+      row.arrive(0, 0, sizeof(CandidateResult) + sizeof(shared.list[0]) * min_of(count, room()));
+      shared.num_listed = 0;
     }
-    // The others wait for the decision, the first CTA goes on.
-    if (row.num_ctas > 1) {
-      ptx::cluster_arrive_release();
-      if (row.rank != 0) ptx::cluster_wait();
+    if (row.rank != 0) {  // waits for the decision
+      if (!row.wait(1)) return false;
+      return shared.decision.is_settled;
     }
-    const bool is_settled = shared.decision.is_settled;
-    if (row.rank == 0) {
-      if (is_settled && count > 0) draw(count);
-      if (shared.decision.has_top) write_top(count);
-      if (row.num_ctas > 1) ptx::cluster_wait();
+    shared.counts[threadIdx.x] = 0;
+    const int32_t count = choose_finalists(needs_token && may_settle(), row.wait(0));
+    if (threadIdx.x > 0 && static_cast<int32_t>(threadIdx.x) < row.num_ctas) {
+      row.send(threadIdx.x, 1, &shared.decision, shared.decision);
+      row.arrive(threadIdx.x, 1, sizeof(Decision));
     }
-    return is_settled;
+    if (shared.decision.is_settled && count > 0) draw(count);
+    if (shared.decision.has_top) write_top(count);
+    return shared.decision.is_settled;
   }
 
  private:
-  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
-  __device__ __forceinline__ int32_t choose_finalists(bool settles) const {
-    const CandidateResult* own = &shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
-    const uint32_t best = ptx::warp_max(own->best_key), bound = ptx::warp_max(own->bound);
-    const uint32_t of_lane = row.lane() < row.num_ctas ? static_cast<uint32_t>(own->count) : 0;
-    const bool fits = __all_sync(ptx::kAllLanes, static_cast<int32_t>(of_lane) <= room());
-    const bool is_valid = settings.valid && is_drawable(best);
-    uint64_t count = ptx::warp_add(of_lane);
-    uint32_t least = bound;
-    const auto visit = [&](const auto& use) {
+  /// The smallest key among the largest candidates, at least `wanted` of them and few more; how many they are.
+  struct Cut {
+    uint32_t least;
+    int32_t count;
+  };
+
+  /// All from `low` on, where these are fewer than `wanted`. candidates: this thread's. A digit of a radix at a time;
+  /// one is enough mostly. The bins are empty.
+  __device__ __forceinline__ Cut cut(const uint64_t (&candidates)[kThreadCandidates], uint32_t low, uint32_t high,
+                                     int32_t wanted) const {
+    int32_t above = 0;
 #pragma unroll 1
-      for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
-        const int32_t cta = row.num_ctas * at / kMaxCandidates;
-        if (at - cta * room() < shared.candidates[cta].count && shared.list[at].key >= bound) use(shared.list[at]);
+    while (true) {
+      const int32_t shift = max_of(24 - __clz(static_cast<int32_t>(high - low)), 0);
+#pragma unroll
+      for (const uint64_t candidate : candidates) {
+        const uint32_t key = static_cast<uint32_t>(candidate >> 32);
+        if (key >= low && key <= high) atomicAdd(&shared.counts[(high - key) >> shift], 1u);
       }
-    };
-    bool is_enough = is_valid && fits;
-    if (is_enough && wanted() > 0 && (count > kMostFinalists || lanes_at_bound() < wanted())) {
-      const uint64_t target = static_cast<uint64_t>(wanted());
-      const auto selected = row.select(bound, best, target, kMostFinalists, true, [&](const auto& add) {
-        visit([&](const Candidate& candidate) { add(candidate.key, 1); });
-      });
-      least = selected.key;
-      count = selected.sum;
-      is_enough = count >= target || bound == kWholeRow;
-      settles = settles && settings.top_k > 0;  // min-p may leave more
+      __syncthreads();
+      // Each warp for itself: the bin in which the last of the wanted ones lies.
+      const uint32_t* own = shared.counts + row.lane() * kLaneBins;
+      int32_t counts[kLaneBins], sum = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kLaneBins; ++i) sum += counts[i] = static_cast<int32_t>(own[i]);
+      const int32_t through = above + ptx::warp_inclusive_sum(sum, row.lane());
+      const uint32_t reached = __ballot_sync(ptx::kAllLanes, through >= wanted);
+      if (reached == 0) return Cut{low, __shfl_sync(ptx::kAllLanes, through, 31)};
+      int32_t taken = through - sum, bins = 0, last = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kLaneBins; ++i) {
+        if (taken >= wanted) continue;
+        taken += last = counts[i];
+        ++bins;
+      }
+      const int32_t lane = __ffs(static_cast<int32_t>(reached)) - 1;
+      taken = __shfl_sync(ptx::kAllLanes, taken, lane);
+      const int32_t bin = lane * kLaneBins + __shfl_sync(ptx::kAllLanes, bins, lane) - 1;
+      high -= static_cast<uint32_t>(bin) << shift;
+      const uint32_t width = (1u << shift) - 1;
+      low = high - low > width ? high - width : low;
+      if (shift == 0 || taken <= kFewFinalists) return Cut{low, taken};
+      above = taken - __shfl_sync(ptx::kAllLanes, last, lane);
+      __syncthreads();
+      shared.counts[threadIdx.x] = 0;
+      __syncthreads();
     }
-    const bool has_finalists = is_enough && count <= kMostFinalists;
+  }
+
+  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
+  __device__ __forceinline__ int32_t choose_finalists(bool settles, bool all_came) const {
+    const CandidateResult own = shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
+    const uint32_t best = ptx::warp_max(own.best_key), bound = ptx::warp_max(own.bound);
+    const bool fits = __all_sync(ptx::kAllLanes, own.count <= room());
+    const bool is_valid = all_came && settings.valid && is_drawable(best);
+    // The same few threads look at a CTA's candidates.
+    const int32_t readers = row.share_of_cta(kSamplingThreads);
+    const int32_t cta = static_cast<int32_t>(threadIdx.x) / readers,
+                  first = static_cast<int32_t>(threadIdx.x) % readers;
+    const int32_t of_cta = is_valid && fits ? shared.candidates[cta].count : 0;
+    uint64_t candidates[kThreadCandidates];  // 0: none
+#pragma unroll
+    for (int32_t i = 0; i < kThreadCandidates; ++i)
+      candidates[i] = first + i * readers < of_cta ? shared.list[cta * room() + first + i * readers] : 0;
+    Cut finalists_from{bound, 0};
+    if (is_valid && fits) finalists_from = cut(candidates, bound, best, wanted() > 0 ? wanted() : kMaxCandidates + 1);
+    const int32_t count = finalists_from.count;
+    const bool has_finalists = is_valid && fits && count <= kMostFinalists && (count >= wanted() || bound == kWholeRow);
+    const bool has_all = settings.top_k > 0 || finalists_from.least == bound;  // min-p may leave more
+    if (threadIdx.x == 0)
+      shared.decision = Decision{is_valid ? best : 0, !is_valid || (has_finalists && settles && has_all),
+                                 has_finalists && row.params.num_top_logprobs > 0};
+    if (has_finalists)
+      list_finalists(candidates, finalists_from.least, count, Weights(key_value(best), settings.scale, settings.floor));
     __syncthreads();
-    if (threadIdx.x == 0) {
-      shared.decision =
-          Decision{best, !is_valid || (has_finalists && settles), has_finalists && row.params.num_top_logprobs > 0};
-      shared.num_listed = 0;
-    }
-    __syncthreads();
-    if (!has_finalists) return 0;
-    visit([&](const Candidate& candidate) {
-      if (candidate.key < least) return;
+    return has_finalists ? count : 0;
+  }
+
+  __device__ __forceinline__ void list_finalists(const uint64_t (&candidates)[kThreadCandidates], uint32_t least,
+                                                 int32_t count, const Weights& weights) const {
+    Finalists& all = finalists();
+    if (static_cast<int32_t>(threadIdx.x) < 4 && count + static_cast<int32_t>(threadIdx.x) < kMostFinalists)
+      all.keys[count + threadIdx.x] = 0;  // four are compared at a time
+    uint32_t chosen = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kThreadCandidates; ++i)
+      chosen |= static_cast<uint32_t>(candidates[i] >> 32) >= least ? 1u << i : 0u;
+#pragma unroll 1
+    for (; chosen != 0; chosen &= chosen - 1) {
+      const uint64_t candidate = pick(candidates, __ffs(static_cast<int32_t>(chosen)) - 1);
       const int32_t at = atomicAdd(&shared.num_listed, 1);
-      finalists().keys[at] = candidate.key;
-      finalists().tokens[at] = candidate.token;
-      finalists().weights[at] = settings.has_top_p ? row.weights()(key_value(candidate.key)) : 0;
-    });
-    __syncthreads();
-    return shared.num_listed;
+      all.keys[at] = static_cast<uint32_t>(candidate >> 32);
+      all.tokens[at] = token_of(candidate);
+      all.weights[at] = settings.has_top_p ? weights(key_value(all.keys[at])) : 0;
+    }
   }
 
   /// Who of the finalists survives is told by how many are above it and what they weigh. Half of the threads compare
@@ -189,12 +250,19 @@ struct Candidates {
       }
       int32_t ahead = 0;
       uint64_t above = 0;
-#pragma unroll 4
-      for (int32_t j = 0; j < count; ++j) {
-        if (all.keys[j] > key) {
+      const auto compare = [&](uint32_t other, uint64_t weight) {
+        if (other > key) {
           ++ahead;
-          above += all.weights[j];
+          above += weight;
         }
+      };
+#pragma unroll 2
+      for (int32_t j = 0; j < count; j += 4) {
+        const uint4 keys = *reinterpret_cast<const uint4*>(all.keys + j);
+        compare(keys.x, all.weights[j]);
+        compare(keys.y, all.weights[j + 1]);
+        compare(keys.z, all.weights[j + 2]);
+        compare(keys.w, all.weights[j + 3]);
       }
       const bool survives = key >= least && (settings.top_k == 0 || ahead < settings.top_k);
       all.above[i] = above;
@@ -228,6 +296,7 @@ struct Candidates {
       for (int32_t j = 0; j < count && i < count; ++j) place += ranked(all.keys[j], all.tokens[j]) > own ? 1 : 0;
       if (place < wanted) row.store_top(place, own);
     }
+    __syncthreads();  // the bins are used again
   }
 };
 

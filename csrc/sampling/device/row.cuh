@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "sampling/device/results.cuh"
 
 namespace attn {
@@ -12,11 +13,7 @@ constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
 constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
 constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
-
-struct Candidate {
-  uint32_t key;
-  int32_t token;
-};
+constexpr int32_t kCountBins = kSamplingThreads;
 
 /// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
@@ -44,14 +41,15 @@ struct RaceResult {
 };
 
 /// Of the first read: what each CTA tells the first one.
-struct CandidateResult {
+struct alignas(16) CandidateResult {
   uint32_t best_key;
   uint32_t bound;  // candidates are complete from here on
   int32_t count;   // may exceed what there is room for
+  int32_t unused;
 };
 
 /// What the first CTA tells the others.
-struct Decision {
+struct alignas(8) Decision {
   uint32_t best_key;
   bool is_settled;  // the token is found
   bool has_top;     // the most likely tokens are, too
@@ -68,9 +66,10 @@ struct Bands {
 enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
 
 struct SamplingShared {
-  alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way; or Finalists (candidates.cuh)
-  alignas(16) uint64_t bins[kBins];                  // or chunk_keys()
-  alignas(16) Candidate list[kMaxCandidates];        // in the first CTA, from all; or LaneRace of each thread
+  alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way
+  alignas(16) uint64_t bins[kBins];                  // or chunk_keys(), or Finalists (candidates.cuh)
+  alignas(16) uint64_t list[kMaxCandidates];         // ranked(), in the first CTA, from all; or LaneRace of each thread
+  alignas(8) uint64_t mbarriers[2];  // for candidates, in the first CTA; for its decision, in the others
   uint64_t block_sums[2][kSamplingWarps];
   uint64_t crossing[3];
   RaceResult of_warps[kSamplingWarps];
@@ -83,10 +82,10 @@ struct SamplingShared {
   Bands bands;
   Verdict verdict;
   uint64_t cta_mass[2];
-  uint64_t row_mass;      // at the row's temperature
-  uint64_t logprob_mass;  // at that of log-probabilities
-  alignas(16) uint32_t lane_keys[kSamplingThreads];
-  uint32_t best_key;  // of this CTA
+  uint64_t row_mass;                        // at the row's temperature
+  uint64_t logprob_mass;                    // at that of log-probabilities
+  alignas(16) uint32_t counts[kCountBins];  // of candidates; or the largest keys of pairs of lanes
+  uint32_t best_key;                        // of this CTA
   uint32_t bound;
   int32_t num_listed;
   int32_t token;  // that is drawn; the first CTA knows it
@@ -109,6 +108,9 @@ static_assert(sizeof(uint64_t) * kBins >= sizeof(uint16_t) * kSamplingThreads * 
 /// Tokens in the order of the most likely ones: by value, then by id. 0: none.
 __device__ __forceinline__ uint64_t ranked(uint32_t key, int32_t token) {
   return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ int32_t token_of(uint64_t ranked) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(ranked));
 }
 
 template <class Source>
@@ -162,9 +164,44 @@ struct Row {
       __syncthreads();
   }
 
+  /// Where something of this CTA's, or its mbarrier, lies in the CTA of that rank.
+  __device__ __forceinline__ static uint32_t address_in(int32_t cta, const void* own) {
+    return ptx::cluster_address(ptx::shared_address(own), cta);
+  }
+
+  /// Writes 8 or 16 bytes to where `own` lies in the CTA of that rank, counted by an mbarrier there.
+  template <class T>
+  __device__ __forceinline__ void send(int32_t cta, int32_t mbarrier, T* own, const T& value) const {
+    uint64_t words[sizeof(T) / 8];
+    memcpy(words, &value, sizeof(T));
+    if (num_ctas == 1)
+      *own = value;
+    else if constexpr (sizeof(T) == 16)
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0], words[1]);
+    else
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0]);
+  }
+
+  /// Arrives at an mbarrier of the CTA of that rank, to which so many bytes are sent.
+  __device__ __forceinline__ void arrive(int32_t cta, int32_t mbarrier, uint32_t bytes) const {
+    if (num_ctas > 1) ptx::cluster_mbarrier_arrive_expect(address_in(cta, &shared.mbarriers[mbarrier]), bytes);
+  }
+
+  /// Waits until all has come that is sent; a barrier of the CTA. False: not in time.
+  __device__ __forceinline__ bool wait(int32_t mbarrier) const {
+    const bool has_come = num_ctas == 1 || ptx::cluster_mbarrier_wait(ptx::shared_address(&shared.mbarriers[mbarrier]));
+    return __syncthreads_and(has_come) != 0;
+  }
+
   /// Before everything else. ahead: tokens, of the request's position.
   __device__ __forceinline__ void begin(int32_t ahead) const {
-    if (num_ctas > 1) ptx::cluster_arrive();
+    if (num_ctas > 1) {
+      if (threadIdx.x == 0) {
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[0]), num_ctas);
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[1]), 1);
+      }
+      ptx::cluster_arrive();
+    }
     reader.start();
     if (threadIdx.x == 0) {
       const RowParameters own(params, row);
@@ -173,7 +210,7 @@ struct Row {
       shared.draw =
           Draw{settings.scale, settings.floor, draw.seed.value(), draw.position.value() + ahead, settings.greedy};
       shared.board.reset(settings.valid);
-      shared.best_key = shared.bound = 0;
+      shared.best_key = shared.bound = shared.decision.best_key = 0;
       shared.num_listed = 0;
     }
     __syncthreads();
@@ -338,7 +375,7 @@ struct Row {
 
   __device__ __forceinline__ void store_top(int32_t place, uint64_t token) const {
     const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
-    params.top_token_ids[at] = token == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(token));
+    params.top_token_ids[at] = token == 0 ? 0 : token_of(token);
     params.top_logprobs[at] = token == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(token >> 32)));
   }
 
@@ -402,12 +439,11 @@ struct Row {
     __syncthreads();  // before it is written again
   }
 
-  /// The largest key in [low, high] from which on weights sum up to `target`; `low`, if that is nowhere. Ends early at
-  /// a key from which on they sum up to no more than `enough`. A digit of a radix at a time: visit(add) calls add(key,
-  /// weight) for what this thread has. alone: this CTA looks alone, else all of them do. The same in all threads.
-  template <class Visit>
-  __device__ __forceinline__ Selected select(uint32_t low, uint32_t high, uint64_t target, uint64_t enough, bool alone,
-                                             const Visit& visit) const {
+  /// The largest key from `low` on from which on the row's tokens sum up to `target`, by mass or by number; `low`, if
+  /// that is nowhere. A digit of a radix at a time, a read of the row each. The same in all threads.
+  __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
+    const Weights of_row = weights();
+    uint32_t high = shared.decision.best_key;
     uint64_t above = 0;
 #pragma unroll 1
     while (true) {
@@ -417,46 +453,34 @@ struct Row {
       // Equal values that follow each other are added at once: rows may have nothing else.
       uint32_t run_bin = 0;
       uint64_t run_sum = 0;
-      visit([&](uint32_t key, uint64_t weight) {
-        if (key < low || key > high) return;
-        const uint32_t bin = (high - key) >> shift;
-        if (bin != run_bin && run_sum != 0) {
-          add_to_bin(shared.bins[run_bin], run_sum);
-          run_sum = 0;
+      reader.start();
+      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
+#pragma unroll 1
+        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
+          const uint32_t key = order_key(v[0]), bin = (high - key) >> shift;
+          if (key >= low && key <= high) {
+            if (bin != run_bin && run_sum != 0) {
+              add_to_bin(shared.bins[run_bin], run_sum);
+              run_sum = 0;
+            }
+            run_bin = bin;
+            run_sum += by_mass ? of_row(v[0]) : 1;
+          }
+#pragma unroll
+          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
         }
-        run_bin = bin;
-        run_sum += weight;
       });
       if (run_sum != 0) add_to_bin(shared.bins[run_bin], run_sum);
-      if (alone)
-        __syncthreads();
-      else
-        add_bins();
+      add_bins();
       uint64_t found[3];
       find_crossing(target - above, found);
       if (found[0] == kBins) return Selected{low, above + found[2]};
       high -= static_cast<uint32_t>(found[0]) << shift;
       const uint32_t width = (1u << shift) - 1;
       low = high - low > width ? high - width : low;
-      if (shift == 0 || above + found[2] <= enough) return Selected{low, above + found[2]};
+      if (shift == 0) return Selected{low, above + found[2]};
       above += found[1];
     }
-  }
-
-  /// The same of the row's tokens, by mass or by number.
-  __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
-    const Weights of_row = weights();
-    return select(low, shared.decision.best_key, target, 0, false, [&](const auto& add) {
-      reader.start();
-      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
-#pragma unroll 1
-        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
-          add(order_key(v[0]), by_mass ? of_row(v[0]) : 1);
-#pragma unroll
-          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
-        }
-      });
-    });
   }
 
   /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and

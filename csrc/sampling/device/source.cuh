@@ -233,6 +233,18 @@ struct SegmentReader {
     for_each([](int32_t) {}, body);
   }
 
+  /// What this lane has of a segment that was read: the last ones are still in shared memory.
+  __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {
+    const int32_t segment = first + round * step;
+    const bool is_there = segment + kAhead * step >= num_segments();
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      const uint4 vector = is_there && is_staged(segment, j) ? staged[round % kAhead][j][threadIdx.x]
+                                                             : source.reader.load(token(segment, j));
+      source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+    }
+  }
+
  private:
   __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j) {
     return Source::Reader::vector_token(segment, ptx::lane_id(), j);
@@ -251,6 +263,15 @@ struct SegmentReader {
     ptx::cp_async_commit();
   }
 };
+
+/// v[i]; registers have no index.
+template <class T, int32_t kCount>
+__device__ __forceinline__ T pick(const T (&v)[kCount], int32_t i) {
+  T picked = v[0];
+#pragma unroll
+  for (int32_t j = 1; j < kCount; ++j) picked = i == j ? v[j] : picked;
+  return picked;
+}
 
 /// Of the largest value; a NaN's is above all others (max_nan gives the positive one).
 __device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) {

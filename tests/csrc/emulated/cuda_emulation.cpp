@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include "cuda_emulation.h"
@@ -33,6 +34,12 @@ struct Warp {
   uint64_t taken[32];
 };
 
+/// What is still to come.
+struct Mbarrier {
+  int32_t arrivals;
+  int64_t bytes;
+};
+
 struct Fiber {
   ucontext_t begin;
   jmp_buf place;
@@ -45,6 +52,7 @@ jmp_buf scheduler;
 Fiber fibers[kMaxThreads];
 Barrier barriers[kMaxThreads / 32][16];  // of each CTA
 Barrier cluster_barrier;
+std::map<uint32_t, Mbarrier> mbarriers;
 int32_t current;  // fiber
 int32_t num_ctas;
 Warp warps[kMaxThreads / 32];
@@ -101,6 +109,25 @@ void cluster_wait() {
   while (cluster_barrier.uses == fibers[current].cluster_use) give_way();
 }
 
+void mbarrier_init(uint32_t address, int32_t arrivals) {
+  if (!mbarriers.emplace(address, Mbarrier{arrivals, 0}).second) fail("an mbarrier is initialised twice");
+}
+
+void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes) {
+  const auto known = mbarriers.find(address);
+  if (known == mbarriers.end()) fail("no mbarrier");
+  known->second.arrivals -= arrivals;
+  known->second.bytes += bytes;
+  ++progress;
+  if (known->second.arrivals < 0) fail("more arrivals than the mbarrier was initialised for");
+}
+
+void mbarrier_wait(uint32_t address) {
+  const auto known = mbarriers.find(address);
+  if (known == mbarriers.end()) fail("no mbarrier");
+  while (known->second.arrivals > 0 || known->second.bytes != 0) give_way();
+}
+
 bool barrier(int32_t id, int32_t threads, bool value) {
   Barrier& b = barriers[cluster_rank()][id];
   const int64_t use = b.uses;
@@ -137,6 +164,7 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
   std::memset(barriers, 0, sizeof(barriers));
   std::memset(&cluster_barrier, 0, sizeof(cluster_barrier));
   std::memset(warps, 0, sizeof(warps));
+  mbarriers.clear();
   std::memset(shared_memory, 0xab, shared_bytes);
   body = thread;
   state ^= seed;

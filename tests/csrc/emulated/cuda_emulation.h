@@ -81,6 +81,11 @@ int32_t cluster_size();
 void cluster_arrive();
 void cluster_wait();
 
+/// The mbarriers at these addresses of shared memory: as in common/ptx/cluster_mbarrier.cuh.
+void mbarrier_init(uint32_t address, int32_t arrivals);
+void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes);
+void mbarrier_wait(uint32_t address);
+
 /// Runs `thread` as each thread of a cluster, in an order that depends on `seed`. Each CTA has a part of shared memory.
 void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)());
 
@@ -106,6 +111,7 @@ T from_bits(uint64_t bits) {
 
 inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
 inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
+inline bool __syncthreads_and(bool value) { return !emulation::barrier(0, blockDim.x, !value); }
 
 inline int32_t emulated_lane() { return threadIdx.x % 32; }
 

@@ -17,9 +17,10 @@ T warp_add(T x) {
   return x;
 }
 
-inline uint64_t warp_inclusive_sum(uint64_t x, int32_t lane) {
+template <class T>
+T warp_inclusive_sum(T x, int32_t lane) {
   for (int32_t step = 1; step < 32; step *= 2) {
-    const uint64_t before = __shfl_up_sync(kAllLanes, x, step);
+    const T before = __shfl_up_sync(kAllLanes, x, step);
     x += lane >= step ? before : 0;
   }
   return x;
