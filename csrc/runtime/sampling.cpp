@@ -128,21 +128,19 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs of the cluster that takes a row, from measurements (ADR 24): as many as give every multiprocessor
-/// two, or one where a warp would have less than two segments; but two for a row as long as that fills the GPU no more
-/// than once. Each warp should have a segment. Sixteen, which take longer to start, only for long rows, and for top-k,
-/// where CTAs meet once, as long as each multiprocessor has one.
+/// CTAs of the cluster that takes a row, from measurements (ADR 32): more than one only if each warp has a segment, and
+/// 16, which take longer to start, where each has two and every multiprocessor at most one CTA. A single CTA is divided
+/// up to three to a multiprocessor, more CTAs up to one in short rows, two in long ones; four, if no top-k soon leaves
+/// few tokens.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   const bool has_top_k = params.top_k.array || params.top_k.value > 0;
-  const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
-  if (has_top_k && segments > max_ctas * kSamplingWarps && params.batch * max_ctas <= multiprocessors) return max_ctas;
-  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !(has_top_k || has_top_p))
-    max_ctas = std::min(max_ctas, kPortableClusterCtas);
+  if (segments > max_ctas * kSamplingWarps && int64_t{params.batch} * max_ctas <= multiprocessors) return max_ctas;
+  const bool is_long = segments >= 2 * kSamplingWarps * kPortableClusterCtas;
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
-    const int64_t most = ctas == 1 ? 3 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
+  while (2 * ctas <= std::min(max_ctas, kPortableClusterCtas) && segments > kSamplingWarps * ctas) {
+    const int64_t most = ctas == 1 ? 3 : !is_long ? 1 : has_top_k ? 2 : 4;
     if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
     ctas *= 2;
   }

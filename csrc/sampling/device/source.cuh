@@ -203,7 +203,7 @@ struct SegmentReader {
 
   /// Has the first segments on their way: before each for_each(), some time if possible.
   __device__ __forceinline__ void start() const {
-#pragma unroll
+#pragma unroll 1
     for (int32_t i = 0; i < kAhead; ++i) stage(first + i * step, i);
   }
 

@@ -62,17 +62,17 @@ struct TopP {
 
   /// All of it, behind reader.start(). The token is then in shared.token.
   __device__ __forceinline__ Found run() const {
-    bool is_useful = survey();
+    if (!survey()) return Found::kNothing;
 #pragma unroll 1
-    for (int32_t read = 0; is_useful && read < kMostReads; ++read) {
-      if (read > 0) row.start_again();
+    for (int32_t read = 0; read < kMostReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
       if (result.is_spoilt) return Found::kInvalid;
       if (threadIdx.x == 0) shared.verdict = settle(result);
       __syncthreads();
       if (shared.verdict == Verdict::kKnown) return Found::kToken;
-      is_useful = shared.verdict == Verdict::kReadAgain;
+      if (shared.verdict == Verdict::kUnknown) break;
+      row.start_again();
     }
     return Found::kNothing;
   }

@@ -22,8 +22,8 @@ constexpr int32_t kMaxThreads = 1024;
 struct Barrier {
   int32_t arrived;
   int64_t uses;
-  bool any;
-  bool result;
+  int32_t saying;
+  int32_t result;
 };
 
 struct Warp {
@@ -128,13 +128,13 @@ void mbarrier_wait(uint32_t address) {
   while (known->second.arrivals > 0 || known->second.bytes != 0) give_way();
 }
 
-bool barrier(int32_t id, int32_t threads, bool value) {
+int32_t barrier(int32_t id, int32_t threads, bool value) {
   Barrier& b = barriers[cluster_rank()][id];
   const int64_t use = b.uses;
-  b.any |= value;
+  b.saying += value ? 1 : 0;
   if (++b.arrived == threads) {
-    b.result = b.any;
-    b.any = false;
+    b.result = b.saying;
+    b.saying = 0;
     b.arrived = 0;
     ++b.uses;
     ++progress;

@@ -13,6 +13,7 @@
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -65,8 +66,8 @@ uint64_t time();
 /// Whether what this CTA sends gets lost, as if it never ran.
 bool loses_mail();
 
-/// Waits for `threads` threads at barrier `id`; returns whether any of them says so.
-bool barrier(int32_t id, int32_t threads, bool value);
+/// Waits for `threads` threads at barrier `id`; returns how many of them say so.
+int32_t barrier(int32_t id, int32_t threads, bool value);
 
 /// Exchanges a value of each lane of the calling thread's warp: returns those of all 32. `operation`: what the lanes
 /// must agree on.
@@ -110,8 +111,9 @@ T from_bits(uint64_t bits) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
-inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
-inline bool __syncthreads_and(bool value) { return !emulation::barrier(0, blockDim.x, !value); }
+inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value) != 0; }
+inline bool __syncthreads_and(bool value) { return emulation::barrier(0, blockDim.x, !value) == 0; }
+inline int32_t __syncthreads_count(bool value) { return emulation::barrier(0, blockDim.x, value); }
 
 inline int32_t emulated_lane() { return threadIdx.x % 32; }
 
