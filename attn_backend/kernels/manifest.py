@@ -134,7 +134,7 @@ def _sampling_kernels() -> list[Kernel]:
         text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)
         text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
         text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
-        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2 if element == "f32" else 3)
+        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
         made.append(Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>")))
     probs = "".join(kernel(function, f"{function}<attn::ProbSource<false>>") for function in ("sample_filtered", "write_rows"))
     made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))

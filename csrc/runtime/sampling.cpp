@@ -26,6 +26,10 @@ using tvm::ffi::TypeIndex;
 
 constexpr int64_t kMaxRows = 1 << 26;  // times CTAs of a row: blocks of a grid
 
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kFloat{kDLFloat, 32, 1};
+constexpr DLDataType kBool{kDLBool, 8, 1};
+
 /// A scalar, or a contiguous float32 tensor with an element for each row.
 RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
   RowFloat result;
@@ -81,18 +85,37 @@ void check_vocab(const char* name, int64_t vocab) {
   if (vocab < 1 || vocab > kMaxVocab) refuse(name, vocab, "1 to " + std::to_string(kMaxVocab));
 }
 
-/// The rows of `values`: logits of any float dtype, or float32 probabilities.
-void set_rows(SamplingParams& params, const char* name, const TensorView& values) {
+void check_ids(const char* name, DLDataType dtype) {
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
+    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+}
+
+/// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
+/// probabilities, which the caller calls "probs".
+SamplingParams params_of(RowTask task, const TensorView& values, bool of_probs, const AnyView& temperature,
+                         const AnyView& top_k, const AnyView& top_p) {
+  const char* name = of_probs ? "probs" : "logits";
+  const DLDevice device = values.device();
+  float_dtype(name, values);
+  if (of_probs) check_dtype(name, values, kFloat);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
   check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
   if (values.size(0) > kMaxRows)
     refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
+  SamplingParams params{};
+  params.task = task;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
   params.batch = static_cast<int32_t>(values.size(0));
   params.vocab = static_cast<int32_t>(values.size(1));
+  params.temperature = row_float("temperature", temperature, device, params.batch);
+  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
+    refuse("temperature", params.temperature.value, "at least 0");
+  params.top_k = row_int("top_k", top_k, device, params.batch);
+  params.top_p = row_float("top_p", top_p, device, params.batch);
+  return params;
 }
 
 void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows,
@@ -112,15 +135,10 @@ void* output(const char* name, const TensorView& tensor, DLDevice device, DLData
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
                    int64_t columns) {
   const DLDataType dtype = token_ids.dtype();
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
-    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+  check_ids(name, dtype);
   params.token_ids = output(name, token_ids, device, dtype, params.batch, columns);
   params.token_ids_are_int64 = dtype.bits == 64;
 }
-
-constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr DLDataType kFloat{kDLFloat, 32, 1};
-constexpr DLDataType kBool{kDLBool, 8, 1};
 
 int32_t multiprocessors_of(int32_t device) {
   static int32_t known[64] = {};
@@ -161,7 +179,7 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int
   const int32_t room = kUnfilteredCtas * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
-    return std::min({wanted, room / params.batch, 1 + kWorkspaceMails / params.batch});
+    return std::min({wanted, room / params.batch, 1 + kWorkspaceMessages / params.batch});
   return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
 
@@ -184,13 +202,14 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
 void launch(const SamplingParams& params, bool of_probs, const String& file, DLDevice device, int64_t max_ctas,
             int64_t row_ctas) {
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  narrow("row_ctas", row_ctas, 0, kWorkspaceMails);
+  narrow("row_ctas", row_ctas, 0, kWorkspaceMessages);
   constexpr int32_t kMostGridRows = 65535;
   if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
     const int64_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
-                         : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMails) ? row_ctas
-                                                                                                            : 0;
+                         : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
+                             ? row_ctas
+                             : 0;
     if (ctas > 0) {
       const driver::Kernel kernel = sampling_kernel(params, file, "sample_unfiltered", device.device_id, false);
       driver::launch(kernel,
@@ -214,34 +233,24 @@ void launch(const SamplingParams& params, bool of_probs, const String& file, DLD
   driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file,
-         int64_t max_ctas, int64_t row_ctas) {
+void run(const SamplingParams& params, const TensorView& values, bool of_probs, const String& file, int64_t max_ctas,
+         int64_t row_ctas) {
   if (params.batch == 0) return;
-  if (device.device_type == kDLCUDA)
-    launch(params, of_probs, file, device, max_ctas, row_ctas);
+  if (values.device().device_type == kDLCUDA)
+    launch(params, of_probs, file, values.device(), max_ctas, row_ctas);
   else if (of_probs)
     cpu::sample_probs(params);
   else
-    cpu::sample_logits(params, dtype);
+    cpu::sample_logits(params, float_dtype("logits", values));
 }
 
-/// `values` is called "probs" where it holds probabilities.
 void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
             AnyView seed, AnyView position, Optional<TensorView> token_mask, bool joint, bool tempered_logprobs,
             TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
             Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String file, int64_t max_ctas,
             int64_t row_ctas) {
   const DLDevice device = values.device();
-  const char* name = of_probs ? "probs" : "logits";
-  SamplingParams params{};
-  const DataType dtype = float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
-  set_rows(params, name, values);
-  params.temperature = row_float("temperature", temperature, device, params.batch);
-  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
-    refuse("temperature", params.temperature.value, "at least 0");
-  params.top_k = row_int("top_k", top_k, device, params.batch);
-  params.top_p = row_float("top_p", top_p, device, params.batch);
+  SamplingParams params = params_of(RowTask::kSample, values, of_probs, temperature, top_k, top_p);
   params.min_p = row_float("min_p", min_p, device, params.batch);
   params.seed = row_int("seed", seed, device, params.batch);
   params.position = row_int("position", position, device, params.batch);
@@ -284,28 +293,17 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
   }
   params.joint = joint;
   params.tempered_logprobs = tempered_logprobs;
-  params.task = RowTask::kSample;
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
+  run(params, values, of_probs, file, max_ctas, row_ctas);
 }
 
 /// Writes float32 [batch, vocab].
 void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperature, AnyView top_k, AnyView top_p,
                 TensorView out, String file, int64_t max_ctas, int64_t row_ctas) {
   const DLDevice device = values.device();
-  const char* name = of_probs ? "probs" : "logits";
-  SamplingParams params{};
-  const DataType dtype = float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
-  set_rows(params, name, values);
-  params.temperature = row_float("temperature", temperature, device, params.batch);
-  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
-    refuse("temperature", params.temperature.value, "at least 0");
-  params.top_k = row_int("top_k", top_k, device, params.batch);
-  params.top_p = row_float("top_p", top_p, device, params.batch);
+  SamplingParams params = params_of(static_cast<RowTask>(task), values, of_probs, temperature, top_k, top_p);
   params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));
   params.written_stride = params.vocab;
-  params.task = static_cast<RowTask>(task);
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
+  run(params, values, of_probs, file, max_ctas, row_ctas);
 }
 
 void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView target_probs, AnyView seed,
@@ -327,8 +325,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
   check_contiguous("draft_token_ids", draft_token_ids);
   const DLDataType id_dtype = draft_token_ids.dtype();
-  if (id_dtype.code != kDLInt || (id_dtype.bits != 32 && id_dtype.bits != 64))
-    refuse("draft_token_ids.dtype", dtype_name(id_dtype), "int32 or int64");
+  check_ids("draft_token_ids", id_dtype);
   if (batch > kMaxRows) refuse("target_probs.shape[0] (batch)", batch, "at most " + std::to_string(kMaxRows));
   SamplingParams params{};
   params.values = target_probs.data_ptr();
@@ -346,7 +343,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
   params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
   params.task = RowTask::kSpeculate;
-  run(params, true, DataType::kFloat32, device, file, max_ctas, row_ctas);
+  run(params, target_probs, true, file, max_ctas, row_ctas);
 }
 
 }  // namespace

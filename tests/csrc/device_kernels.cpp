@@ -24,7 +24,7 @@ uint64_t time() {
   return now += 1000;
 }
 
-bool loses_mail() { return false; }
+bool loses_messages() { return false; }
 
 }  // namespace emulation
 

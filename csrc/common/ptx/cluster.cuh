@@ -53,13 +53,6 @@ __device__ __forceinline__ void cluster_arrive() {
 #endif
 }
 
-/// The first half of a barrier that does order.
-__device__ __forceinline__ void cluster_arrive_release() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");

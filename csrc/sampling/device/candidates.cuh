@@ -1,5 +1,5 @@
 // Few survivors: every CTA lists the tokens at or above a bound that is sure to leave as many as are needed, the first
-// one finds among all lists who survives, who wins the race, and which tokens are the most likely ones. In small
+// one finds among all lists which tokens survive, which one wins the race, and which are the most likely ones. In small
 // batches the time is that of this chain of dependent steps, so a list is sent by stores that an mbarrier counts as
 // they arrive: a barrier of the cluster would first wait for every store of every thread.
 #pragma once
@@ -118,7 +118,7 @@ struct Candidates {
   }
 
   /// Min-p alone, which the largest value decides: the survivors of each CTA race there. Returns this thread's best.
-  /// More than there is room for count as a spoilt race.
+  /// More than there is room for count as an invalid race.
   __device__ __forceinline__ Racer race_from(uint32_t bound) const {
     list(bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
     __syncthreads();
@@ -126,10 +126,10 @@ struct Candidates {
     __syncthreads();
     if (threadIdx.x == 0) {
       shared.num_listed = 0;
-      shared.board.is_spoilt = count > kMaxCandidates;
+      shared.board.is_invalid = count > kMaxCandidates;
     }
     const Weights weights = row.weights();
-    Racer best = nobody();
+    Racer best = no_racer();
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < min_of(count, kMaxCandidates); i += kSamplingThreads) {
       const uint64_t token = shared.list[i];
@@ -233,7 +233,7 @@ struct Candidates {
     }
   }
 
-  /// Who of the finalists survives is told by how many are above it and what they weigh. Half of the threads compare
+  /// Whether a finalist survives depends on how many are above it and what they weigh. Half of the threads compare
   /// all pairs; the other half has them race.
   __device__ __forceinline__ void draw(int32_t count) const {
     Finalists& all = finalists();
@@ -276,7 +276,7 @@ struct Candidates {
     }
     __syncthreads();
     if (row.warp() != 0) return;
-    Racer best = nobody();
+    Racer best = no_racer();
 #pragma unroll 1
     for (int32_t i = row.lane(); i < count; i += 32) {
       if (all.survives[i] != 0 && all.above[i] < target && all.racers[i].beats(best)) best = all.racers[i];

@@ -1,7 +1,7 @@
 // Sampling with filters, log-probabilities, or both. Of a row:
 //
 //   1. Without filters the row races as it is read (race.cuh). With top-p alone it races, too, if it is long: a survey
-//      tells who may survive, and sums of the same read prove it (top_p.cuh).
+//      tells which tokens may survive, and sums of the same read prove it (top_p.cuh).
 //   2. Otherwise the read finds the largest value, the masses that are asked for, and the largest value of each chunk
 //      of some tokens. From these follows a bound that the top-k largest are sure to reach: their chunks alone are read
 //      again, and the few candidates go to the first CTA, which does the rest (candidates.cuh).
@@ -61,7 +61,7 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ bool race_all() const {
     const RaceResult result = this->race(Everything{});
     take(result);
-    return !result.is_spoilt && result.best.token < params.vocab;
+    return !result.is_invalid && result.best.token < params.vocab;
   }
 
   /// The most likely tokens where the candidates do not tell: one read of the row for each. Rare (thousands of equal
@@ -86,7 +86,7 @@ struct RowSampler : Row<Source> {
         }
       });
       // As in a race whose winner is the largest.
-      Racer best = nobody();
+      Racer best = no_racer();
       if (best_key != 0) best = Racer{static_cast<uint64_t>(best_key) << 32, best_token, best_key};
       best = this->exchange(best, BandMasses()).best;
       last = best.key != 0 ? ranked(best.key, best.token) : 0;
@@ -160,7 +160,7 @@ struct RowSampler : Row<Source> {
       const uint32_t threshold = min_p_key(this->weights(), settings);
       const RaceResult result = this->exchange(candidates.race_from(threshold), BandMasses());
       take(result);
-      has_token = !result.is_spoilt;
+      has_token = !result.is_invalid;
     }
     if (!(has_token && shared.decision.has_top) && candidates.suits() && !begins_with_candidates()) {
       has_token |= candidates.run(!has_token);

@@ -23,10 +23,10 @@ struct alignas(16) Racer {
   }
 };
 
-/// Behind every token: order -inf.
-__device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
+/// Loses to every token: order -inf.
+__device__ __forceinline__ Racer no_racer() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
-/// Two counters' words, in their places.
+/// Philox of two counters, in place.
 template <int32_t kUnrolled>
 __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint32_t (&b)[4]) {
   PhiloxKey key(seed);
@@ -162,12 +162,12 @@ __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t w
 struct RaceBoard {
   uint32_t reached;  // order_key() of what some racer has reached, or a little less
   uint32_t magic;    // 0x4b00, see has_lost()
-  bool is_spoilt;    // a value was seen that no row may hold, or a parameter
+  bool is_invalid;   // a value was seen that no row may hold, or a parameter
 
   __device__ __forceinline__ void reset(bool is_valid) {
     reached = kExcludedKey;
     magic = 0x4b00;
-    is_spoilt = !is_valid;
+    is_invalid = !is_valid;
   }
 };
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
   if (ptx::lane_id() == 0) known = atomicMax(&board.reached, 0u);
   known = __shfl_sync(ptx::kAllLanes, known, 0);
   const ApproximateShare<typename Source::Weights> share(weights);
-  if (known > kExcludedKey && share.error < 1.0f) {  // most segments have nobody who could win
+  if (known > kExcludedKey && share.error < 1.0f) {  // most segments have no token that could win
     const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
     const uint32_t magic = board.magic;
     uint32_t lost = 0xffffffffu;
@@ -269,12 +269,12 @@ struct Survivors {
 };
 
 /// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. racing.look() sees all
-/// values, those below racing.least() do not race. Behind a barrier after board.reset().
+/// values, those below racing.least() do not race. After board.reset() and a barrier.
 template <class Source, class Racing>
 __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, const Draw& draw, RaceBoard& board,
                                          const Racing& racing, Racer& best) {
   using Weights = typename Source::Weights;
-  best = nobody();
+  best = no_racer();
   uint32_t words[kLaneTokens / 2] = {};
   reader.for_each(
       [&](int32_t segment) {
@@ -282,7 +282,7 @@ __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, co
       },
       [&](int32_t segment, float (&v)[kLaneTokens]) {
         const uint32_t lane_key = lane_max_key(v);
-        if (lane_key >= kInfiniteKey) board.is_spoilt = true;
+        if (lane_key >= kInfiniteKey) board.is_invalid = true;
         racing.look(v);
         if (draw.greedy) {
           take_largest<Source>(segment, v, best);

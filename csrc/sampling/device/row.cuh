@@ -4,7 +4,7 @@
 
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/cluster_mbarrier.cuh"
-#include "sampling/device/results.cuh"
+#include "sampling/device/race.cuh"
 
 namespace attn {
 
@@ -37,7 +37,7 @@ struct LaneRace {
 struct RaceResult {
   Racer best;
   BandMasses masses;
-  bool is_spoilt;
+  bool is_invalid;
 };
 
 /// Of the first read: what each CTA tells the first one.
@@ -93,7 +93,7 @@ struct SamplingShared {
 
   /// Of each lane and chunk (some segments of its warp): the upper half of the largest value's key.
   __device__ __forceinline__ uint16_t* chunk_keys() { return reinterpret_cast<uint16_t*>(bins); }
-  /// Behind this struct, for each segment of this CTA: mass, mass for log-probabilities, largest value.
+  /// After this struct, for each segment of this CTA: mass, mass for log-probabilities, largest value.
   __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
     return reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(this) + kSamplingStateBytes) + which * segments;
   }
@@ -145,7 +145,6 @@ struct Row {
   __device__ __forceinline__ int32_t rounds() const {
     return share_of_cta(ceil_div(reader.num_segments(), kSamplingWarps) + num_ctas - 1);
   }
-  __device__ __forceinline__ bool samples() const { return params.task == RowTask::kSample; }
   /// Whether top-p is a share of the whole row's mass.
   __device__ __forceinline__ bool top_p_of_all() const {
     return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
@@ -205,11 +204,9 @@ struct Row {
     }
     reader.start();
     if (threadIdx.x == 0) {
-      const RowParameters own(params, row);
-      const RowDraw draw(params, row);
-      shared.settings = row_settings(own, params.vocab);
-      shared.draw =
-          Draw{settings.scale, settings.floor, draw.seed.value(), draw.position.value() + ahead, settings.greedy};
+      const PendingInt seed = params.seed.load(row), position = params.position.load(row);
+      shared.settings = row_settings(params, row);
+      shared.draw = Draw{settings.scale, settings.floor, seed.value(), position.value() + ahead, settings.greedy};
       shared.board.reset(settings.valid);
       shared.decision = Decision{0, false, params.num_top_logprobs == 0};
       shared.best_key = shared.bound = 0;
@@ -248,7 +245,7 @@ struct Row {
     return Weights(of, is_tempered() ? settings.scale : kLog2E);
   }
 
-  /// Behind reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
+  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
   /// for. No barrier after it.
   __device__ __forceinline__ void read_values(bool needs_mass, bool needs_logprobs) const {
     const int32_t shift = chunk_shift();
@@ -330,24 +327,24 @@ struct Row {
   }
 
   /// Puts together what the lanes of a warp have; `has`: this lane has something.
-  __device__ __forceinline__ static RaceResult together(bool has, const RaceResult& own) {
+  __device__ __forceinline__ static RaceResult reduce_lanes(bool has, const RaceResult& own) {
     const BandMasses masses = has ? own.masses : BandMasses();
-    return RaceResult{best_of_warp(has ? own.best : nobody()),
+    return RaceResult{best_of_warp(has ? own.best : no_racer()),
                       BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)},
-                      __any_sync(ptx::kAllLanes, has && own.is_spoilt) != 0};
+                      __any_sync(ptx::kAllLanes, has && own.is_invalid) != 0};
   }
 
   /// Puts together what the lanes of all CTAs have, in all threads.
   __device__ __forceinline__ RaceResult exchange(const Racer& best, const BandMasses& masses) const {
-    RaceResult all = together(true, RaceResult{best, masses, false});
+    RaceResult all = reduce_lanes(true, RaceResult{best, masses, false});
     if (lane() == 0) shared.of_warps[warp()] = all;
     __syncthreads();
-    all = together(lane() < kSamplingWarps, shared.of_warps[lane() % kSamplingWarps]);
-    all.is_spoilt = shared.board.is_spoilt;
+    all = reduce_lanes(lane() < kSamplingWarps, shared.of_warps[lane() % kSamplingWarps]);
+    all.is_invalid = shared.board.is_invalid;
     if (num_ctas > 1) {
       if (threadIdx.x == 0) shared.of_cta = all;
       sync();
-      all = together(lane() < num_ctas, *ptx::cluster_pointer(&shared.of_cta, lane() & (num_ctas - 1)));
+      all = reduce_lanes(lane() < num_ctas, *ptx::cluster_pointer(&shared.of_cta, lane() & (num_ctas - 1)));
     }
     sync();  // all has been read
     return all;
@@ -360,7 +357,7 @@ struct Row {
     __syncthreads();
   }
 
-  /// The race of a read. Behind reader.start().
+  /// The race of a read. After reader.start().
   template <class Racing>
   __device__ __forceinline__ RaceResult race(const Racing& racing) const {
     LaneRace& own = lane_race();

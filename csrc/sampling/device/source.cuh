@@ -21,7 +21,7 @@ struct Float32Element {
   __device__ __forceinline__ static float from_word(uint32_t word, int32_t) { return __uint_as_float(word); }
 };
 
-/// A probability: what lies behind the row's end has none.
+/// A probability; 0 beyond the end of the row.
 struct ProbElement : Float32Element {
   static constexpr uint32_t kExcludedWord = 0;
 };
@@ -176,7 +176,7 @@ __device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
   return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
 }
 
-/// What this lane has of a segment, for those who do not read one after the other.
+/// What this lane has of a segment, outside of a SegmentReader.
 template <class Source>
 __device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
   uint4 vectors[Source::kVectors];
@@ -188,8 +188,8 @@ __device__ __forceinline__ void load_values(const Source& source, int32_t segmen
     source.values(Source::Reader::vector_token(segment, ptx::lane_id(), j), vectors[j], v + j * Source::kVectorTokens);
 }
 
-/// Reads those segments of a row that are a warp's: `first` and every `step`-th behind it. Each lane copies what it
-/// reads itself to shared memory, where two segments are on their way while one is worked on: registers there are none.
+/// Reads those segments of a row that are a warp's: `first` and every `step`-th after it. Each lane copies what it
+/// reads itself to shared memory: two segments are on their way while one is worked on, and no registers are left.
 template <class Source>
 struct SegmentReader {
   static constexpr int32_t kAhead = 2;
@@ -282,5 +282,21 @@ __device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) 
 }
 
 __device__ __forceinline__ bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
+
+/// The first token that the mask allows, or 0: of a row that cannot be sampled. For a warp.
+__device__ __forceinline__ int32_t first_allowed(const SamplingParams& params, int32_t row) {
+  uint32_t first = 0xffffffffu;
+  if (params.token_mask != nullptr) {
+    const uint32_t* words = params.token_mask + static_cast<int64_t>(row) * params.mask_stride;
+#pragma unroll 1
+    for (int32_t w = ptx::lane_id(); w < ceil_div(params.vocab, 32) && first == 0xffffffffu; w += 32) {
+      const int32_t rest = params.vocab - 32 * w;
+      const uint32_t bits = __ldg(words + w) & (rest >= 32 ? 0xffffffffu : (1u << rest) - 1);
+      if (bits != 0) first = static_cast<uint32_t>(32 * w + __ffs(static_cast<int32_t>(bits)) - 1);
+    }
+  }
+  first = ptx::warp_min(first);
+  return first == 0xffffffffu ? 0 : static_cast<int32_t>(first);
+}
 
 }  // namespace attn

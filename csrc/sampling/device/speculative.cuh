@@ -1,4 +1,4 @@
-// Chain speculative sampling: draft tokens are accepted until the first that is refused; the token behind them is drawn
+// Chain speculative sampling: draft tokens are accepted until the first that is refused; the token after them is drawn
 // from what the target gives beyond the draft, or from the target alone when all were accepted.
 #pragma once
 

@@ -60,14 +60,14 @@ struct TopP {
     return s.has_top_p && s.top_k == 0 && s.min_p == 0.0f && row.params.vocab >= 4 * kSurveyTokens;
   }
 
-  /// All of it, behind reader.start(). The token is then in shared.token.
+  /// All of it, after reader.start(). The token is then in shared.token.
   __device__ __forceinline__ Found run() const {
     if (!survey()) return Found::kNothing;
 #pragma unroll 1
     for (int32_t read = 0; read < kMostReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
-      if (result.is_spoilt) return Found::kInvalid;
+      if (result.is_invalid) return Found::kInvalid;
       if (threadIdx.x == 0) shared.verdict = settle(result);
       __syncthreads();
       if (shared.verdict == Verdict::kKnown) return Found::kToken;

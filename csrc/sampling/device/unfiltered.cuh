@@ -1,11 +1,11 @@
-// Rows without filters: some CTAs read a row, and tell the row's last one who won among theirs. One read, one exchange,
-// no cluster, which starts later and has at most sixteen CTAs; and little code, which comes from memory when the L2 is
-// cold.
+// Rows without filters: some CTAs read a row, and each tells the row's last one which of its tokens won. One read, one
+// exchange, no cluster, which starts later and has at most sixteen CTAs; and little code, which comes from memory when
+// the L2 is cold.
 #pragma once
 
 #include "common/ptx/global_timer.cuh"
-#include "common/ptx/mail.cuh"
-#include "sampling/device/results.cuh"
+#include "common/ptx/message.cuh"
+#include "sampling/device/race.cuh"
 
 namespace attn {
 
@@ -26,39 +26,39 @@ struct UnfilteredRow {
   const int32_t rank;  // of the CTA among the row's
   const int32_t num_ctas;
 
-  // A mail is the order of a racer, and below its sender's sign the token. The sign tells a mail of this launch and row
-  // from whatever else the slot held: the row, and the number of the row's launch, which its last CTA counts on when
-  // all others have read it.
+  // A message is the order of a racer, and below its tag the token. The tag tells a message of this launch
+  // and row from whatever else the slot held: the row, and the number of the row's launch, which its last CTA counts on
+  // when all others have read it.
   static constexpr uint32_t kTokenBits = 20;
-  static constexpr uint32_t kSpoilt = 1u << kTokenBits;  // a value that no row may hold was seen
+  static constexpr uint32_t kInvalid = 1u << kTokenBits;  // a value that no row may hold was seen
   static constexpr uint32_t kArrived = 2u << kTokenBits;
   static constexpr int32_t kRowShift = kTokenBits + 2;
   static_assert(kMaxVocab < 1 << kTokenBits && kMostSharedRows <= 1 << (32 - kRowShift),
-                "a mail has room for a token and a row");
+                "a message has room for a token and a row");
 
   __device__ __forceinline__ uint32_t* launch_number() const { return static_cast<uint32_t*>(params.workspace) + row; }
-  __device__ __forceinline__ uint64_t sign(uint32_t launch) const {
+  __device__ __forceinline__ uint64_t tag(uint32_t launch) const {
     return static_cast<uint64_t>(launch) << 32 | static_cast<uint32_t>(row) << kRowShift | kArrived;
   }
-  __device__ __forceinline__ ptx::Mail* mails() const {
-    return reinterpret_cast<ptx::Mail*>(static_cast<uint32_t*>(params.workspace) + kMostSharedRows) +
+  __device__ __forceinline__ ptx::Message* messages() const {
+    return reinterpret_cast<ptx::Message*>(static_cast<uint32_t*>(params.workspace) + kMostSharedRows) +
            static_cast<int64_t>(row) * (num_ctas - 1);
   }
 
-  /// Brings the other CTAs' best to the last one. is_spoilt: also where one does not come in time.
-  __device__ __forceinline__ void receive(uint32_t launch, Racer& best, bool& is_spoilt) const {
+  /// Brings the other CTAs' best to the last one. is_invalid: also where one does not come in time.
+  __device__ __forceinline__ void receive(uint32_t launch, Racer& best, bool& is_invalid) const {
     const uint64_t begin = ptx::global_timer();
 #pragma unroll 1
     for (int32_t other = ptx::lane_id(); other < num_ctas - 1; other += 32) {
-      ptx::Mail mail;
+      ptx::Message message;
       bool is_there;
       do {
-        mail = ptx::receive(mails() + other);
-        is_there = (mail.high & ~static_cast<uint64_t>(kSpoilt | (kSpoilt - 1))) == sign(launch);
+        message = ptx::receive(messages() + other);
+        is_there = (message.high & ~static_cast<uint64_t>(kInvalid | (kInvalid - 1))) == tag(launch);
       } while (!is_there && ptx::global_timer() - begin <= ptx::kMostWait);
-      const Racer racer{mail.low, static_cast<int32_t>(static_cast<uint32_t>(mail.high) & (kSpoilt - 1)), 0};
+      const Racer racer{message.low, static_cast<int32_t>(static_cast<uint32_t>(message.high) & (kInvalid - 1)), 0};
       if (racer.beats(best)) best = racer;
-      is_spoilt |= !is_there || (mail.high & kSpoilt) != 0;
+      is_invalid |= !is_there || (message.high & kInvalid) != 0;
     }
     __syncwarp();  // the others of this warp still wait for theirs
     if (ptx::lane_id() == 0) ptx::store_relaxed(launch_number(), launch + 1);
@@ -82,19 +82,19 @@ struct UnfilteredRow {
     if (lane == 0) shared.of_warps[warp] = best;
     __syncthreads();
     if (warp != 0) return;
-    bool is_spoilt = shared.board.is_spoilt;
-    best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : nobody());
+    bool is_invalid = shared.board.is_invalid;
+    best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : no_racer());
     if (rank + 1 < num_ctas) {
       if (lane == 0)
-        ptx::send(mails() + rank,
-                  ptx::Mail{best.order, sign(launch) | (is_spoilt ? kSpoilt : 0) | static_cast<uint32_t>(best.token)});
+        ptx::send(messages() + rank, ptx::Message{best.order, tag(launch) | (is_invalid ? kInvalid : 0) |
+                                                                  static_cast<uint32_t>(best.token)});
       return;
     }
     if (num_ctas > 1) {
-      receive(launch, best, is_spoilt);
+      receive(launch, best, is_invalid);
       best = best_of_warp(best);
     }
-    const bool is_valid = !__any_sync(ptx::kAllLanes, is_spoilt) && best.token < params.vocab;
+    const bool is_valid = !__any_sync(ptx::kAllLanes, is_invalid) && best.token < params.vocab;
     const int32_t token = is_valid ? best.token : first_allowed(params, row);
     if (lane == 0) {
       store_token(params, row, token);

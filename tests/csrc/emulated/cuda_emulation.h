@@ -64,7 +64,7 @@ uint32_t random();
 uint64_t time();
 
 /// Whether what this CTA sends gets lost, as if it never ran.
-bool loses_mail();
+bool loses_messages();
 
 /// Waits for `threads` threads at barrier `id`; returns how many of them say so.
 int32_t barrier(int32_t id, int32_t threads, bool value);

@@ -9,7 +9,6 @@ inline uint32_t cluster_rank() { return emulation::cluster_rank(); }
 inline uint32_t cluster_size() { return emulation::cluster_size(); }
 inline uint32_t cluster_id() { return blockIdx.y; }
 inline void cluster_arrive() { emulation::cluster_arrive(); }
-inline void cluster_arrive_release() { emulation::cluster_arrive(); }
 inline void cluster_wait() { emulation::cluster_wait(); }
 inline void cluster_sync() {
   cluster_arrive();
