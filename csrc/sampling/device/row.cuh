@@ -82,11 +82,11 @@ struct SamplingShared {
   Bands bands;
   Verdict verdict;
   uint64_t cta_mass[2];
-  uint64_t row_mass;                     // at the row's temperature
-  uint64_t logprob_mass;                 // at that of log-probabilities
-  uint16_t lane_keys[kSamplingThreads];  // the upper half of each lane's largest key
-  uint32_t counts[kMostCounts];          // of candidates, one for each halving
-  uint32_t best_key;                     // of this CTA
+  uint64_t row_mass;                                 // at the row's temperature
+  uint64_t logprob_mass;                             // at that of log-probabilities
+  alignas(16) uint16_t lane_keys[kSamplingThreads];  // the upper half of each lane's largest key
+  uint32_t counts[kMostCounts];                      // of candidates, one for each halving
+  uint32_t best_key;                                 // of this CTA
   uint32_t bound;
   int32_t num_listed;
   int32_t token;  // that is drawn; the first CTA knows it
