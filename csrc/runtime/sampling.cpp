@@ -13,13 +13,14 @@
 
 #include "runtime/checks.h"
 #include "runtime/driver.h"
+#include "runtime/sampling.h"
 #include "sampling/cpu/sampling.h"
-#include "sampling/sampling.h"
 
 namespace attn {
 namespace {
 
 using tvm::ffi::AnyView;
+using tvm::ffi::Bytes;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
 using tvm::ffi::TypeIndex;
@@ -92,12 +93,12 @@ void check_ids(const char* name, DLDataType dtype) {
 
 /// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
-SamplingParams params_of(RowTask task, const TensorView& values, bool of_probs, const AnyView& temperature,
+SamplingParams params_of(const SamplingOptions& options, const TensorView& values, const AnyView& temperature,
                          const AnyView& top_k, const AnyView& top_p) {
-  const char* name = of_probs ? "probs" : "logits";
+  const char* name = options.of_probs ? "probs" : "logits";
   const DLDevice device = values.device();
   float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
+  if (options.of_probs) check_dtype(name, values, kFloat);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
@@ -105,7 +106,9 @@ SamplingParams params_of(RowTask task, const TensorView& values, bool of_probs, 
   if (values.size(0) > kMaxRows)
     refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
   SamplingParams params{};
-  params.task = task;
+  params.task = options.task;
+  params.joint = options.joint;
+  params.tempered_logprobs = options.tempered_logprobs;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
   params.batch = static_cast<int32_t>(values.size(0));
@@ -175,7 +178,7 @@ bool is_unfiltered(const SamplingParams& params) {
 
 /// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
 /// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
-int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int64_t max_ctas) {
+int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t room = kUnfilteredCtas * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
@@ -198,15 +201,13 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
   return known;
 }
 
-/// max_ctas: of a cluster; 1 where there are none. row_ctas: 0, or how many to take.
-void launch(const SamplingParams& params, bool of_probs, const String& file, DLDevice device, int64_t max_ctas,
-            int64_t row_ctas) {
+void launch(const SamplingParams& params, const SamplingOptions& options, const String& file, DLDevice device) {
+  const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  narrow("row_ctas", row_ctas, 0, kWorkspaceMessages);
   constexpr int32_t kMostGridRows = 65535;
-  if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
+  if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
-    const int64_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
+    const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
                          : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
                              ? row_ctas
                              : 0;
@@ -218,8 +219,7 @@ void launch(const SamplingParams& params, bool of_probs, const String& file, DLD
       return;
     }
   }
-  const int32_t ctas = row_ctas != 0 ? static_cast<int32_t>(row_ctas)
-                                     : choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  const int32_t ctas = row_ctas != 0 ? row_ctas : choose_row_ctas(params, device.device_id, max_ctas);
   if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0)
     refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
   const char* function = params.task == RowTask::kSample      ? "sample_filtered"
@@ -233,24 +233,24 @@ void launch(const SamplingParams& params, bool of_probs, const String& file, DLD
   driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, const TensorView& values, bool of_probs, const String& file, int64_t max_ctas,
-         int64_t row_ctas) {
+void run(const SamplingParams& params, const SamplingOptions& options, const String& file, const TensorView& values) {
   if (params.batch == 0) return;
   if (values.device().device_type == kDLCUDA)
-    launch(params, of_probs, file, values.device(), max_ctas, row_ctas);
-  else if (of_probs)
+    launch(params, options, file, values.device());
+  else if (options.of_probs)
     cpu::sample_probs(params);
   else
     cpu::sample_logits(params, float_dtype("logits", values));
 }
 
-void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
-            AnyView seed, AnyView position, Optional<TensorView> token_mask, bool joint, bool tempered_logprobs,
+/// `packed_options`: SamplingOptions. `file`: the cubin.
+void sample(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
+            AnyView top_p, AnyView min_p, AnyView seed, AnyView position, Optional<TensorView> token_mask,
             TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
-            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String file, int64_t max_ctas,
-            int64_t row_ctas) {
+            Optional<TensorView> top_token_ids, Optional<TensorView> workspace) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = values.device();
-  SamplingParams params = params_of(RowTask::kSample, values, of_probs, temperature, top_k, top_p);
+  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
   params.min_p = row_float("min_p", min_p, device, params.batch);
   params.seed = row_int("seed", seed, device, params.batch);
   params.position = row_int("position", position, device, params.batch);
@@ -291,24 +291,24 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
       refuse("workspace", "not aligned", "aligned to 16 bytes");
     params.workspace = words.data_ptr();
   }
-  params.joint = joint;
-  params.tempered_logprobs = tempered_logprobs;
-  run(params, values, of_probs, file, max_ctas, row_ctas);
+  run(params, options, file, values);
 }
 
 /// Writes float32 [batch, vocab].
-void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperature, AnyView top_k, AnyView top_p,
-                TensorView out, String file, int64_t max_ctas, int64_t row_ctas) {
+void write_rows(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
+                AnyView top_p, TensorView out) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = values.device();
-  SamplingParams params = params_of(static_cast<RowTask>(task), values, of_probs, temperature, top_k, top_p);
+  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
   params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));
   params.written_stride = params.vocab;
-  run(params, values, of_probs, file, max_ctas, row_ctas);
+  run(params, options, file, values);
 }
 
-void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView target_probs, AnyView seed,
-               AnyView position, TensorView token_ids, TensorView num_accepted, TensorView valid, String file,
-               int64_t max_ctas, int64_t row_ctas) {
+void speculate(const Bytes& packed_options, const String& file, TensorView draft_probs, TensorView draft_token_ids,
+               TensorView target_probs, AnyView seed, AnyView position, TensorView token_ids, TensorView num_accepted,
+               TensorView valid) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = target_probs.device();
   check_memory("target_probs", target_probs);
   check_dtype("target_probs", target_probs, kFloat);
@@ -331,6 +331,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   params.values = target_probs.data_ptr();
   params.batch = static_cast<int32_t>(batch);
   params.vocab = static_cast<int32_t>(vocab);
+  params.task = options.task;
   params.temperature.value = 1.0f;
   params.top_p.value = 1.0f;
   params.seed = row_int("seed", seed, device, batch);
@@ -342,8 +343,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   set_token_ids(params, "token_ids", token_ids, device, drafts + 1);
   params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
   params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
-  params.task = RowTask::kSpeculate;
-  run(params, target_probs, true, file, max_ctas, row_ctas);
+  run(params, options, file, target_probs);
 }
 
 }  // namespace

@@ -1,16 +1,16 @@
-// Sampling with filters, log-probabilities, or both. Of a row:
+// Sampling with filters, log-probabilities, or both. The ways to a row's token, all with the same winner:
 //
-//   1. Without filters the row races as it is read (race.cuh). With top-p alone it races, too, if it is long: a survey
-//      tells which tokens may survive, and sums of the same read prove it (top_p.cuh).
-//   2. Otherwise the read finds the largest value, the masses that are asked for, and the largest value of each chunk
-//      of some tokens. From these follows a bound that the top-k largest are sure to reach: their chunks alone are read
-//      again, and the few candidates go to the first CTA, which does the rest (candidates.cuh).
-//   3. What that does not settle (a large top-k, top-p below another filter, thousands of equal values) takes an exact
-//      selection by the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//   1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
+//      largest are sure to reach. Their chunks alone are read again, and the few candidates go to the first CTA, which
+//      does the rest (candidates.cuh). Min-p alone needs no bound but its threshold, and no first CTA.
+//   2. Top-p alone, in long rows: a survey of some segments tells which tokens may survive. These race as the row is
+//      read, and sums of the same read prove that the winner survives (top_p.cuh).
+//   3. No filter: the whole row races as it is read (race.cuh).
+//   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
+//      the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
 //
-// The CTAs of a row are a cluster, which share its segments in turn: likely tokens lie together. All ways have the same
-// winner. Every loop has a bound; nothing that is written depends on the order in which threads run. docs/sampling.md
-// has the whole of it. With a cold L2 the instructions come from memory too, so what is rare is kept small.
+// The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
+// bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
 #pragma once
 
 #include "sampling/device/candidates.cuh"
