@@ -149,10 +149,10 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs of the cluster that takes a row, from measurements (ADR 32): more than one only if each warp has a segment, and
-/// 16, which take longer to start, where each has two and every multiprocessor at most one CTA. A single CTA is divided
-/// up to three to a multiprocessor, more CTAs up to one in short rows, two in long ones; four, if no top-k soon leaves
-/// few tokens.
+/// CTAs of the cluster that takes a row, from measurements (ADR 32). They are doubled while a warp has more than one
+/// segment and there is room: for three on a multiprocessor where a row has one so far; then for one in short rows, two
+/// in long rows with top-k, which leaves few tokens soon, and four in other long rows. Clusters of 16 take longer to
+/// start: only for long rows, where every multiprocessor has one CTA at most.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
