@@ -367,6 +367,21 @@ def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
             assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings), sample(logits, **settings))
 
 
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
+    """Survivors that every CTA lists and has race, from one to more than there is room for in its list."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
+    for vocab in (4097, 20001):
+        logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
+        settings: dict[str, Any] = {
+            "min_p": torch.tensor([1.0, 0.5, 0.1, 0.01, 1e-3, 1e-6]),
+            "temperature": torch.tensor([choose.choice([0.6, 1.0, 5.0]) for _ in range(6)]),
+            "seed": torch.randint(0, 2**62, (6,), generator=generator),
+        }
+        for ctas, wanted in ((1, {}), (4, {}), (2, {"return_logprobs": True, "num_top_logprobs": 3})):
+            assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings, **wanted), sample(logits, **settings, **wanted))
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 5, 40])
 def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
     generator = torch.Generator().manual_seed(drafts)
