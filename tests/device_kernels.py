@@ -11,7 +11,7 @@ import torch
 from host_planner import COMPILER, ROOT
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, Composition, KVCache
+from attn_backend import Attention, BSRView, Composition, KVCache, Samples, SpeculativeSamples
 
 # What the generic attention kernel is compiled for there.
 GENERIC = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256))
@@ -98,14 +98,101 @@ def append_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cac
     library.device_append(pointers, strides, sizes, blocks)
 
 
-def sample(
-    library: ctypes.CDLL, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, token_mask: Tensor | None, workspace: Tensor, ctas: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens (int64) and flags by the kernel for rows without filters, with so many CTAs a row. workspace: as `sample` has it; anything."""
-    tokens, valid = torch.full((len(logits),), -1), torch.full((len(logits),), 7, dtype=torch.uint8)
-    tensors = (logits, token_mask, temperature, seed, position, workspace, tokens, valid)
-    pointers = (ctypes.c_void_p * 8)(*(None if t is None else t.data_ptr() for t in tensors))
-    mask_stride = 0 if token_mask is None else token_mask.stride(0)
-    sizes = (ctypes.c_int64 * 6)(*logits.shape, logits.stride(0), mask_stride, ctas, logits.dtype == torch.bfloat16)
-    library.device_sample(pointers, sizes, ctas)
-    return tokens, valid
+class _RowFloat(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float))
+
+
+class _RowInt(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("is_int64", ctypes.c_int32), ("value", ctypes.c_int64))
+
+
+class _SamplingParams(ctypes.Structure):
+    """SamplingParams of csrc/sampling/sampling.h."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("token_mask", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int64),
+        ("temperature", _RowFloat),
+        ("top_p", _RowFloat),
+        ("min_p", _RowFloat),
+        ("top_k", _RowInt),
+        ("seed", _RowInt),
+        ("position", _RowInt),
+        ("token_ids", ctypes.c_void_p),
+        ("valid", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("top_logprobs", ctypes.c_void_p),
+        ("top_token_ids", ctypes.c_void_p),
+        ("written", ctypes.c_void_p),
+        ("written_stride", ctypes.c_int64),
+        ("workspace", ctypes.c_void_p),
+        ("draft_probs", ctypes.c_void_p),
+        ("draft_token_ids", ctypes.c_void_p),
+        ("num_accepted", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("draft_ids_are_int64", "num_draft_tokens", "batch", "vocab", "num_top_logprobs")),
+        *((name, ctypes.c_int32) for name in ("token_ids_are_int64", "joint", "tempered_logprobs", "task")),
+    )
+
+
+class DeviceSampling:
+    """Sampling's kernels. Keyword arguments are SamplingParams' fields; `temperature` to `position`: a number or a tensor."""
+
+    SAMPLE, RENORM, MASK_LOGITS, SPECULATE = range(4)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(self, values: Tensor, *, of_probs: bool = False, ctas: int = 1, unfiltered: bool = False, run_seed: int = 0, **fields: Any) -> None:
+        params = _SamplingParams(values=values.data_ptr(), row_stride=values.stride(0), batch=values.shape[0], vocab=values.shape[-1])
+        fields = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 0, "position": 0, **fields}
+        for name, value in fields.items():
+            if name in ("temperature", "top_p", "min_p"):
+                setattr(params, name, _RowFloat(value.data_ptr(), 0.0) if isinstance(value, Tensor) else _RowFloat(None, value))
+            elif name in ("top_k", "seed", "position"):
+                is_tensor = isinstance(value, Tensor)
+                setattr(params, name, _RowInt(value.data_ptr(), value.dtype == torch.int64, 0) if is_tensor else _RowInt(None, 0, value))
+            else:
+                setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
+        element = 2 if of_probs else int(values.dtype == torch.bfloat16)
+        self._library.device_sample(ctypes.byref(params), element, ctas, unfiltered, run_seed)
+
+    def sample(
+        self, values: Tensor, *, token_mask: Tensor | None = None, filter_order: str = "top_k_first", logprobs_of: str = "logits", **given: Any
+    ) -> Samples:
+        """As `sample`, or `sample_from_probs` with of_probs=True."""
+        batch, count = len(values), given.pop("num_top_logprobs", 0)
+        samples = Samples(
+            torch.full((batch,), -1, dtype=torch.int32),
+            torch.full((batch,), False),
+            torch.zeros(batch) if given.pop("return_logprobs", False) else None,
+            torch.full((batch, count), -1, dtype=torch.int32) if count else None,
+            torch.zeros(batch, count) if count else None,
+        )
+        outputs = {
+            "token_ids": samples.token_ids,
+            "valid": samples.valid,
+            "logprobs": samples.logprobs,
+            "top_token_ids": samples.top_token_ids,
+            "top_logprobs": samples.top_logprobs,
+        }
+        if token_mask is not None:
+            given |= {"token_mask": token_mask, "mask_stride": token_mask.stride(0)}
+        given |= {"joint": filter_order == "joint", "tempered_logprobs": logprobs_of == "tempered", "num_top_logprobs": count}
+        self.launch(values, **outputs, **given)
+        return samples
+
+    def write_rows(self, values: Tensor, task: int, **given: Any) -> Tensor:
+        out = torch.full(values.shape, torch.nan)
+        self.launch(values, task=task, written=out, written_stride=out.stride(0), **given)
+        return out
+
+    def speculate(self, draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, **given: Any) -> SpeculativeSamples:
+        batch, rows = target_probs.shape[:2]
+        tokens, accepted = torch.full((batch, rows), -7, dtype=torch.int32), torch.full((batch,), -7, dtype=torch.int32)
+        samples = SpeculativeSamples(tokens, accepted, torch.full((batch,), False))
+        drafts = {"draft_probs": draft_probs, "draft_token_ids": draft_token_ids, "draft_ids_are_int64": True, "num_draft_tokens": rows - 1}
+        outputs = {"token_ids": tokens, "num_accepted": accepted, "valid": samples.valid}
+        self.launch(target_probs, of_probs=True, task=self.SPECULATE, **drafts, **outputs, **given)
+        return samples

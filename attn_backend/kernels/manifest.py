@@ -67,10 +67,6 @@ def sampling_name(source: str) -> str:
     return f"sampling_{source}"
 
 
-def few_sampling_name(element: str) -> str:
-    return f"sampling_few_{element}"
-
-
 @cache
 def kernels(arch: str) -> dict[str, Kernel]:
     """The kernels of an arch, by name."""
@@ -171,7 +167,7 @@ extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_
 
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""
-extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${prefix}sampling_kernel(const __grid_constant__ attn::SamplingParams params) {
+extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
   attn::$call(params);
 }
 """)
@@ -190,26 +186,24 @@ def _attention_kernels() -> list[Kernel]:
 
 
 def _sampling_kernels() -> list[Kernel]:
-    include = '#include "sampling/device/sampling.cuh"\n'
+    headers = "".join(f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows"))
+
+    def kernel(name: str, call: str, ctas: int = 3) -> str:
+        return _SAMPLING.substitute(name=name, ctas=ctas, call=call)
+
     made = []
     for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
-        source, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
-        text = include + '#include "sampling/device/unfiltered.cuh"\n'
-        ctas = 4 if element == "f32" else 3  # 16-bit logits need more registers
-        text += _SAMPLING.substitute(prefix="", ctas=ctas, call=f"sample<attn::{source}, false>")
-        text += _SAMPLING.substitute(prefix="masked_", ctas=ctas - 1, call=f"sample<attn::{masked}, false>")
-        text += _SAMPLING.substitute(prefix="unfiltered_", ctas=3, call=f"sample_unfiltered<attn::{source}>")
-        text += _SAMPLING.substitute(prefix="masked_unfiltered_", ctas=3, call=f"sample_unfiltered<attn::{masked}>")
-        made.append(Kernel(sampling_name(element), ARCHS, text))
-        few = _SAMPLING.substitute(prefix="few_", ctas=2, call=f"sample<attn::{source}, true>")
-        few += _SAMPLING.substitute(prefix="masked_few_", ctas=2, call=f"sample<attn::{masked}, true>")
-        made.append(Kernel(few_sampling_name(element), (SM90,), include + few))
-    made.append(Kernel(sampling_name("probs"), ARCHS, include + _SAMPLING.substitute(prefix="", ctas=2, call="sample<attn::ProbSource<false>, false>")))
-    # Two of these on a multiprocessor would spill registers on Ampere.
-    for arch in ARCHS:
-        ctas = 1 if arch == SM80 else 2
-        text = '#include "sampling/device/speculative.cuh"\n' + _SAMPLING.substitute(prefix="", ctas=ctas, call="speculate")
-        made.append(Kernel(sampling_name("speculative"), (arch,), text))
+        plain, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
+        text = headers
+        # As many as fit without spilled registers.
+        text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)
+        text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
+        text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
+        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
+        made.append(Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>")))
+    probs = "".join(kernel(function, f"{function}<attn::ProbSource<false>>") for function in ("sample_filtered", "write_rows"))
+    made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))
+    made.append(Kernel(sampling_name("speculative"), ARCHS, '#include "sampling/device/speculative.cuh"\n' + kernel("speculate", "speculate")))
     return made
 
 

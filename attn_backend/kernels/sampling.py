@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -13,11 +13,9 @@ from ..metadata.structure import check_device, check_int, check_plain, explain_f
 from . import manifest
 from .cubins import arch_of, find_kernel
 from .library import library
+from .structs import pack, values_of
 
 MAX_TOP_LOGPROBS = 128
-_MAX_CLUSTER_CTAS = 16  # CTAs that share a row, on GPUs with thread block clusters
-_WORKSPACE_WORDS = 4096  # kWorkspaceWords in csrc/sampling/sampling.h
-_RENORM, _MASK_LOGITS = 1, 2  # RowTask in csrc/sampling/sampling.h
 _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 Float = float | torch.Tensor  # one value, or float32 [batch]
@@ -50,62 +48,65 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
     if device.type != "cuda":
         return "", 1
     arch = arch_of(torch.cuda.get_device_capability(device))
-    return str(find_kernel(manifest.sampling_name(name), arch)), _MAX_CLUSTER_CTAS if arch == manifest.SM90 else 1
+    return str(find_kernel(manifest.sampling_name(name), arch)), values_of("Limit")["kMaxClusterCtas"] if arch == manifest.SM90 else 1
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
     return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
 
 
-@cache
-def _few_kernel(dtype: torch.dtype, device: torch.device) -> str:
-    """The cubin that looks for few survivors first (csrc/sampling/device/few.cuh); "" where there is none."""
-    if device.type != "cuda" or arch_of(torch.cuda.get_device_capability(device)) != manifest.SM90 or dtype not in _DTYPE_NAMES:
-        return ""
-    return str(find_kernel(manifest.few_sampling_name(_DTYPE_NAMES[dtype]), manifest.SM90))
-
-
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     """A workspace for `sample`: int64 [4096] on `device`. It may hold anything. Launches that may run at the same time need one each."""
-    return torch.zeros(_WORKSPACE_WORDS, dtype=torch.int64, device=check_device(device))
+    return torch.zeros(values_of("Limit")["kWorkspaceWords"], dtype=torch.int64, device=check_device(device))
 
 
-# What the library's functions are given, by the caller's names; "": not the caller's own.
-_OF_SAMPLE = (
-    *("logits", "", "temperature", "top_k", "top_p", "min_p", "seed", "position", "token_mask", "", ""),
-    *("out", "", "", "", "", "workspace", "", "", "", "row_ctas"),
-)
-_OF_SAMPLE_FROM_PROBS = ("probs", *_OF_SAMPLE[1:])
-_OF_WRITE_ROWS = ("", "", "temperature", "top_k", "top_p", "", "", "", "row_ctas")
-_OF_SPECULATE = ("draft_probs", "draft_token_ids", "target_probs", "seed", "position", "", "", "", "", "", "row_ctas")
 _TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
-_SCALARS = frozenset((bool, int, float, str, type(None)))  # isinstance() of a tensor's class takes longer
-_TENSORS_OR_NONE = ("token_mask", "out", "workspace")
+_SCALARS = frozenset((bool, int, float, type(None)))  # isinstance() of a tensor's class takes longer
+_TENSORS_OR_NONE = ("token_mask", "out", "workspace", "logprobs", "top_logprobs", "top_token_ids")
 
 
-def _call(function: Callable[..., None], names: tuple[str, ...], *arguments: object) -> None:
-    """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds."""
+@lru_cache(1024)
+def _pack_options(task: str, of_probs: bool, max_ctas: int, row_ctas: int, joint: bool, tempered_logprobs: bool) -> bytes:
+    number = values_of("RowTask")[task]
+    return pack("SamplingOptions", task=number, max_ctas=max_ctas, row_ctas=row_ctas, of_probs=of_probs, joint=joint, tempered_logprobs=tempered_logprobs)
+
+
+def _call(
+    function: Callable[..., None],
+    task: str,
+    kernel: tuple[str, int],
+    row_ctas: int,
+    of_probs: bool = False,
+    joint: bool = False,
+    tempered_logprobs: bool = False,
+    **arguments: object,
+) -> None:
+    """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds.
+
+    arguments: tensors and parameters in the library's order, by the caller's names.
+    """
     try:
-        if type(arguments[-1]) is not int or arguments[-1] < 0:
-            refuse("row_ctas", arguments[-1], "an int of at least 0")
+        if type(row_ctas) is not int or not 0 <= row_ctas < 2**31:
+            refuse("row_ctas", row_ctas, "an int of at least 0")
         records_gradients = torch.is_grad_enabled()
-        for value in arguments:
+        for value in arguments.values():
             if type(value) in _SCALARS or not isinstance(value, torch.Tensor):
                 continue
             if value.is_neg() or (records_gradients and value.requires_grad):
-                explain_failure((name, tensor) for name, tensor in zip(names, arguments, strict=True) if name and isinstance(tensor, torch.Tensor))
-        function(*arguments)
+                explain_failure((name, tensor) for name, tensor in arguments.items() if isinstance(tensor, torch.Tensor))
+        file, max_ctas = kernel
+        function(_pack_options(task, of_probs, max_ctas, row_ctas, joint, tempered_logprobs), file, *arguments.values())
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        for name, value in zip(names, arguments, strict=True):
+        for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
-                if name and not isinstance(error, ValueError):
+                if not isinstance(error, ValueError):
                     explain_failure([(name, value)])
             elif name in _TENSORS:
                 refuse(name, value, "a tensor")
             elif name in _TENSORS_OR_NONE:
                 if value is not None:
                     refuse(name, value, "a tensor or None")
-            elif name:
+            else:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     refuse(name, value, "in [-2^63, 2^63)")
                 if not isinstance(value, int | float):
@@ -120,13 +121,13 @@ def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
     return tensor.shape[0]
 
 
-def _write_rows(name: str, values: object, task: int, temperature: Float, top_k: Int, top_p: Float, row_ctas: int) -> torch.Tensor:
-    """float32 [batch, vocab]: what `task` makes of logits or probabilities, whichever `name` says."""
-    rows = check_plain(name, values)
-    of_probs = name == "probs"
+def _write_rows(task: str, row_ctas: int, *, temperature: Float = 1.0, top_k: Int = 0, top_p: Float = 1.0, **given: object) -> torch.Tensor:
+    """float32 [batch, vocab]: what a task makes of `logits` or `probs`."""
+    ((name, values),) = given.items()
+    rows, of_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     kernel = _kernel("probs", rows.device) if of_probs else _logits_kernel(rows)
-    _call(library().write_rows, (name, *_OF_WRITE_ROWS), rows, of_probs, task, temperature, top_k, top_p, out, *kernel, row_ctas)
+    _call(library().write_rows, task, kernel, row_ctas, of_probs, **given, temperature=temperature, top_k=top_k, top_p=top_p, out=out)  # type: ignore[arg-type]  # no flag is among them
     return out
 
 
@@ -177,7 +178,7 @@ def sample(
         logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
         out: int32 or int64 [batch] that takes the tokens.
         workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without filters are faster with it.
-        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 64 rows) any number;
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 256 rows) any number;
             0: as many as suit the batch. No result depends on it.
 
     Raises:
@@ -196,27 +197,25 @@ def sample(
     )
     _call(
         library().sample,
-        _OF_SAMPLE,
-        logits,
-        False,
-        temperature,
-        0 if top_k is None else top_k,
-        1.0 if top_p is None else top_p,
-        0.0 if min_p is None else min_p,
-        seed,
-        position,
-        token_mask,
-        _is_joint(filter_order),
-        logprobs_of == "tempered",
-        samples.token_ids,
-        samples.valid,
-        samples.logprobs,
-        samples.top_logprobs,
-        samples.top_token_ids,
-        workspace,
-        _few_kernel(logits.dtype, device),
-        *_logits_kernel(logits),
+        "kSample",
+        _logits_kernel(logits),
         row_ctas,
+        joint=_is_joint(filter_order),
+        tempered_logprobs=logprobs_of == "tempered",
+        logits=logits,
+        temperature=temperature,
+        top_k=0 if top_k is None else top_k,
+        top_p=1.0 if top_p is None else top_p,
+        min_p=0.0 if min_p is None else min_p,
+        seed=seed,
+        position=position,
+        token_mask=token_mask,
+        out=samples.token_ids,
+        valid=samples.valid,
+        logprobs=samples.logprobs,
+        top_logprobs=samples.top_logprobs,
+        top_token_ids=samples.top_token_ids,
+        workspace=workspace,
     )
     return samples
 
@@ -247,27 +246,25 @@ def sample_from_probs(
     )
     _call(
         library().sample,
-        _OF_SAMPLE_FROM_PROBS,
-        probs,
-        True,
-        1.0,
-        0 if top_k is None else top_k,
-        1.0 if top_p is None else top_p,
-        0.0 if min_p is None else min_p,
-        seed,
-        position,
-        None,
-        _is_joint(filter_order),
-        False,
-        samples.token_ids,
-        samples.valid,
-        None,
-        None,
-        None,
-        None,
-        "",
-        *_kernel("probs", device),
+        "kSample",
+        _kernel("probs", device),
         row_ctas,
+        of_probs=True,
+        joint=_is_joint(filter_order),
+        probs=probs,
+        temperature=1.0,
+        top_k=0 if top_k is None else top_k,
+        top_p=1.0 if top_p is None else top_p,
+        min_p=0.0 if min_p is None else min_p,
+        seed=seed,
+        position=position,
+        token_mask=None,
+        out=samples.token_ids,
+        valid=samples.valid,
+        logprobs=None,
+        top_logprobs=None,
+        top_token_ids=None,
+        workspace=None,
     )
     return samples
 
@@ -278,7 +275,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("logits", logits, _RENORM, temperature, 0, 1.0, row_ctas)
+    return _write_rows("kRenorm", row_ctas, logits=logits, temperature=temperature)
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
@@ -287,7 +284,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("logits", logits, _MASK_LOGITS, 1.0, top_k, 1.0, row_ctas)
+    return _write_rows("kMaskLogits", row_ctas, logits=logits, top_k=top_k)
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
@@ -296,7 +293,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("probs", probs, _RENORM, 1.0, top_k, 1.0, row_ctas)
+    return _write_rows("kRenorm", row_ctas, probs=probs, top_k=top_k)
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
@@ -305,14 +302,14 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("probs", probs, _RENORM, 1.0, 0, top_p, row_ctas)
+    return _write_rows("kRenorm", row_ctas, probs=probs, top_p=top_p)
 
 
 @dataclass(frozen=True)
 class SpeculativeSamples:
     """What `chain_speculative_sampling` gives.
 
-    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn behind them, then -1.
+    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn after them, then -1.
     num_accepted: int32 [batch], draft tokens that were accepted.
     valid: bool [batch]; False: the token that was drawn comes from a row that cannot be sampled, and is 0.
     """
@@ -333,8 +330,8 @@ def chain_speculative_sampling(
 ) -> SpeculativeSamples:
     """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if drawn from the target one by one.
 
-    Draft token i is accepted with probability min(1, target / draft); behind the first that is not, a token is drawn from max(target - draft, 0), normalised,
-    and behind the last, if all were accepted, from the target.
+    Draft token i is accepted with probability min(1, target / draft); after the first that is not, a token is drawn from max(target - draft, 0), normalised,
+    and after the last, if all were accepted, from the target.
 
     Args:
         draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
@@ -353,16 +350,17 @@ def chain_speculative_sampling(
     )
     _call(
         library().speculate,
-        _OF_SPECULATE,
-        draft_probs,
-        draft_token_ids,
-        target_probs,
-        seed,
-        position,
-        samples.token_ids,
-        samples.num_accepted,
-        samples.valid,
-        *_kernel("speculative", device),
+        "kSpeculate",
+        _kernel("speculative", device),
         row_ctas,
+        of_probs=True,
+        draft_probs=draft_probs,
+        draft_token_ids=draft_token_ids,
+        target_probs=target_probs,
+        seed=seed,
+        position=position,
+        token_ids=samples.token_ids,
+        num_accepted=samples.num_accepted,
+        valid=samples.valid,
     )
     return samples

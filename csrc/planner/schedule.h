@@ -193,7 +193,7 @@ struct Attachment {
 };
 
 /// Where a CTA of the device planner finds an attachment that another one found: the number of the launch, and what was
-/// sent (AttachmentMail in planner/device/prefix_search.cuh).
+/// sent (AttachmentSlot in planner/device/prefix_search.cuh).
 struct alignas(16) AttachmentSlot {
   uint64_t launch;
   uint64_t attachment;

@@ -34,16 +34,6 @@ driver::Stream current_stream(DLDevice device) {
   return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
 }
 
-/// A struct that Python filled (attn_backend/kernels/structs.py).
-template <class Struct>
-Struct unpack(const Bytes& bytes) {
-  static_assert(std::is_trivially_copyable<Struct>::value, "comes as bytes");
-  if (bytes.size() != sizeof(Struct)) refuse("bytes of a struct", bytes.size(), sizeof(Struct));
-  Struct value;
-  std::memcpy(&value, bytes.data(), sizeof(value));
-  return value;
-}
-
 /// A struct that Python reads.
 template <class Struct>
 Bytes pack(const Struct& value) {

@@ -4,11 +4,14 @@
 #include <sys/mman.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 
 #include "common/data_type.h"
 #include "common/index_array.h"
@@ -37,6 +40,16 @@ inline std::string device_name(DLDevice device) {
 template <class Was, class Must>
 [[noreturn]] void refuse(const std::string& argument, const Was& was, const Must& must) {
   TVM_FFI_THROW(ValueError) << argument << " is " << was << ", must be " << must;
+}
+
+/// A struct that Python filled (attn_backend/kernels/structs.py).
+template <class Struct>
+Struct unpack(const tvm::ffi::Bytes& bytes) {
+  static_assert(std::is_trivially_copyable<Struct>::value, "comes as bytes");
+  if (bytes.size() != sizeof(Struct)) refuse("bytes of a struct", bytes.size(), sizeof(Struct));
+  Struct value;
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  return value;
 }
 
 inline void check_device(const char* name, const TensorView& tensor, DLDevice device) {

@@ -13,18 +13,23 @@
 
 #include "runtime/checks.h"
 #include "runtime/driver.h"
+#include "runtime/sampling.h"
 #include "sampling/cpu/sampling.h"
-#include "sampling/sampling.h"
 
 namespace attn {
 namespace {
 
 using tvm::ffi::AnyView;
+using tvm::ffi::Bytes;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
 using tvm::ffi::TypeIndex;
 
 constexpr int64_t kMaxRows = 1 << 26;  // times CTAs of a row: blocks of a grid
+
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kFloat{kDLFloat, 32, 1};
+constexpr DLDataType kBool{kDLBool, 8, 1};
 
 /// A scalar, or a contiguous float32 tensor with an element for each row.
 RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
@@ -81,18 +86,39 @@ void check_vocab(const char* name, int64_t vocab) {
   if (vocab < 1 || vocab > kMaxVocab) refuse(name, vocab, "1 to " + std::to_string(kMaxVocab));
 }
 
-/// The rows of `values`: logits of any float dtype, or float32 probabilities.
-void set_rows(SamplingParams& params, const char* name, const TensorView& values) {
+void check_ids(const char* name, DLDataType dtype) {
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
+    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+}
+
+/// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
+/// probabilities, which the caller calls "probs".
+SamplingParams params_of(const SamplingOptions& options, const TensorView& values, const AnyView& temperature,
+                         const AnyView& top_k, const AnyView& top_p) {
+  const char* name = options.of_probs ? "probs" : "logits";
+  const DLDevice device = values.device();
+  float_dtype(name, values);
+  if (options.of_probs) check_dtype(name, values, kFloat);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
   check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
   if (values.size(0) > kMaxRows)
     refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
+  SamplingParams params{};
+  params.task = options.task;
+  params.joint = options.joint;
+  params.tempered_logprobs = options.tempered_logprobs;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
   params.batch = static_cast<int32_t>(values.size(0));
   params.vocab = static_cast<int32_t>(values.size(1));
+  params.temperature = row_float("temperature", temperature, device, params.batch);
+  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
+    refuse("temperature", params.temperature.value, "at least 0");
+  params.top_k = row_int("top_k", top_k, device, params.batch);
+  params.top_p = row_float("top_p", top_p, device, params.batch);
+  return params;
 }
 
 void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows,
@@ -112,15 +138,10 @@ void* output(const char* name, const TensorView& tensor, DLDevice device, DLData
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
                    int64_t columns) {
   const DLDataType dtype = token_ids.dtype();
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
-    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
+  check_ids(name, dtype);
   params.token_ids = output(name, token_ids, device, dtype, params.batch, columns);
   params.token_ids_are_int64 = dtype.bits == 64;
 }
-
-constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr DLDataType kFloat{kDLFloat, 32, 1};
-constexpr DLDataType kBool{kDLBool, 8, 1};
 
 int32_t multiprocessors_of(int32_t device) {
   static int32_t known[64] = {};
@@ -128,19 +149,19 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs for each row, from measurements (ADR 24): as many as give every multiprocessor two, or one where a
-/// warp would have less than two segments; but two for a row as long as that fills the GPU no more than once. Each warp
-/// should have a segment. Sixteen, which take longer to start, only for long rows that are filtered.
+/// CTAs of the cluster that takes a row, from measurements (ADR 32). They are doubled while a warp has more than one
+/// segment and there is room: for three on a multiprocessor where a row has one so far; then for one in short rows, two
+/// in long rows with top-k, which leaves few tokens soon, and four in other long rows. Clusters of 16 take longer to
+/// start: only for long rows, where every multiprocessor has one CTA at most.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
-  const bool has_filters =
-      params.top_k.array || params.top_k.value > 0 || params.top_p.data != nullptr || params.top_p.value < 1.0f;
-  if (segments < 4 * kSamplingWarps * kMaxClusterCtas || !has_filters)
-    max_ctas = std::min(max_ctas, kPortableClusterCtas);
+  const bool has_top_k = params.top_k.array || params.top_k.value > 0;
+  if (segments > max_ctas * kSamplingWarps && int64_t{params.batch} * max_ctas <= multiprocessors) return max_ctas;
+  const bool is_long = segments >= 2 * kSamplingWarps * kPortableClusterCtas;
   int32_t ctas = 1;
-  while (2 * ctas <= max_ctas && segments >= kSamplingWarps * ctas) {
-    const int64_t most = ctas == 1 ? 4 : segments >= 2 * kSamplingWarps * kPortableClusterCtas ? 2 : 1;
+  while (2 * ctas <= std::min(max_ctas, kPortableClusterCtas) && segments > kSamplingWarps * ctas) {
+    const int64_t most = ctas == 1 ? 3 : !is_long ? 1 : has_top_k ? 2 : 4;
     if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
     ctas *= 2;
   }
@@ -155,110 +176,81 @@ bool is_unfiltered(const SamplingParams& params) {
          params.num_top_logprobs == 0;
 }
 
-/// CTAs for each row that is read by CTAs without a cluster, each warp reading a segment if there is room for so many;
-/// 0: there are too many rows for that. Nobody waits but the last CTA of a row, which starts after the others: with as
-/// few rows as these the others find room whatever else runs.
-int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device) {
-  const int32_t most = kUnfilteredCtas * multiprocessors_of(device) / params.batch;
+/// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
+/// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
+int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
+  const int32_t room = kUnfilteredCtas * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
-  return params.batch > kMostUnfilteredRows ? 0 : std::min(wanted, most);
+  if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
+    return std::min({wanted, room / params.batch, 1 + kWorkspaceMessages / params.batch});
+  return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
 
-/// Whether the kernel that looks for few survivors first may be taken (csrc/sampling/device/few.cuh).
-bool may_leave_few(const SamplingParams& params) {
-  return params.task == RowTask::kSample && (params.top_k.array || params.top_k.value > 0) &&
-         params.logprobs == nullptr && params.num_top_logprobs == 0 &&
-         params.vocab > 2 * kSamplingWarps * kSegmentTokens;
-}
-
-/// How many CTAs of a row suit it: all that a cluster may have, if each warp then has a segment and each multiprocessor
-/// a CTA; 0: as elsewhere.
-int32_t choose_few_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
-  return params.vocab > max_ctas * kSamplingWarps * kSegmentTokens &&
-                 params.batch * max_ctas <= multiprocessors_of(device)
-             ? max_ctas
-             : 0;
-}
-
-bool suits_few(const SamplingParams& params, int32_t ctas) {
-  return ctas >= kLeastFewCtas && params.vocab <= kMostFewSegments * kSegmentTokens * kSamplingWarps * ctas;
-}
-
-/// way: "", "few_" or "unfiltered_".
-driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const std::string& way,
-                               int32_t device, bool in_large_clusters) {
+driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const char* function,
+                               int32_t device, bool has_clusters) {
   static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
   static std::mutex mutex;
-  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + way + "sampling_kernel";
+  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + std::string(function) + "_kernel";
   const std::lock_guard<std::mutex> lock(mutex);
   driver::Kernel& known = kernels[{symbol, file, device}];
   if (!known) {
-    known = driver::load_kernel(file, symbol.c_str(), device,
-                                way == "unfiltered_" ? 0 : sampling_shared_bytes(kMaxVocab, 1));
-    if (in_large_clusters) driver::allow_large_clusters(known);
+    const bool is_unfiltered = symbol.find("unfiltered") != std::string::npos;
+    known = driver::load_kernel(file, symbol.c_str(), device, is_unfiltered ? 0 : sampling_shared_bytes(kMaxVocab, 1));
+    if (has_clusters && !is_unfiltered) driver::allow_large_clusters(known);
   }
   return known;
 }
 
-/// few_file: has the kernel that looks for few survivors first, or "". max_ctas: of a row; 1 where there are no
-/// clusters. row_ctas: 0, or how many to take.
-void launch(const SamplingParams& params, const String& file, const String& few_file, DLDevice device, int64_t max_ctas,
-            int64_t row_ctas) {
+void launch(const SamplingParams& params, const SamplingOptions& options, const String& file, DLDevice device) {
+  const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  narrow("row_ctas", row_ctas, 0, kWorkspaceMails);
-  if (params.workspace != nullptr && is_unfiltered(params)) {
-    const int64_t ctas = row_ctas > 0 ? row_ctas : choose_unfiltered_ctas(params, device.device_id);
-    if (ctas > 0 && params.batch <= kMostUnfilteredRows && params.batch * (ctas - 1) <= kWorkspaceMails) {
-      const driver::Kernel kernel = sampling_kernel(params, file, "unfiltered_", device.device_id, false);
+  constexpr int32_t kMostGridRows = 65535;
+  if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
+    const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
+    const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
+                         : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
+                             ? row_ctas
+                             : 0;
+    if (ctas > 0) {
+      const driver::Kernel kernel = sampling_kernel(params, file, "sample_unfiltered", device.device_id, false);
       driver::launch(kernel,
                      driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads},
                      &params, stream);
       return;
     }
   }
-  const bool may_be_few = !few_file.empty() && may_leave_few(params);
-  int32_t ctas = static_cast<int32_t>(row_ctas);
-  if (ctas == 0 && may_be_few) ctas = choose_few_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
-  if (ctas == 0) ctas = choose_row_ctas(params, device.device_id, static_cast<int32_t>(max_ctas));
+  const int32_t ctas = row_ctas != 0 ? row_ctas : choose_row_ctas(params, device.device_id, max_ctas);
   if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0)
     refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
-  const bool looks_for_few = may_be_few && suits_few(params, ctas);
-  const driver::Kernel kernel = sampling_kernel(params, looks_for_few ? few_file : file, looks_for_few ? "few_" : "",
-                                                device.device_id, max_ctas > kPortableClusterCtas);
+  const char* function = params.task == RowTask::kSample      ? "sample_filtered"
+                         : params.task == RowTask::kSpeculate ? "speculate"
+                                                              : "write_rows";
+  const driver::Kernel kernel =
+      sampling_kernel(params, file, function, device.device_id, max_ctas > kPortableClusterCtas);
   driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
   shape.shared_bytes = sampling_shared_bytes(params.vocab, ctas);
   shape.cluster_x = static_cast<uint32_t>(ctas);
   driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, bool of_probs, DataType dtype, DLDevice device, const String& file,
-         int64_t max_ctas, int64_t row_ctas, const String& few_file = "") {
+void run(const SamplingParams& params, const SamplingOptions& options, const String& file, const TensorView& values) {
   if (params.batch == 0) return;
-  if (device.device_type == kDLCUDA)
-    launch(params, file, few_file, device, max_ctas, row_ctas);
-  else if (of_probs)
+  if (values.device().device_type == kDLCUDA)
+    launch(params, options, file, values.device());
+  else if (options.of_probs)
     cpu::sample_probs(params);
   else
-    cpu::sample_logits(params, dtype);
+    cpu::sample_logits(params, float_dtype("logits", values));
 }
 
-/// `values` is called "probs" where it holds probabilities.
-void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
-            AnyView seed, AnyView position, Optional<TensorView> token_mask, bool joint, bool tempered_logprobs,
+/// `packed_options`: SamplingOptions. `file`: the cubin.
+void sample(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
+            AnyView top_p, AnyView min_p, AnyView seed, AnyView position, Optional<TensorView> token_mask,
             TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
-            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, String few_file, String file,
-            int64_t max_ctas, int64_t row_ctas) {
+            Optional<TensorView> top_token_ids, Optional<TensorView> workspace) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = values.device();
-  const char* name = of_probs ? "probs" : "logits";
-  SamplingParams params{};
-  const DataType dtype = float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
-  set_rows(params, name, values);
-  params.temperature = row_float("temperature", temperature, device, params.batch);
-  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
-    refuse("temperature", params.temperature.value, "at least 0");
-  params.top_k = row_int("top_k", top_k, device, params.batch);
-  params.top_p = row_float("top_p", top_p, device, params.batch);
+  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
   params.min_p = row_float("min_p", min_p, device, params.batch);
   params.seed = row_int("seed", seed, device, params.batch);
   params.position = row_int("position", position, device, params.batch);
@@ -299,35 +291,24 @@ void sample(TensorView values, bool of_probs, AnyView temperature, AnyView top_k
       refuse("workspace", "not aligned", "aligned to 16 bytes");
     params.workspace = words.data_ptr();
   }
-  params.joint = joint;
-  params.tempered_logprobs = tempered_logprobs;
-  params.task = RowTask::kSample;
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas, few_file);
+  run(params, options, file, values);
 }
 
 /// Writes float32 [batch, vocab].
-void write_rows(TensorView values, bool of_probs, int64_t task, AnyView temperature, AnyView top_k, AnyView top_p,
-                TensorView out, String file, int64_t max_ctas, int64_t row_ctas) {
+void write_rows(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
+                AnyView top_p, TensorView out) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = values.device();
-  const char* name = of_probs ? "probs" : "logits";
-  SamplingParams params{};
-  const DataType dtype = float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
-  set_rows(params, name, values);
-  params.temperature = row_float("temperature", temperature, device, params.batch);
-  if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
-    refuse("temperature", params.temperature.value, "at least 0");
-  params.top_k = row_int("top_k", top_k, device, params.batch);
-  params.top_p = row_float("top_p", top_p, device, params.batch);
+  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
   params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));
   params.written_stride = params.vocab;
-  params.task = static_cast<RowTask>(task);
-  run(params, of_probs, dtype, device, file, max_ctas, row_ctas);
+  run(params, options, file, values);
 }
 
-void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView target_probs, AnyView seed,
-               AnyView position, TensorView token_ids, TensorView num_accepted, TensorView valid, String file,
-               int64_t max_ctas, int64_t row_ctas) {
+void speculate(const Bytes& packed_options, const String& file, TensorView draft_probs, TensorView draft_token_ids,
+               TensorView target_probs, AnyView seed, AnyView position, TensorView token_ids, TensorView num_accepted,
+               TensorView valid) {
+  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = target_probs.device();
   check_memory("target_probs", target_probs);
   check_dtype("target_probs", target_probs, kFloat);
@@ -344,13 +325,13 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
   check_contiguous("draft_token_ids", draft_token_ids);
   const DLDataType id_dtype = draft_token_ids.dtype();
-  if (id_dtype.code != kDLInt || (id_dtype.bits != 32 && id_dtype.bits != 64))
-    refuse("draft_token_ids.dtype", dtype_name(id_dtype), "int32 or int64");
+  check_ids("draft_token_ids", id_dtype);
   if (batch > kMaxRows) refuse("target_probs.shape[0] (batch)", batch, "at most " + std::to_string(kMaxRows));
   SamplingParams params{};
   params.values = target_probs.data_ptr();
   params.batch = static_cast<int32_t>(batch);
   params.vocab = static_cast<int32_t>(vocab);
+  params.task = options.task;
   params.temperature.value = 1.0f;
   params.top_p.value = 1.0f;
   params.seed = row_int("seed", seed, device, batch);
@@ -362,8 +343,7 @@ void speculate(TensorView draft_probs, TensorView draft_token_ids, TensorView ta
   set_token_ids(params, "token_ids", token_ids, device, drafts + 1);
   params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
   params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
-  params.task = RowTask::kSpeculate;
-  run(params, true, DataType::kFloat32, device, file, max_ctas, row_ctas);
+  run(params, options, file, target_probs);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "planner/schedule.h"
 #include "runtime/attention.h"
 #include "runtime/designs.h"
+#include "runtime/sampling.h"
 #include "runtime/struct_fields.h"
 
 namespace attn {
@@ -73,6 +74,9 @@ ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(
             ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),
             ATTN_FIELD(finds_row_ranges), padding(2));
 
+ATTN_STRUCT(SamplingOptions, ATTN_FIELD(task), ATTN_FIELD(max_ctas), ATTN_FIELD(row_ctas), ATTN_FIELD(of_probs),
+            ATTN_FIELD(joint), ATTN_FIELD(tempered_logprobs), padding(1));
+
 ATTN_STRUCT(WorkspaceSize, ATTN_FIELD(schedule), ATTN_FIELD(partial_o), ATTN_FIELD(partial_lse),
             ATTN_FIELD(row_ranges));
 
@@ -106,7 +110,7 @@ Array<StructRow> describe_all() {
 Array<StructRow> struct_tables() {
   return describe_all<Visibility, RowPositions, Level, ScheduleHeader, RowGroup, RowTile, Position, RowLink, PrefixNode,
                       ScheduleConfig, ScheduleLayout, IndexArray, PageTable, PlanLevel, AttentionConfig, LevelOptions,
-                      WorkspaceSize>();
+                      SamplingOptions, WorkspaceSize>();
 }
 
 /// The values of enumerations, by their names in C++; designs by those of their folders; and limits that Python checks.
@@ -133,6 +137,10 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(ScheduleError, kPageIndexInvalid);
   ATTN_VALUE(ScheduleError, kRowInvalid);
   ATTN_VALUE(ScheduleError, kPrefixSearchFailed);
+  ATTN_VALUE(RowTask, kSample);
+  ATTN_VALUE(RowTask, kRenorm);
+  ATTN_VALUE(RowTask, kMaskLogits);
+  ATTN_VALUE(RowTask, kSpeculate);
   ATTN_VALUE(NodeReason, kNodeTaken);
   ATTN_VALUE(NodeReason, kNodeSavesTooLittle);
   ATTN_VALUE(NodeReason, kNodeHasNoRoom);
@@ -141,6 +149,8 @@ Array<ValueRow> enum_values() {
 #undef ATTN_VALUE
   add("Limit", "kMaxHeads", kMaxHeads);
   add("Limit", "kMaxLevels", kMaxLevels);
+  add("Limit", "kMaxClusterCtas", kMaxClusterCtas);
+  add("Limit", "kWorkspaceWords", kWorkspaceWords);
   for (int32_t i = 0; i < kNumDesigns; ++i) add("KernelDesign", kDesigns[i]->name, i);
   return values;
 }

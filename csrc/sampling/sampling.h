@@ -23,23 +23,20 @@ constexpr int32_t kSamplingThreads = 256;
 constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
 constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
-constexpr int32_t kSamplingStateBytes = 33280;  // of shared memory, before the tables of segments
+constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
 
 // Of rows without filters whose CTAs tell each other through global memory.
-constexpr int32_t kUnfilteredCtas = 4;       // on a multiprocessor at a time
-constexpr int32_t kMostUnfilteredRows = 64;  // that wait at a time
+constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
+constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
 constexpr int32_t kWorkspaceWords =
     4096;  // of 8 bytes: a launch number of 4 bytes for each row, then two words for each CTA
-constexpr int32_t kWorkspaceMails = kWorkspaceWords / 2 - kMostUnfilteredRows / 4;
-
-// Of rows that are looked at for few survivors first.
-constexpr int32_t kLeastFewCtas = 4;
-constexpr int32_t kMostFewSegments = 4;  // of a warp
+constexpr int32_t kWorkspaceMessages = kWorkspaceWords / 2 - kMostSharedRows / 4;
 
 /// Dynamic shared memory where each row has `ctas` CTAs.
 constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
   constexpr int32_t kSegmentBytes = 20;  // two masses and the largest value
-  return kSamplingStateBytes + ceil_div(ceil_div(vocab, kSegmentTokens), ctas) * kSegmentBytes;
+  const int32_t rounds = ceil_div(ceil_div(vocab, kSegmentTokens), kSamplingWarps * ctas);
+  return kSamplingStateBytes + rounds * kSamplingWarps * kSegmentBytes;
 }
 
 // ---- Bits ----
@@ -158,6 +155,13 @@ struct SamplingParams {
   int32_t tempered_logprobs;  // log-probabilities of logits / temperature instead of logits
   RowTask task;
 };
+
+ATTN_HD void store_token(const SamplingParams& params, int64_t index, int64_t token) {
+  if (params.token_ids_are_int64 != 0)
+    static_cast<int64_t*>(params.token_ids)[index] = token;
+  else
+    static_cast<int32_t*>(params.token_ids)[index] = static_cast<int32_t>(token);
+}
 
 ATTN_HD float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
@@ -311,18 +315,13 @@ struct ProbWeights {
   }
 
   ATTN_HD double strength(float prob) const { return static_cast<double>(log2_of(prob)); }
-
-  /// What `part`, the weight of a segment's reference, would weigh: a power of two, whatever the mantissas.
-  ATTN_HD uint64_t of_segment(float segment_reference) const {
-    const uint32_t shift = (float_bits(reference) >> 23) - (float_bits(segment_reference) >> 23);
-    return (uint64_t{1} << kWeightBits) >> min_of(shift, 63u);
-  }
 };
 
 /// How much one unit of a segment's sum, relative to the segment's own reference, is of the row's, times 2^40.
 ATTN_HD uint64_t segment_factor(const LogitWeights& row, float segment_reference) { return row(segment_reference); }
 ATTN_HD uint64_t segment_factor(const ProbWeights& row, float segment_reference) {
-  return row.of_segment(segment_reference);
+  const uint32_t shift = (float_bits(row.reference) >> 23) - (float_bits(segment_reference) >> 23);
+  return (uint64_t{1} << kWeightBits) >> min_of(shift, 63u);
 }
 
 /// mass * factor / 2^40. Never decreases with the mass, so that a cumulative sum stays one.
@@ -340,7 +339,7 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 // what does not survive changes nothing among what does.
 
 // A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for
-// eight tokens, which are some that one thread of a kernel reads: four in a row, and four 128 behind them.
+// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on.
 constexpr int32_t kRaceTailBits = 32;
 
 /// The block of the draw stream that has a token's first bits.
@@ -414,29 +413,9 @@ ATTN_HD float temperature_scale(float temperature) {
   return temperature > 0.0f ? clamp(kLog2E / temperature, 1e-36f, 1e36f) : 1e36f;
 }
 
-/// The same as they are loaded.
-struct RowParameters {
-  float temperature, top_p, min_p;
-  PendingInt top_k;
-
-  ATTN_HD RowParameters(const SamplingParams& params, int64_t row)
-      : temperature(params.temperature[row]),
-        top_p(params.top_p[row]),
-        min_p(params.min_p[row]),
-        top_k(params.top_k.load(row)) {}
-};
-
-/// What its random numbers follow from.
-struct RowDraw {
-  PendingInt seed, position;
-
-  ATTN_HD RowDraw(const SamplingParams& params, int64_t row)
-      : seed(params.seed.load(row)), position(params.position.load(row)) {}
-};
-
-ATTN_HD RowSettings row_settings(const RowParameters& own, int32_t vocab) {
-  const float temperature = own.temperature, top_p = own.top_p, min_p = own.min_p;
-  const int64_t top_k = own.top_k.value();
+ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
+  const float temperature = params.temperature[row], top_p = params.top_p[row], min_p = params.min_p[row];
+  const int64_t top_k = params.top_k[row];
   RowSettings s;
   s.valid = temperature >= 0.0f && !is_nan(top_p) && !is_nan(min_p);
   s.greedy = temperature == 0.0f;
@@ -444,7 +423,7 @@ ATTN_HD RowSettings row_settings(const RowParameters& own, int32_t vocab) {
   s.floor = LogitWeights::floor_of(s.scale);
   s.inverse_temperature = temperature > 0.0f ? min_of(1.0f / temperature, kLargestFloat) : kLargestFloat;
   s.min_p = min_p > 0.0f ? min_of(min_p, 1.0f) : 0.0f;
-  s.top_k = top_k > 0 && top_k < vocab ? static_cast<int32_t>(top_k) : 0;
+  s.top_k = top_k > 0 && top_k < params.vocab ? static_cast<int32_t>(top_k) : 0;
   s.has_top_p = top_p < 1.0f;
   const uint32_t bits = float_bits(top_p);
   s.top_p = 0;
@@ -480,8 +459,8 @@ ATTN_HD uint32_t min_p_key(const Weights& weights, const RowSettings& settings) 
   return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kExcludedKey + 1) : kExcludedKey + 1;
 }
 
-/// A probability as the kernels see it: -inf for a token that cannot be drawn, NaN for a negative one, which spoils the
-/// row.
+/// A probability as the kernels see it: -inf for a token that cannot be drawn, NaN for a negative one, which makes the
+/// row invalid.
 ATTN_HD float prob_value(float prob) {
   const float drawn = prob < kSmallestNormal ? kMinusInfinity : prob;
   return prob < 0.0f ? bits_float(0x7fc00000u) : drawn;

@@ -1,5 +1,5 @@
 // Device kernels on a CPU, for ctypes: csrc/cache/append.cu, the generic attention kernel, merge.cuh and
-// sampling_unfiltered.cuh with emulated/ in the place of CUDA; and a walk over the schedule as the Hopper kernel's
+// sampling with emulated/ in the place of CUDA; and a walk over the schedule as the Hopper kernel's
 // producer sees it, with plain arithmetic in the place of its copies and products. CTAs run one after another.
 #include <algorithm>
 #include <cmath>
@@ -7,21 +7,24 @@
 
 #include "cuda_emulation.h"
 
-namespace attn::sm80 {
-alignas(1024) char shared[128 << 10];  // shared memory of the attention kernel
+namespace attn {
+alignas(1024) char shared[256 << 10];  // shared memory of the CTAs that run together
+namespace sm80 {
+extern char shared[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
 }
+}  // namespace attn
 
 namespace emulation {
 
-char* const shared_memory = attn::sm80::shared;
-const size_t shared_bytes = sizeof(attn::sm80::shared);
+char* const shared_memory = attn::shared;
+const size_t shared_bytes = sizeof(attn::shared);
 
 uint64_t time() {
   static uint64_t now = 0;
   return now += 1000;
 }
 
-bool loses_mail() { return false; }
+bool loses_messages() { return false; }
 
 }  // namespace emulation
 
@@ -30,7 +33,9 @@ bool loses_mail() { return false; }
 #include "attention/sm90/work_item.cuh"
 #include "cache/append.cu"
 #include "plan_params.h"
+#include "sampling/device/speculative.cuh"
 #include "sampling/device/unfiltered.cuh"
+#include "sampling/device/write_rows.cuh"
 #include "slanted_variant.h"
 
 namespace {
@@ -99,7 +104,6 @@ AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, 
 AttentionParams launched;
 AppendParams launched_append;
 SamplingParams launched_sampling;
-Racer of_warps[kSamplingWarps];  // shared memory
 bool is_bf16;
 constexpr int kElementBytes = 2;
 
@@ -200,11 +204,39 @@ void run_attention(const AttentionParams& params, uint32_t seed) {
   }
 }
 
-/// As sample_unfiltered(), whose shared memory would be each thread's own here.
+/// The kernels of csrc/sampling/device, whose shared memory would be each thread's own here.
+template <class Shared>
+Shared& shared_of_cta() {
+  return *reinterpret_cast<Shared*>(shared + sizeof(shared) / emulation::cluster_size() * emulation::cluster_rank());
+}
+
+template <class Source>
+void sample_row_unfiltered() {
+  const Source source(launched_sampling, blockIdx.y);
+  UnfilteredRow<Source>{launched_sampling, source, shared_of_cta<UnfilteredShared>(), blockIdx.y, blockIdx.x, gridDim.x}
+      .run();
+}
+
 template <class Source>
 void sample_row() {
   const Source source(launched_sampling, blockIdx.y);
-  UnfilteredRow<Source>{launched_sampling, source, blockIdx.y, blockIdx.x, gridDim.x}.run(of_warps);
+  RowSampler<Source>(launched_sampling, source, shared_of_cta<SamplingShared>()).run();
+}
+
+template <class Source>
+void write_row() {
+  write_rows(launched_sampling, Source(launched_sampling, blockIdx.y), shared_of_cta<SamplingShared>());
+}
+
+void speculate_row() { speculate(launched_sampling, shared_of_cta<SamplingShared>()); }
+
+template <class Source>
+void (*thread_of_task(bool unfiltered))() {
+  if (launched_sampling.task != RowTask::kSample) return write_row<Source>;
+  if constexpr (!std::is_same_v<Source, ProbSource<false>>) {
+    if (unfiltered) return sample_row_unfiltered<Source>;
+  }
+  return sample_row<Source>;
 }
 
 }  // namespace
@@ -245,34 +277,24 @@ extern "C" void device_attention(const ScheduleConfig* config, void* workspace, 
   gridDim.y = 1;
 }
 
-/// A token of each row. pointers: values, token mask (nullptr: none), temperatures (float), seeds and positions
-/// (int64), workspace, token ids (int64), valid. sizes: rows, vocabulary, elements and words of the mask from row to
-/// row, CTAs of a row, whether logits are bfloat16 (else float32).
-extern "C" void device_sample(void* const* pointers, const int64_t* sizes, uint32_t seed) {
-  SamplingParams& params = launched_sampling;
-  params = SamplingParams{};
-  params.values = pointers[0];
-  params.token_mask = static_cast<const uint32_t*>(pointers[1]);
-  params.temperature.data = static_cast<const float*>(pointers[2]);
-  params.seed.array = IndexArray{pointers[3], 1};
-  params.position.array = IndexArray{pointers[4], 1};
-  params.workspace = pointers[5];
-  params.token_ids = pointers[6];
-  params.token_ids_are_int64 = 1;
-  params.valid = static_cast<uint8_t*>(pointers[7]);
-  params.batch = static_cast<int32_t>(sizes[0]);
-  params.vocab = static_cast<int32_t>(sizes[1]);
-  params.row_stride = sizes[2];
-  params.mask_stride = sizes[3];
-  const bool masked = pointers[1] != nullptr;
-  gridDim.y = params.batch;
+/// A launch of sampling. element: 0 float32 logits, 1 bfloat16 logits, 2 probabilities. ctas: of a row; unfiltered: by
+/// the kernel for rows without filters, one after another, else together as a cluster.
+extern "C" void device_sample(const SamplingParams* params, int32_t element, int32_t ctas, int32_t unfiltered,
+                              uint32_t seed) {
+  launched_sampling = *params;
+  const bool masked = params->token_mask != nullptr;
+  void (*const thread)() = params->task == RowTask::kSpeculate ? speculate_row
+                           : element == 2                      ? thread_of_task<ProbSource<false>>(false)
+                           : element == 1 ? (masked ? thread_of_task<LogitSource<BFloat16Element, true>>(unfiltered)
+                                                    : thread_of_task<LogitSource<BFloat16Element, false>>(unfiltered))
+                                          : (masked ? thread_of_task<LogitSource<Float32Element, true>>(unfiltered)
+                                                    : thread_of_task<LogitSource<Float32Element, false>>(unfiltered));
+  gridDim.y = params->batch;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-    for (int32_t cta = 0; cta < sizes[4]; ++cta) {
-      void (*const thread)() = sizes[5] != 0 ? (masked ? sample_row<LogitSource<BFloat16Element, true>>
-                                                       : sample_row<LogitSource<BFloat16Element, false>>)
-                                             : (masked ? sample_row<LogitSource<Float32Element, true>>
-                                                       : sample_row<LogitSource<Float32Element, false>>);
-      emulation::run_cta(cta, static_cast<int32_t>(sizes[4]), kSamplingThreads, seed, thread);
+    if (unfiltered) {
+      for (int32_t cta = 0; cta < ctas; ++cta) emulation::run_cta(cta, ctas, kSamplingThreads, seed, thread);
+    } else {
+      emulation::run_cluster(ctas, kSamplingThreads, seed, thread);
     }
   }
   ptx::deliver_all();

@@ -21,7 +21,7 @@ int32_t lost_block = -1;
 
 uint64_t time() { return now += 1000; }
 
-bool loses_mail() { return blockIdx.x == lost_block; }
+bool loses_messages() { return blockIdx.x == lost_block; }
 
 }  // namespace emulation
 

@@ -1,11 +1,13 @@
-"""Device kernels without a GPU (tests/csrc/device_kernels.cpp): append, the generic attention kernel, merge and sampling without filters on fibers, and the
+"""Device kernels without a GPU (tests/csrc/device_kernels.cpp): append, the generic attention kernel, merge and sampling on fibers, and the
 Hopper kernel's walk over the schedule. What is emulated is CUDA; their arithmetic of addresses, rows, tiles, parts and states is their own."""
 
 from __future__ import annotations
 
 import ctypes
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import case_tensors
 import cases
@@ -17,10 +19,24 @@ import oracle
 import pytest
 import torch
 from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
-from device_kernels import DeviceAttention
+from device_kernels import DeviceAttention, DeviceSampling
 from sampling_oracle import bits
+from sampling_problems import ROW_KINDS, TOP_P_KINDS, draw_settings, random_logits, random_settings, row_about_its_threshold, rows_of
 
-from attn_backend import BSRView, Composition, KVCache, PageTable, sample
+from attn_backend import (
+    BSRView,
+    Composition,
+    KVCache,
+    PageTable,
+    Samples,
+    chain_speculative_sampling,
+    sample,
+    sample_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_p_renorm_probs,
+)
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 
@@ -300,11 +316,19 @@ def test_append(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         assert torch.equal(got[1], v_room), seed
 
 
+def assert_same(got: Samples, expected: Samples) -> None:
+    for name in ("token_ids", "valid", "logprobs", "top_token_ids", "top_logprobs"):
+        a, b = getattr(got, name), getattr(expected, name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, masked: bool) -> None:
     """The CPU's tokens, whatever the number of CTAs: each token's own random bits, its bit of the mask, the end of the row."""
-    workspace = torch.zeros(4096, dtype=torch.int64)
+    workspace, sampling = torch.zeros(4096, dtype=torch.int64), DeviceSampling(library)
     for number, vocab in enumerate((1, 31, 33, 512, 700, 3000, 9000)):
         generator = torch.Generator().manual_seed(vocab)
         batch = 5
@@ -326,6 +350,109 @@ def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, mask
         for temperature in (torch.tensor([1.0, 0.7, 0.0, 1.3, 0.7]), torch.tensor([0.5, 0.0, 1.0, torch.nan, 0.0])):
             expected = sample(logits, temperature=temperature, seed=seed, position=position, token_mask=mask)
             for ctas in (1, 2, 5):
-                tokens, valid = device_kernels.sample(library, logits, temperature, seed, position, mask, workspace, ctas)
-                assert tokens.tolist() == expected.token_ids.tolist(), (vocab, ctas)
-                assert valid.tolist() == expected.valid.tolist()
+                given = {"temperature": temperature, "seed": seed, "position": position, "token_mask": mask}
+                assert_same(sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, **given), expected)
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
+    """Every way of a row, by one CTA or a cluster: the CPU's tokens, log-probabilities and renormalised rows."""
+    sampling = DeviceSampling(library)
+    for number in range(40 * block, 40 * block + 40):
+        choose, generator = random.Random(number), torch.Generator().manual_seed(number)
+        vocab, batch, ctas = choose.choice([1, 31, 512, 513, 1000, 2049, 5000, 8192, 20001]), choose.choice([1, 2]), choose.choice([1, 1, 2, 4])
+        wide = torch.zeros(batch, vocab + choose.choice([0, 3, 8]), dtype=choose.choice([torch.float32, torch.bfloat16]))
+        logits = wide[:, :vocab]
+        logits.copy_(random_logits(choose, batch, vocab, generator))
+        settings = random_settings(choose, batch, vocab, CPU)
+        settings["seed"] = torch.randint(0, 2**62, (batch,), generator=generator)
+        settings["position"] = torch.randint(0, 2**31 - 1, (batch,), generator=generator).int()
+        if choose.random() < 0.3:
+            settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < 0.5)
+        if choose.random() < 0.4:
+            settings["top_k"] = torch.tensor([choose.choice([0, 1, 20, 50, 250]) for _ in range(batch)])
+        wanted: dict[str, Any] = {
+            "return_logprobs": True,
+            "num_top_logprobs": choose.choice([0, 1, 20, 128]),
+            "logprobs_of": choose.choice(["logits", "tempered"]),
+        }
+        if choose.random() < 0.5:
+            wanted = {}
+        assert_same(sampling.sample(logits, ctas=ctas, run_seed=number, **settings, **wanted), sample(logits, **settings, **wanted))
+        probs = torch.softmax(logits.float(), -1)
+        of_probs = {name: settings[name] for name in ("top_k", "top_p", "min_p", "seed", "position", "filter_order")}
+        assert_same(sampling.sample(probs, of_probs=True, ctas=ctas, **of_probs), sample_from_probs(probs, **of_probs))
+        hot, top_k, top_p = settings["temperature"].clamp(0.1, 10), settings["top_k"], settings["top_p"]
+        for got, expected in (
+            (sampling.write_rows(logits, sampling.RENORM, ctas=ctas, temperature=hot), softmax(logits, hot)),
+            (sampling.write_rows(logits, sampling.MASK_LOGITS, ctas=ctas, top_k=top_k), top_k_mask_logits(logits, top_k)),
+            (sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_k=top_k), top_k_renorm_probs(probs, top_k)),
+            (sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_p=top_p), top_p_renorm_probs(probs, top_p)),
+        ):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", TOP_P_KINDS)
+def test_sampling_with_top_p_in_long_rows(library: ctypes.CDLL, kind: str) -> None:
+    """Which are surveyed first, and raced by what sums of float32 say."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
+    for vocab in (16384, 33001):
+        batch = 5
+        logits = row_about_its_threshold(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
+        settings: dict[str, Any] = {
+            "temperature": torch.tensor([choose.choice([0.6, 0.6, 1.0, 0.1, 3.0, 1e-4, 1e-7, 1e30]) for _ in range(batch)]),
+            "top_p": torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 0.1, 0.999, 0.9999999, 1e-6, 0.0]) for _ in range(batch)]),
+            "seed": torch.randint(0, 2**62, (batch,), generator=generator),
+        }
+        if choose.random() < 0.3:
+            settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < 0.5)
+        for ctas, wants in ((1, False), (4, False), (2, True)):
+            got = DeviceSampling(library).sample(logits, ctas=ctas, return_logprobs=wants, **settings)
+            assert_same(got, sample(logits, return_logprobs=wants, **settings))
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
+    """Likely tokens in all places, in one warp's segments, in thousands of equals."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(100 + ROW_KINDS.index(kind))
+    for vocab in (4097, 32000):
+        batch = 4
+        logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
+        settings = draw_settings(choose, batch, vocab, generator)
+        settings["top_k"] = torch.tensor([choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)])
+        settings["top_p"] = torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)])
+        settings["min_p"] = torch.tensor([choose.choice([0.1, 0.01, 0.0, 0.0, 1.0]) for _ in range(batch)])
+        settings["filter_order"] = choose.choice(["top_k_first", "top_k_first", "joint"])
+        for ctas in (1, 4):
+            assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings), sample(logits, **settings))
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
+    """Survivors that every CTA lists and has race, from one to more than there is room for in its list."""
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
+    for vocab in (4097, 20001):
+        logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
+        settings: dict[str, Any] = {
+            "min_p": torch.tensor([1.0, 0.5, 0.1, 0.01, 1e-3, 1e-6]),
+            "temperature": torch.tensor([choose.choice([0.6, 1.0, 5.0]) for _ in range(6)]),
+            "seed": torch.randint(0, 2**62, (6,), generator=generator),
+        }
+        for ctas, wanted in ((1, {}), (4, {}), (2, {"return_logprobs": True, "num_top_logprobs": 3})):
+            assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings, **wanted), sample(logits, **settings, **wanted))
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 5, 40])
+def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
+    generator = torch.Generator().manual_seed(drafts)
+    batch, vocab = 6, 3001
+    draft = torch.softmax(torch.randn(batch, drafts, vocab, generator=generator), -1).contiguous()
+    target = torch.softmax(torch.randn(batch, drafts + 1, vocab, generator=generator), -1)
+    target[: batch // 2, :drafts] = draft[: batch // 2]
+    target[1, drafts, 7] = torch.nan
+    ids = torch.randint(-1, vocab + 1, (batch, drafts), generator=generator)
+    expected = chain_speculative_sampling(draft, ids, target, seed=torch.arange(batch), position=3)
+    for ctas in (1, 2, 4):
+        got = DeviceSampling(library).speculate(draft, ids, target, seed=torch.arange(batch), position=3, ctas=ctas)
+        for name in ("token_ids", "num_accepted", "valid"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), (name, ctas)

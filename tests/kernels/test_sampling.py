@@ -9,26 +9,12 @@ from typing import Any
 import pytest
 import torch
 from sampling_oracle import bits, keeps, philox4x32, probabilities, race_values
+from sampling_problems import random_settings
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def random_settings(choose: random.Random, batch: int, vocab: int, device: torch.device) -> dict[str, Any]:
-    """A value for each row of every parameter, edge values among them."""
-
-    def each(*values: float) -> torch.Tensor:
-        return torch.tensor([choose.choice(values) for _ in range(batch)], device=device)
-
-    return {
-        "temperature": each(0.0, 0.01, 0.6, 1.0, 1.0, 2.0, 1e30, 1e-30).float(),
-        "top_k": each(-1, 0, 0, 1, 2, 50, 513, vocab // 2, vocab - 1, vocab, vocab + 7).int(),
-        "top_p": each(-1.0, 0.0, 1e-7, 0.5, 0.9, 0.9999, 1.0, 1.0, 2.0).float(),
-        "min_p": each(-1.0, 0.0, 0.0, 1e-4, 0.1, 1.0, 2.0).float(),
-        "filter_order": choose.choice(["top_k_first", "joint"]),
-    }
 
 
 def row(settings: dict[str, Any], i: int) -> dict[str, Any]:

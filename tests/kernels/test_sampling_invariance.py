@@ -11,7 +11,7 @@ import cpu_isa
 import pytest
 import torch
 from sampling_oracle import bits
-from test_sampling import random_settings
+from sampling_problems import TOP_P_KINDS, random_logits, random_settings, row_about_its_threshold
 
 from attn_backend import Samples, chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 
@@ -76,21 +76,6 @@ def test_seeds_and_positions_matter(device: torch.device) -> None:
     assert len(drawn) == 25
 
 
-def logits_of(choose: random.Random, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows of every shape: flat, peaked, all equal, few values, ascending, mostly -inf, bad."""
-    normal = torch.randn(batch, vocab, generator=generator)
-    kind = choose.randrange(8)
-    if kind == 4:
-        return torch.linspace(-10, 10, vocab).repeat(batch, 1)
-    if kind == 5:
-        return normal.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.9, -torch.inf)
-    if kind == 6:
-        bad = normal * 3
-        bad[::2, choose.randrange(vocab)] = choose.choice([torch.nan, torch.inf])
-        return bad
-    return [normal * 2, normal * 6, normal * 0.01, torch.full_like(normal, 1.5), normal, normal, normal, (normal * 2).round()][kind]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(150))
 def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
@@ -102,7 +87,7 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
     dtype = choose.choice([torch.float32, torch.bfloat16, torch.float16])
     wide = torch.zeros(batch, vocab + choose.choice([0, 3, 8]), dtype=dtype)
     logits = wide[:, :vocab]
-    logits.copy_(logits_of(choose, batch, vocab, generator))
+    logits.copy_(random_logits(choose, batch, vocab, generator))
     settings = random_settings(choose, batch, vocab, torch.device("cpu"))
     settings["seed"] = torch.randint(0, 2**62, (batch,), generator=generator)
     settings["position"] = torch.randint(0, 2**31 - 1, (batch,), generator=generator).int()
@@ -133,34 +118,11 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
         torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
 
 
-def row_about_its_threshold(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows in which a survey of some segments tells something, nothing, or what is wrong, about where the threshold of top-p is."""
-    logits = torch.randn(batch, vocab, generator=generator)
-    places = torch.randint(0, vocab, (batch, 1), generator=generator)
-    return {
-        "flat": logits,
-        "less flat": logits * 2,
-        "peaked": logits * 5,
-        "equal": torch.full((batch, vocab), -50.0),
-        "few values": (logits * 2).round(),
-        "ascending": torch.linspace(-5, 5, vocab).repeat(batch, 1),
-        "descending": torch.linspace(5, -5, vocab).repeat(batch, 1),
-        "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.95, -float("inf")),
-        "one far above": logits.scatter(1, places, 40.0),
-        "one beyond float32's powers": logits.scatter(1, places, 1000.0),
-        "one not a number": logits.scatter(1, places, float("nan")),
-    }[kind]
-
-
-KINDS = ["flat", "less flat", "peaked", "equal", "few values", "ascending", "descending", "mostly excluded", "one far above", "one beyond float32's powers"]
-KINDS += ["one not a number"]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOP_P_KINDS)
 def test_top_p_alone_in_long_rows_is_on_a_gpu_as_on_a_cpu(kind: str) -> None:
     """There a GPU surveys the row first and believes sums of float32 as far as they go."""
-    choose, generator = random.Random(kind), torch.Generator().manual_seed(KINDS.index(kind))
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
     for vocab in (16383, 16384, 33001, 128256):
         batch = 24
         logits = row_about_its_threshold(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.float32, torch.bfloat16]))

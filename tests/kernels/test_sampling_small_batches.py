@@ -1,13 +1,12 @@
-"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, sampling_few.cuh) give what a CPU gives."""
+"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, candidates.cuh) give what a CPU gives."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from sampling_oracle import bits
+from sampling_problems import ROW_KINDS, draw_settings, rows_of
 from test_sampling_invariance import moved
 
 from attn_backend import Samples, sample, sampling_workspace
@@ -20,53 +19,15 @@ def assert_same(of_gpu: Samples, of_cpu: Samples) -> None:
     assert of_gpu.valid.tolist() == of_cpu.valid.tolist()
 
 
-def rows(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows whose largest values lie in all places, in few, or nowhere."""
-    logits = torch.randn(batch, vocab, generator=generator)
-    hot = torch.zeros(vocab)
-    hot[: min(vocab, 700)] = 6.0
-    ascending = torch.linspace(-8, 8, vocab).repeat(batch, 1)
-    return {
-        "flat": logits,
-        "peaked": logits * 4,
-        "largest at low ids": logits + hot,
-        "largest at one end": ascending,
-        "equal": torch.full((batch, vocab), 2.5),
-        "few values": (logits * 2).round(),
-        "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.995, -torch.inf),
-        "far below zero": logits - 100,
-        "about zero": logits * 1e-30,
-        "next to zero": logits * 1e-38,
-        "far apart": logits * 1e38,
-        "bad": torch.where(torch.rand(batch, vocab, generator=generator) < 0.5 / vocab, torch.nan, logits),
-        "nothing allowed": torch.full((batch, vocab), -torch.inf),
-    }[kind]
-
-
-KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero"]
-KINDS += ["next to zero", "far apart", "bad", "nothing allowed"]
-
-
-def some_settings(choose: random.Random, batch: int, vocab: int, generator: torch.Generator) -> dict[str, Any]:
-    settings = {
-        "temperature": torch.tensor([choose.choice([0.0, 0.6, 1.0, 1.0, 5.0, 1e-7, 1e30, -1.0, float("nan")]) for _ in range(batch)]),
-        "seed": torch.randint(0, 2**62, (batch,), generator=generator),
-        "position": torch.randint(0, 2**31, (batch,), generator=generator),
-    }
-    if choose.random() < 0.3:
-        settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < choose.choice([0.5, 2 / vocab]))
-    return settings
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROW_KINDS)
 def test_rows_without_filters_that_many_ctas_share(kind: str) -> None:
-    choose, generator = random.Random(kind), torch.Generator().manual_seed(KINDS.index(kind))
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(ROW_KINDS.index(kind))
     workspace = sampling_workspace("cuda")
     for vocab in VOCABS:
         batch = choose.choice([1, 2, 8, 33])
-        logits = rows(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
-        settings = some_settings(choose, batch, vocab, generator)
+        logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        settings = draw_settings(choose, batch, vocab, generator)
         on_cpu = sample(logits, **settings)
         for row_ctas in (0, 1, 2, 5, 11):
             assert_same(sample(logits.cuda(), workspace=workspace, row_ctas=row_ctas, **moved(settings)), on_cpu)
@@ -106,13 +67,13 @@ def test_what_a_workspace_does_not_suit_goes_another_way() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROW_KINDS)
 def test_rows_of_which_few_tokens_survive(kind: str) -> None:
-    choose, generator = random.Random(kind), torch.Generator().manual_seed(100 + KINDS.index(kind))
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(100 + ROW_KINDS.index(kind))
     for vocab in VOCABS[2:]:
         batch = choose.choice([1, 2, 8, 33])
-        logits = rows(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
-        settings = some_settings(choose, batch, vocab, generator)
+        logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        settings = draw_settings(choose, batch, vocab, generator)
         settings["top_k"] = torch.tensor([choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)])
         if choose.random() < 0.8:
             settings["top_p"] = torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)])
@@ -128,10 +89,10 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["flat", "peaked", "largest at low ids", "few values", "mostly excluded", "far below zero"])
 def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
     """SGLang's order: the mass of the whole row is part of the answer."""
-    choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + KINDS.index(kind))
+    choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
     for vocab in VOCABS[4:]:
-        logits = rows(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
-        settings = some_settings(choose, 6, vocab, generator)
+        logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        settings = draw_settings(choose, 6, vocab, generator)
         settings["temperature"] = torch.tensor([0.2, 0.6, 0.6, 1.0, 1.0, 2.0])
         settings["top_k"] = torch.tensor([choose.choice([1, 20, 50, 64]) for _ in range(6)])
         settings["top_p"] = torch.tensor([0.001, 0.01, 0.1, 0.3, 0.6, 0.9])

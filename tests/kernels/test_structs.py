@@ -25,6 +25,7 @@ OPTIONS = {
     "positions": {"positions": 0, "requests": 5, "num_rows": 3},
     "entry_step": 1,
     "causal": True,
+    "finds_row_ranges": False,
 }
 
 

@@ -35,10 +35,11 @@ __device__ __forceinline__ double warp_add(double x) {
 }
 
 /// Sum of x over this lane and those before it.
-__device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x, int32_t lane) {
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T x, int32_t lane) {
 #pragma unroll
   for (int32_t step = 1; step < 32; step *= 2) {
-    const uint64_t before = __shfl_up_sync(kAllLanes, x, step);
+    const T before = __shfl_up_sync(kAllLanes, x, step);
     x += lane >= step ? before : 0;
   }
   return x;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/ptx/global_timer.cuh"
-#include "common/ptx/mail.cuh"
+#include "common/ptx/message.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "planner/device/context.cuh"
 #include "planner/forest.h"
@@ -26,27 +26,27 @@ __device__ __forceinline__ void end_launch(const PlanParams& p, uint64_t launch)
   ptx::store_relaxed(launch_number(p), (launch ^ kTurnedBits) + 1);
 }
 
-static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Mail), "what is sent");
+static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Message), "what is sent");
 
 /// Tells the first CTA where a request attaches, or that it does not. The number of the launch arrives together with
 /// the attachment: no other memory has to be made visible.
 __device__ __forceinline__ void send_attachment(const PlanParams& p, uint64_t launch, int32_t request,
                                                 Attachment attachment) {
   ptx::send(
-      reinterpret_cast<ptx::Mail*>(p.schedule.attachments + request),
-      ptx::Mail{launch, static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader)});
+      reinterpret_cast<ptx::Message*>(p.schedule.attachments + request),
+      ptx::Message{launch, static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader)});
 }
 
 /// Waits until `deadline` for where a request attaches. Returns whether it arrived; what a slot held before the launch
 /// is ignored.
 __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t launch, int32_t request,
                                                    uint64_t deadline, Attachment& attachment) {
-  ptx::Mail mail;
+  ptx::Message message;
   do {
-    mail = ptx::receive(reinterpret_cast<ptx::Mail*>(p.schedule.attachments + request));
-  } while (mail.low != launch && ptx::global_timer() <= deadline);
-  attachment = Attachment{static_cast<int32_t>(mail.high), static_cast<int32_t>(mail.high >> 32)};
-  return mail.low == launch;
+    message = ptx::receive(reinterpret_cast<ptx::Message*>(p.schedule.attachments + request));
+  } while (message.low != launch && ptx::global_timer() <= deadline);
+  attachment = Attachment{static_cast<int32_t>(message.high), static_cast<int32_t>(message.high >> 32)};
+  return message.low == launch;
 }
 
 /// What a searching CTA knows of the requests.

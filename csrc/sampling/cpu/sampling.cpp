@@ -1,7 +1,6 @@
 #include "sampling/cpu/sampling.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "common/cpu/elements.h"
@@ -13,25 +12,17 @@ namespace {
 
 constexpr int64_t kMinThreadedElements = 1 << 15;
 
-WeighLogits choose_weigh_logits() {
+const SamplingLoops& loops() {
 #if defined(__x86_64__)
-  if (current_isa() >= Isa::kAvx512) return weigh_logits_avx512;
-  if (current_isa() >= Isa::kAvx2) return weigh_logits_avx2;
+  static const Isa isa = current_isa();
+  if (isa >= Isa::kAvx512) return kAvx512Loops;
+  if (isa >= Isa::kAvx2) return kAvx2Loops;
 #endif
-  return weigh_logits_baseline;
-}
-
-RaceHalves choose_race_halves() {
-#if defined(__x86_64__)
-  if (current_isa() >= Isa::kAvx512) return race_halves_avx512;
-  if (current_isa() >= Isa::kAvx2) return race_halves_avx2;
-#endif
-  return race_halves_baseline;
+  return kBaselineLoops;
 }
 
 void weigh(const LogitWeights& weights, const float* values, int32_t count, uint64_t* out) {
-  static const WeighLogits weigh_logits = choose_weigh_logits();
-  weigh_logits(weights, values, count, out);
+  loops().weigh_logits(weights, values, count, out);
 }
 
 void weigh(const ProbWeights& weights, const float* values, int32_t count, uint64_t* out) {
@@ -48,29 +39,13 @@ struct Scratch {
   std::vector<std::pair<uint32_t, int32_t>> ranked;
 };
 
-Scratch& thread_scratch() {
-  thread_local Scratch scratch;
-  return scratch;
-}
-
-float half_to_float(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
-  const uint32_t magnitude = bits & 0x7fffu;
+float to_float(float x) { return x; }
+float to_float(BFloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
+float to_float(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
   const float scaled = bits_float(magnitude << 13) * 5.192296858534828e33f;  // 2^112: subnormals become normal
   return bits_float(sign | float_bits(scaled));
-}
-
-void convert(const float* from, int32_t count, float* to) {
-  std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count));
-}
-
-void convert(const Half* from, int32_t count, float* to) {
-  for (int32_t i = 0; i < count; ++i) to[i] = half_to_float(from[i].bits);
-}
-
-void convert(const BFloat16* from, int32_t count, float* to) {
-  for (int32_t i = 0; i < count; ++i) to[i] = bits_float(static_cast<uint32_t>(from[i].bits) << 16);
 }
 
 /// A row's values in float32, -inf for what cannot be drawn.
@@ -234,7 +209,6 @@ class Row {
 
   /// The winner among the tokens with a key from `lowest` on.
   int32_t race(uint32_t lowest) const {
-    static const RaceHalves race_halves = choose_race_halves();
     const int64_t seed = params_.seed[row_], position = params_.position[row_];
     const float least = key_value(lowest);
     uint16_t halves[kSegment];
@@ -243,7 +217,7 @@ class Row {
     for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
       const int32_t end = min_of(begin + kSegment, vocab_);
       if (std::none_of(values_ + begin, values_ + end, [&](float value) { return value >= least; })) continue;
-      race_halves(seed, position, begin / kSegment, halves);
+      loops().race_halves(seed, position, begin / kSegment, halves);
       for (int32_t token = begin; token < end; ++token) {
         if (!(values_[token] >= least)) continue;
         const double strength = weights_.strength(values_[token]);
@@ -281,16 +255,9 @@ class Row {
   bool valid_;
 };
 
-void store_token(const SamplingParams& params, int64_t index, int64_t token) {
-  if (params.token_ids_are_int64 != 0)
-    static_cast<int64_t*>(params.token_ids)[index] = token;
-  else
-    static_cast<int32_t*>(params.token_ids)[index] = static_cast<int32_t>(token);
-}
-
 template <class Weights>
 void finish_row(const SamplingParams& params, int64_t row, Scratch& scratch) {
-  const RowSettings settings = row_settings(RowParameters(params, row), params.vocab);
+  const RowSettings settings = row_settings(params, row);
   Row<Weights> prepared(params, row, settings, scratch);
   if (params.task == RowTask::kRenorm || params.task == RowTask::kMaskLogits) {
     prepared.write_values();
@@ -320,7 +287,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
     for (int32_t i = 0; i < vocab; ++i)
       scratch.values[static_cast<size_t>(i)] = prob_value(residual ? residual_prob(target[i], draft[i]) : target[i]);
   };
-  RowSettings settings = row_settings(RowParameters(params, row), params.vocab);
+  RowSettings settings = row_settings(params, row);
   SamplingParams drawn = params;
   drawn.position.array = IndexArray{};
   drawn.position.value = position + accepted;
@@ -339,7 +306,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
 template <class Body>
 void for_rows(const SamplingParams& params, const Body& body) {
   auto one = [&](int32_t row) {
-    Scratch& scratch = thread_scratch();
+    thread_local Scratch scratch;
     scratch.values.resize(static_cast<size_t>(params.vocab));
     body(row, scratch);
   };
@@ -349,7 +316,8 @@ void for_rows(const SamplingParams& params, const Body& body) {
 template <class Element>
 void sample_elements(const SamplingParams& params) {
   for_rows(params, [&](int32_t row, Scratch& scratch) {
-    convert(static_cast<const Element*>(params.values) + row * params.row_stride, params.vocab, scratch.values.data());
+    const Element* logits = static_cast<const Element*>(params.values) + row * params.row_stride;
+    for (int32_t i = 0; i < params.vocab; ++i) scratch.values[static_cast<size_t>(i)] = to_float(logits[i]);
     finish_row<LogitWeights>(params, row, scratch);
   });
 }

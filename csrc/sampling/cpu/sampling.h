@@ -1,4 +1,4 @@
-// Sampling on CPU threads, a row at a time: the same tokens as the kernels of csrc/sampling/device/sampling.cuh.
+// Sampling on CPU threads, a row at a time: the same tokens as the kernels of csrc/sampling/device.
 #pragma once
 
 #include "common/data_type.h"
@@ -12,18 +12,13 @@ void sample_logits(const SamplingParams& params, DataType dtype);
 /// Runs params.task on every row of float32 probabilities.
 void sample_probs(const SamplingParams& params);
 
-/// Weights of `count` logits: one source for each instruction set (sampling_weights.h).
-using WeighLogits = void (*)(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
-
-void weigh_logits_baseline(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
-void weigh_logits_avx2(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
-void weigh_logits_avx512(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
-
-/// The first bits of the tokens of a segment in the race, kSegmentTokens of them.
-using RaceHalves = void (*)(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
-
-void race_halves_baseline(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
-void race_halves_avx2(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
-void race_halves_avx512(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+/// The loops that are compiled for each instruction set (loops.h).
+struct SamplingLoops {
+  /// Weights of `count` logits.
+  void (*weigh_logits)(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out);
+  /// The first bits of the tokens of a segment in the race, kSegmentTokens of them.
+  void (*race_halves)(int64_t seed, int64_t position, int32_t segment, uint16_t* out);
+};
+extern const SamplingLoops kBaselineLoops, kAvx2Loops, kAvx512Loops;
 
 }  // namespace attn::cpu

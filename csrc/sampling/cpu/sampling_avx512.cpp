@@ -1,13 +1,3 @@
-#include "sampling/cpu/sampling_weights.h"
+#include "sampling/cpu/loops.h"
 
-namespace attn::cpu {
-
-void weigh_logits_avx512(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out) {
-  weigh_logits(weights, logits, count, out);
-}
-
-void race_halves_avx512(int64_t seed, int64_t position, int32_t segment, uint16_t* out) {
-  race_halves(seed, position, segment, out);
-}
-
-}  // namespace attn::cpu
+const attn::cpu::SamplingLoops attn::cpu::kAvx512Loops{weigh_logits, race_halves};

@@ -1,179 +1,318 @@
-// The first CTA's part: what the candidates tell of the filters' threshold, the draw among them, the most likely
-// tokens.
+// Few survivors: every CTA lists the tokens at or above a bound that is sure to leave as many as are needed, the first
+// one finds among all lists which tokens survive, which one wins the race, and which are the most likely ones. In small
+// batches the time is that of this chain of dependent steps, so a list is sent by stores that an mbarrier counts as
+// they arrive: a barrier of the cluster would first wait for every store of every thread.
 #pragma once
 
 #include "sampling/device/row.cuh"
 
 namespace attn {
 
-/// A survivor, where there are few.
-struct alignas(16) Survivor {
-  uint64_t weight;
-  uint32_t key;
-  int32_t token;
-};
-
 template <class Source>
 struct Candidates {
+  using Weights = typename Source::Weights;
+
   const Row<Source>& row;
   SamplingShared& shared;
-  BlockSums sums;
-  const uint32_t bound;  // they are complete from here on
-  uint32_t keys[kHeld];  // this thread's: shared.keys[threadIdx.x + i * kSamplingThreads]; 0: none, or below the bound
+  const RowSettings& settings;
 
-  /// Leaves zeros in the list where there is no candidate.
   __device__ __forceinline__ explicit Candidates(const Row<Source>& row)
-      : row(row), shared(row.shared), sums(shared.scratch), bound(shared.bound) {
-    const int32_t room = row.candidate_room();
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) {
-      const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kSamplingThreads;
-      const int32_t cta = at * shared.num_ctas / kMaxCandidates;
-      const bool is_one = at - cta * room < shared.summaries[cta].num_candidates;
-      const uint32_t key = is_one ? shared.keys[at] : 0;
-      keys[i] = key >= bound ? key : 0;
-      shared.keys[at] = keys[i];
-    }
-    __syncthreads();
+      : row(row), shared(row.shared), settings(row.settings) {}
+
+  static constexpr int32_t kMostFinalists = 256;
+  static constexpr int32_t kFewFinalists = 128;                  // so few are not reduced any further
+  static constexpr int32_t kPairThreads = kSamplingThreads / 2;  // compare; the others have the finalists race
+  static constexpr int32_t kThreadCandidates = kMaxCandidates / kSamplingThreads;
+
+  /// Candidates that are compared with each other. In the place of the bins.
+  struct Finalists {
+    uint32_t keys[kMostFinalists];
+    uint64_t weights[kMostFinalists];
+    uint64_t above[kMostFinalists];  // mass
+    int32_t tokens[kMostFinalists];
+    Racer racers[kMostFinalists];
+    uint8_t survives[kMostFinalists];
+  };
+  static_assert(sizeof(Finalists) <= sizeof(SamplingShared::bins), "they have that room");
+
+  __device__ __forceinline__ Finalists& finalists() const { return *reinterpret_cast<Finalists*>(shared.bins); }
+  /// Candidates of each CTA that the first one has room for.
+  __device__ __forceinline__ int32_t room() const { return row.share_of_cta(kMaxCandidates); }
+
+  /// Tokens that the lists must hold at least, for top-k and the most likely tokens.
+  __device__ __forceinline__ int32_t wanted() const {
+    return max_of(settings.greedy ? 0 : settings.top_k, row.params.num_top_logprobs);
   }
+  /// Whether the token may be found among the finalists.
+  __device__ __forceinline__ bool may_draw() const { return settings.top_k > 0 || settings.min_p > 0.0f; }
+  /// Whether the finalists may be enough.
+  __device__ __forceinline__ bool suits() const { return wanted() < kMostFinalists && (may_draw() || wanted() > 0); }
 
-  __device__ __forceinline__ uint32_t best_key() const { return order_key(shared.reference); }
+  /// A key with at least `wanted` of what count_from() counts at or above it, and not many more than `enough`.
+  struct Cut {
+    uint32_t key;
+    int32_t count;
+  };
 
-  __device__ __forceinline__ uint32_t count_from(uint32_t key) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? 1 : 0;
-    return sums(sum);
-  }
-
-  /// Smallest key with at least `wanted` candidates at or above it, which those at or above `from` are.
-  __device__ __forceinline__ uint32_t key_of_count(uint32_t from, uint32_t wanted) {
-    return bisect<uint32_t>(from, best_key() + 1, wanted, true, [&](uint32_t key) { return count_from(key); });
-  }
-
-  /// Smallest key that top-k and min-p leave, if the candidates tell; else something below the bound.
-  __device__ __forceinline__ uint32_t settle_top_k() {
-    const uint32_t min_p = min_p_key(row.weights(), row.settings);
-    if (row.settings.top_k == 0) return min_p;
-    const uint32_t from = max_of(min_p, bound);
-    const uint32_t wanted = static_cast<uint32_t>(row.settings.top_k);
-    return count_from(from) >= wanted ? key_of_count(from, wanted) : min_p;
-  }
-
-  /// Goes on with top-p. False if the candidates do not tell.
-  __device__ __forceinline__ bool settle_top_p(uint32_t& threshold) {
-    if (row.settings.has_top_p) {
-      const bool of_all = row.top_p_of_all();
-      if (!of_all && threshold < bound) return false;
-      uint64_t weight[kHeld];
-#pragma unroll
-      for (int32_t i = 0; i < kHeld; ++i)
-        weight[i] = keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-      const auto mass_from = [&](uint32_t key) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= key ? weight[i] : 0;
-        return sums(sum);
-      };
-      const uint32_t from = max_of(threshold, bound);
-      const uint64_t available = mass_from(from);
-      const uint64_t target = top_p_target(row.settings, of_all ? shared.row_mass : available);
-      if (available >= target) threshold = bisect<uint64_t>(from, best_key() + 1, target, true, mass_from);
-    }
-    return threshold >= bound;
-  }
-
-  __device__ __forceinline__ uint64_t mass_from(uint32_t threshold) {
-    uint64_t sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kHeld; ++i) sum += keys[i] >= max_of(threshold, 1u) ? row.weights()(key_value(keys[i])) : 0;
-    return sums(sum);
-  }
-
-  /// Lists the candidates from `threshold` on, at most kSamplingThreads, and takes out those that top-p removes, if it
-  /// is to: a thread for each compares it with every other.
-  __device__ __forceinline__ void list_few(uint32_t threshold, bool cuts_top_p) {
-    Survivor* survivors = reinterpret_cast<Survivor*>(shared.bins);
-    if (threadIdx.x == 0) shared.num_listed = 0;
-    __syncthreads();
+  /// By halving from `low`, which fewer may reach, to `high`, which nothing reaches.
+  template <class CountFrom>
+  __device__ __forceinline__ static Cut cut(uint32_t low, uint32_t high, int32_t wanted, int32_t enough,
+                                            const CountFrom& count_from) {
+    int32_t count = count_from(low);
 #pragma unroll 1
-    for (int32_t at = threadIdx.x; at < kMaxCandidates; at += kSamplingThreads) {
-      if (shared.keys[at] < threshold) continue;
-      Survivor& survivor = survivors[atomicAdd(&shared.num_listed, 1)];
-      survivor.key = shared.keys[at];
-      survivor.token = shared.tokens[at];
-    }
-    __syncthreads();
-    const int32_t num_survivors = shared.num_listed;
-    if (cuts_top_p) {
-      const bool is_one = static_cast<int32_t>(threadIdx.x) < num_survivors;
-      const uint32_t own_key = is_one ? survivors[threadIdx.x].key : 0;
-      const uint64_t weight = is_one ? row.weights()(key_value(own_key)) : 0;
-      survivors[threadIdx.x].weight = weight;
-      const uint64_t total = sums(weight);
-      uint64_t above = 0;
-      if (is_one) {
-#pragma unroll 4
-        for (int32_t i = 0; i < num_survivors; ++i) above += survivors[i].key > own_key ? survivors[i].weight : 0;
+    while (count > enough && high - low > 1) {
+      const uint32_t middle = low + (high - low) / 2;
+      const int32_t of_middle = count_from(middle);
+      if (of_middle >= wanted) {
+        low = middle;
+        count = of_middle;
+      } else {
+        high = middle;
       }
-      __syncthreads();
-      if (is_one && above >= top_p_target(row.settings, row.top_p_of_all() ? shared.row_mass : total))
-        survivors[threadIdx.x].key = 0;
+    }
+    return Cut{low, count};
+  }
+
+  /// A bound that as many of the CTA's lanes reach as tokens are wanted, which leaves nothing to chance, if there is
+  /// room for what else reaches it: q of 256 lanes reach a bound that 256 * ln(256 / (256 - q)) tokens reach. Each warp
+  /// finds it for itself: a barrier that counts takes 180 cycles.
+  __device__ __forceinline__ uint32_t bound_of_lanes() const {
+    constexpr int32_t kKeys = kSamplingThreads / 32;
+    static_assert(kKeys * sizeof(uint16_t) == sizeof(uint4));
+    const uint4 packed = reinterpret_cast<const uint4*>(shared.lane_keys)[row.lane()];
+    const uint32_t pairs[] = {packed.x, packed.y, packed.z, packed.w};
+    uint32_t keys[kKeys], least = 0xffffu;
+#pragma unroll
+    for (int32_t i = 0; i < kKeys; ++i) {
+      keys[i] = i % 2 == 0 ? pairs[i / 2] & 0xffffu : pairs[i / 2] >> 16;
+      least = min_of(least, keys[i]);
+    }
+    const auto count_from = [&](uint32_t key) {
+      uint32_t count = 0;
+#pragma unroll
+      for (const uint32_t other : keys) count += other >= key ? 1 : 0;
+      return static_cast<int32_t>(ptx::warp_add(count));
+    };
+    const int32_t lanes = min_of(wanted(), kSamplingThreads * room() / (room() + 320));
+    const uint32_t low = max_of(ptx::warp_min(least), kWholeRow >> 16);
+    return cut(low, (shared.best_key >> 16) + 1, lanes, lanes + lanes / 4, count_from).key << 16;
+  }
+
+  /// put(number, ranked()) for each of the CTA's tokens from `bound` on, which num_listed counts; there may be more of
+  /// them if it is more than `room`. Only those chunks are read that reach the bound, each lane its own.
+  template <class Put>
+  __device__ __forceinline__ void list(uint32_t bound, int32_t room, const Put& put) const {
+    if (shared.lane_keys[threadIdx.x] < bound >> 16) return;
+    const int32_t shift = row.chunk_shift(), first = row.reader.first, step = row.reader.step;
+    const int32_t num_segments = row.reader.num_segments();
+    const float least = key_value(bound);
+    uint32_t reached = 0;
+#pragma unroll 1
+    for (int32_t chunk = 0; first + (chunk << shift) * step < num_segments; ++chunk)
+      reached |= shared.chunk_keys()[chunk * kSamplingThreads + threadIdx.x] >= bound >> 16 ? 1u << chunk : 0u;
+#pragma unroll 1
+    for (; reached != 0; reached &= reached - 1) {
+      const int32_t chunk = __ffs(static_cast<int32_t>(reached)) - 1;
+#pragma unroll 1
+      for (int32_t round = chunk << shift; round < (chunk + 1) << shift; ++round) {
+        const int32_t segment = first + round * step;
+        if (segment >= num_segments) break;
+        float v[kLaneTokens];
+        row.reader.load_again(round, v);
+        uint32_t chosen = 0;
+#pragma unroll
+        for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
+        // Most lanes have none or one.
+#pragma unroll 1
+        for (; chosen != 0; chosen &= chosen - 1) {
+          const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1, at = atomicAdd(&shared.num_listed, 1);
+          if (at >= room) return;
+          put(at, ranked(order_key(pick(v, i)), lane_token<Source>(segment, i)));
+        }
+      }
     }
   }
 
-  /// The race among the candidates from `threshold` on. is_few: those of the list.
-  __device__ __forceinline__ void draw(uint32_t threshold, bool is_few) {
-    const Survivor* survivors = reinterpret_cast<const Survivor*>(shared.bins);
-    const uint32_t* of_keys = is_few ? &survivors->key : shared.keys;
-    const int32_t* of_tokens = is_few ? &survivors->token : shared.tokens;
-    const int32_t stride = is_few ? sizeof(Survivor) / sizeof(uint32_t) : 1;
-    const int32_t number = is_few ? shared.num_listed : kMaxCandidates;
-    Racer best = nobody();
+  /// Min-p alone, which the largest value decides: the survivors of each CTA race there. Returns this thread's best.
+  /// More than there is room for count as an invalid race.
+  __device__ __forceinline__ Racer race_from(uint32_t bound) const {
+    list(bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
+    __syncthreads();
+    const int32_t count = shared.num_listed;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      shared.num_listed = 0;
+      shared.board.is_invalid = count > kMaxCandidates;
+    }
+    const Weights weights = row.weights();
+    Racer best = no_racer();
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < number; i += kSamplingThreads) {
-      const uint32_t key = of_keys[i * stride];
-      if (key < threshold) continue;
-      const Racer racer =
-          enter_race(row.weights(), shared.seed, shared.position, of_tokens[i * stride], key_value(key));
-      if (racer.beats(best)) best = racer;
+    for (int32_t i = threadIdx.x; i < min_of(count, kMaxCandidates); i += kSamplingThreads) {
+      const uint64_t token = shared.list[i];
+      const Racer own = enter_race(weights, shared.draw.seed, shared.draw.position, token_of(token),
+                                   key_value(static_cast<uint32_t>(token >> 32)));
+      if (own.beats(best)) best = own;
+    }
+    return best;
+  }
+
+  /// All of it, after a read of the row. needs_token: it is not known yet. True: the token is found (in shared.token of
+  /// the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
+  __device__ __forceinline__ bool run(bool needs_token) const {
+    uint32_t bound = kWholeRow;
+    if (wanted() > 0) bound = bound_of_lanes();
+    if (needs_token && settings.top_k == 0 && settings.min_p > 0.0f) {
+      const uint32_t min_p = min_p_key(row.weights(), settings);
+      bound = wanted() > 0 ? min_of(bound, min_p) : min_p;
+    }
+    uint64_t* places = shared.list + row.rank * room();
+    list(bound, room(), [&](int32_t at, uint64_t token) { row.send(0, 0, places + at, token); });
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int32_t count = shared.num_listed;
+      row.send(0, 0, &shared.candidates[row.rank], CandidateResult{shared.best_key, bound, count, 0});
+      row.arrive(0, 0, sizeof(CandidateResult) + sizeof(shared.list[0]) * min_of(count, room()));
+      shared.num_listed = 0;
+    }
+    if (row.rank != 0) {  // waits for the decision
+      if (!row.wait(1)) return false;
+      return shared.decision.is_settled;
+    }
+    if (threadIdx.x < kMostCounts) shared.counts[threadIdx.x] = 0;
+    const int32_t count = choose_finalists(needs_token && may_draw(), row.wait(0));
+    if (threadIdx.x > 0 && static_cast<int32_t>(threadIdx.x) < row.num_ctas) {
+      row.send(threadIdx.x, 1, &shared.decision, shared.decision);
+      row.arrive(threadIdx.x, 1, sizeof(Decision));
+    }
+    if (shared.decision.is_settled && count > 0) draw(count);
+    if (shared.decision.has_top && row.params.num_top_logprobs > 0) write_top(count);
+    return shared.decision.is_settled;
+  }
+
+ private:
+  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
+  __device__ __forceinline__ int32_t choose_finalists(bool draws, bool all_came) const {
+    const CandidateResult own = shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
+    const uint32_t best = ptx::warp_max(own.best_key), bound = ptx::warp_max(own.bound);
+    const bool fits = __all_sync(ptx::kAllLanes, own.count <= room());
+    const bool is_valid = all_came && settings.valid && is_drawable(best);
+    // The same few threads look at a CTA's candidates.
+    const int32_t readers = row.share_of_cta(kSamplingThreads);
+    const int32_t cta = static_cast<int32_t>(threadIdx.x) / readers,
+                  first = static_cast<int32_t>(threadIdx.x) % readers;
+    const int32_t of_cta = is_valid && fits ? shared.candidates[cta].count : 0;
+    uint64_t candidates[kThreadCandidates];  // 0: none
+#pragma unroll
+    for (int32_t i = 0; i < kThreadCandidates; ++i)
+      candidates[i] = first + i * readers < of_cta ? shared.list[cta * room() + first + i * readers] : 0;
+    int32_t calls = 0;
+    const auto count_from = [&](uint32_t key) {
+      uint32_t count = 0;
+#pragma unroll
+      for (const uint64_t candidate : candidates) count += static_cast<uint32_t>(candidate >> 32) >= key ? 1 : 0;
+      count = ptx::warp_add(count);
+      if (row.lane() == 0) atomicAdd(&shared.counts[calls], count);
+      __syncthreads();
+      return static_cast<int32_t>(shared.counts[calls++]);
+    };
+    const int32_t enough = wanted() > 0 ? clamp(2 * wanted(), kFewFinalists, kMostFinalists) : kMaxCandidates;
+    Cut finalists{bound, 0};
+    if (is_valid && fits) finalists = cut(bound, best + 1, wanted(), enough, count_from);
+    const int32_t count = finalists.count;
+    const bool has_finalists = is_valid && fits && count <= kMostFinalists && (count >= wanted() || bound == kWholeRow);
+    const bool has_all = settings.top_k > 0 || finalists.key == bound;  // min-p may leave more
+    if (threadIdx.x == 0)
+      shared.decision = Decision{is_valid ? best : 0, !is_valid || (has_finalists && draws && has_all),
+                                 has_finalists || row.params.num_top_logprobs == 0};
+    if (has_finalists)
+      list_finalists(candidates, finalists.key, count, Weights(key_value(best), settings.scale, settings.floor));
+    __syncthreads();
+    return has_finalists ? count : 0;
+  }
+
+  __device__ __forceinline__ void list_finalists(const uint64_t (&candidates)[kThreadCandidates], uint32_t least,
+                                                 int32_t count, const Weights& weights) const {
+    Finalists& all = finalists();
+    if (static_cast<int32_t>(threadIdx.x) < 4 && count + static_cast<int32_t>(threadIdx.x) < kMostFinalists)
+      all.keys[count + threadIdx.x] = 0;  // four are compared at a time
+    uint32_t chosen = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kThreadCandidates; ++i)
+      chosen |= static_cast<uint32_t>(candidates[i] >> 32) >= least ? 1u << i : 0u;
+#pragma unroll 1
+    for (; chosen != 0; chosen &= chosen - 1) {
+      const uint64_t candidate = pick(candidates, __ffs(static_cast<int32_t>(chosen)) - 1);
+      const int32_t at = atomicAdd(&shared.num_listed, 1);
+      all.keys[at] = static_cast<uint32_t>(candidate >> 32);
+      all.tokens[at] = token_of(candidate);
+      all.weights[at] = settings.has_top_p ? weights(key_value(all.keys[at])) : 0;
+    }
+  }
+
+  /// Whether a finalist survives depends on how many are above it and what they weigh. Half of the threads compare
+  /// all pairs; the other half has them race.
+  __device__ __forceinline__ void draw(int32_t count) const {
+    Finalists& all = finalists();
+    const Weights weights = row.weights();
+    const uint32_t least = min_p_key(weights, settings);
+    uint64_t kept = 0;
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x) % kPairThreads; i < count; i += kPairThreads) {
+      const uint32_t key = all.keys[i];
+      if (threadIdx.x >= kPairThreads) {
+        all.racers[i] =
+            enter_race<kPhiloxRounds>(weights, shared.draw.seed, shared.draw.position, all.tokens[i], key_value(key));
+        continue;
+      }
+      int32_t ahead = 0;
+      uint64_t above = 0;
+      const auto compare = [&](uint32_t other, uint64_t weight) {
+        if (other > key) {
+          ++ahead;
+          above += weight;
+        }
+      };
+#pragma unroll 2
+      for (int32_t j = 0; j < count; j += 4) {
+        const uint4 keys = *reinterpret_cast<const uint4*>(all.keys + j);
+        compare(keys.x, all.weights[j]);
+        compare(keys.y, all.weights[j + 1]);
+        compare(keys.z, all.weights[j + 2]);
+        compare(keys.w, all.weights[j + 3]);
+      }
+      const bool survives = key >= least && (settings.top_k == 0 || ahead < settings.top_k);
+      all.above[i] = above;
+      all.survives[i] = survives ? 1 : 0;
+      if (survives) kept += all.weights[i];
+    }
+    uint64_t target = ~uint64_t{0};
+    if (settings.has_top_p) {
+      const uint64_t mass = row.block_sum(kept);
+      target = top_p_target(settings, row.top_p_of_all() ? shared.row_mass : mass);
+    }
+    __syncthreads();
+    if (row.warp() != 0) return;
+    Racer best = no_racer();
+#pragma unroll 1
+    for (int32_t i = row.lane(); i < count; i += 32) {
+      if (all.survives[i] != 0 && all.above[i] < target && all.racers[i].beats(best)) best = all.racers[i];
     }
     best = best_of_warp(best);
-    if (row.lane() == 0) shared.warp_racers[row.warp()] = best;
-    __syncthreads();
-    if (row.warp() == 0) {
-      best = best_of_warp(row.lane() < kSamplingWarps ? shared.warp_racers[row.lane()] : nobody());
-      if (row.lane() == 0) shared.token = best.token;
-    }
+    if (row.lane() == 0) shared.token = best.token;
   }
 
-  /// The most likely tokens, in order. False if the candidates do not tell.
-  __device__ __forceinline__ bool write_top() {
-    const uint32_t wanted = static_cast<uint32_t>(row.params.num_top_logprobs);
-    const uint32_t available = count_from(bound);
-    if (available < wanted && bound != kWholeRow) return false;
-    const uint32_t least = available > wanted ? key_of_count(bound, wanted) : bound;
-    uint64_t* ranked = reinterpret_cast<uint64_t*>(shared.bins);  // key, then ~token
-    if (threadIdx.x == 0) shared.num_listed = 0;
-    __syncthreads();
+  /// The most likely tokens, in order. There are as many finalists, or all that can be drawn.
+  __device__ __forceinline__ void write_top(int32_t count) const {
+    const Finalists& all = finalists();
+    const int32_t wanted = row.params.num_top_logprobs;
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < kMaxCandidates; i += kSamplingThreads) {
-      const uint64_t own = static_cast<uint64_t>(shared.keys[i]) << 32 | ~static_cast<uint32_t>(shared.tokens[i]);
-      if (shared.keys[i] >= least) ranked[atomicAdd(&shared.num_listed, 1)] = own;
+    for (int32_t i = threadIdx.x; i < max_of(count, wanted); i += kSamplingThreads) {
+      const uint64_t own = i < count ? ranked(all.keys[i], all.tokens[i]) : 0;
+      int32_t place = i < count ? 0 : i;
+      for (int32_t j = 0; j < count && i < count; ++j) place += ranked(all.keys[j], all.tokens[j]) > own ? 1 : 0;
+      if (place < wanted) row.store_top(place, own);
     }
-    __syncthreads();
-    const int32_t found = shared.num_listed;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < found; i += kSamplingThreads) {
-      uint32_t place = 0;
-#pragma unroll 4
-      for (int32_t j = 0; j < found; ++j) place += ranked[j] > ranked[i] ? 1 : 0;
-      if (place < wanted) row.store_top(static_cast<int32_t>(place), ranked[i]);
-    }
-    for (uint32_t place = found + threadIdx.x; place < wanted; place += kSamplingThreads)
-      row.store_top(static_cast<int32_t>(place), 0);
-    __syncthreads();
-    return true;
+    __syncthreads();  // the bins are used again
   }
 };
 

@@ -23,10 +23,10 @@ struct alignas(16) Racer {
   }
 };
 
-/// Behind every token: order -inf.
-__device__ __forceinline__ Racer nobody() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
+/// Loses to every token: order -inf.
+__device__ __forceinline__ Racer no_racer() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
-/// Two counters' words, in their places.
+/// Philox of two counters, in place.
 template <int32_t kUnrolled>
 __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint32_t (&b)[4]) {
   PhiloxKey key(seed);
@@ -74,14 +74,6 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
                __shfl_sync(ptx::kAllLanes, own.key, lane)};
 }
 
-/// Powers of two between a value's weight and that of the reference, nearly.
-__device__ __forceinline__ float approximate_rise(const LogitWeights& weights, float value) {
-  return (value - weights.reference) * weights.scale;
-}
-__device__ __forceinline__ float approximate_rise(const ProbWeights& weights, float value) {
-  return ptx::lg2(value) - ptx::lg2(weights.reference);
-}
-
 /// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
 template <class Weights>
 struct ApproximateShare;
@@ -98,6 +90,11 @@ struct ApproximateShare<LogitWeights> {
   /// By how many powers of two more than the reference something is that has this strength.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
+  /// Powers of two between a value's weight and that of the reference.
+  __device__ __forceinline__ static float rise(const LogitWeights& weights, float logit) {
+    return (logit - weights.reference) * weights.scale;
+  }
+
   __device__ __forceinline__ float operator()(float logit) const {
     return ptx::ex2(fused_multiply_add(logit, scale, offset));
   }
@@ -112,40 +109,37 @@ struct ApproximateShare<ProbWeights> {
 
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
+  __device__ __forceinline__ static float rise(const ProbWeights& weights, float prob) {
+    return ptx::lg2(prob) - ptx::lg2(weights.reference);
+  }
+
   __device__ __forceinline__ float operator()(float prob) const { return fmaxf(prob * scale, 0.0f); }
 };
 
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
 
-/// The words of two blocks of a request's draw.
-template <int32_t kUnrolled>
-__device__ __forceinline__ void race_words(int64_t seed, int64_t position, uint32_t first, uint32_t second,
-                                           uint32_t (&a)[4], uint32_t (&b)[4]) {
-  set_counter(a, position, first, kDrawStream);
-  set_counter(b, position, second, kDrawStream);
-  philox_pair<kUnrolled>(seed, a, b);
-}
-
-/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word. kUnrolled: rounds of Philox that
-/// are written out.
-template <class Source, int32_t kUnrolled>
+/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word.
+template <class Source>
 __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32_t segment,
                                            uint32_t (&words)[kLaneTokens / 2]) {
+  constexpr int32_t kUnrolled = Source::kVectorTokens == 4 ? kPhiloxRounds : 2;
 #pragma unroll
   for (int32_t i = 0; i < kLaneTokens; i += Source::kVectorTokens == 4 ? kLaneTokens : 8) {
     uint32_t a[4], b[4];
+    const int32_t next = i + (Source::kVectorTokens == 4 ? 8 : 4);
+    set_counter(a, position, race_block(lane_token<Source>(segment, i)), kDrawStream);
+    set_counter(b, position, race_block(lane_token<Source>(segment, next)), kDrawStream);
+    philox_pair<kUnrolled>(seed, a, b);
     if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
-      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, 0)),
-                            race_block(lane_token<Source>(segment, 8)), a, b);
+
 #pragma unroll
       for (int32_t w = 0; w < 4; ++w) {
         words[w] = a[w];
         words[4 + w] = b[w];
       }
     } else {  // in vectors of two lanes
-      race_words<kUnrolled>(seed, position, race_block(lane_token<Source>(segment, i)),
-                            race_block(lane_token<Source>(segment, i + 4)), a, b);
+
       const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
       words[i / 2] = is_first ? a[0] : a[2];
       words[i / 2 + 1] = is_first ? a[1] : a[3];
@@ -164,23 +158,50 @@ __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t w
   return __float_as_uint(fused_multiply_add(share, most, 8388608.0f) - bits);
 }
 
+/// What the warps of a CTA share of a race.
+struct RaceBoard {
+  uint32_t reached;  // order_key() of what some racer has reached, or a little less
+  uint32_t magic;    // 0x4b00, see has_lost()
+  bool is_invalid;   // a value was seen that no row may hold, or a parameter
+
+  __device__ __forceinline__ void reset(bool is_valid) {
+    reached = kExcludedKey;
+    magic = 0x4b00;
+    is_invalid = !is_valid;
+  }
+};
+
 /// The race of a warp's segment: evaluates what could win, and replaces `best` by this lane's best, if that is better.
-/// words: of first_bits(). v: the segment's values, used up. reached: order_key() of what some racer has reached, or a
-/// little less; it rises, and is the same in all lanes.
+/// words: of first_bits(). v: the segment's values, used up. The weights' reference: the segment's largest value.
 template <class Source>
 __device__ __forceinline__ void race_segment(const Source& source, const typename Source::Weights& weights,
                                              int64_t seed, int64_t position, int32_t segment,
                                              const uint32_t (&words)[kLaneTokens / 2], float (&v)[kLaneTokens],
-                                             uint32_t& reached, Racer& best) {
+                                             RaceBoard& board, Racer& best) {
+  uint32_t known = 0;
+  if (ptx::lane_id() == 0) known = atomicMax(&board.reached, 0u);
+  known = __shfl_sync(ptx::kAllLanes, known, 0);
+  const ApproximateShare<typename Source::Weights> share(weights);
+  if (known > kExcludedKey && share.error < 1.0f) {  // most segments have no token that could win
+    const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
+    const uint32_t magic = board.magic;
+    uint32_t lost = 0xffffffffu;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; i += 2)
+      lost &= has_lost<false>(share(v[i]), most_bits, words[i / 2], magic) &
+              has_lost<true>(share(v[i + 1]), most_bits, words[i / 2], magic);
+    if (!__any_sync(ptx::kAllLanes, (lost >> 31) == 0)) return;
+  }
 #pragma unroll
   for (int32_t i = 0; i < kLaneTokens; i += 2) {
-    v[i] = approximate_rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
-    v[i + 1] = approximate_rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
+    v[i] = share.rise(weights, v[i]) + approximate_gain(words[i / 2] << 16);
+    v[i + 1] = share.rise(weights, v[i + 1]) + approximate_gain(words[i / 2] & 0xffff0000u);
   }
   float most = v[0];
 #pragma unroll
   for (int32_t i = 1; i < kLaneTokens; ++i) most = fmaxf(most, v[i]);
   const double level = weights.strength(weights.reference);
+  uint32_t reached = known;
   // Each round evaluates every lane's best. One is enough mostly.
 #pragma unroll 1
   for (int32_t round = 0; round < kLaneTokens; ++round) {
@@ -206,6 +227,76 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
     }
     reached = max_of(reached, ptx::warp_max(of_lane));
   }
+  if (ptx::lane_id() == 0 && reached > known) atomicMax(&board.reached, reached);
+}
+
+/// Replaces `best` by this lane's largest of the segment, if that is better; the first one among equals.
+template <class Source>
+__device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[kLaneTokens], Racer& best) {
+  float most = v[0];
+  int32_t index = 0;
+#pragma unroll
+  for (int32_t i = 1; i < kLaneTokens; ++i) {
+    if (v[i] > most) {
+      most = v[i];
+      index = i;
+    }
+  }
+  const Racer own{static_cast<uint64_t>(order_key(most)) << 32, lane_token<Source>(segment, index), order_key(most)};
+  if (most > kMinusInfinity && own.beats(best)) best = own;
+}
+
+/// What a row is drawn by.
+struct Draw {
+  float scale, floor;  // of LogitWeights
+  int64_t seed, position;
+  bool greedy;
+};
+
+/// Every token that can be drawn races.
+struct Everything {
+  static constexpr bool kHasLeast = false;
+  __device__ __forceinline__ float least() const { return kMinusInfinity; }
+  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
+};
+
+/// Tokens with values from `from` on race.
+struct Survivors {
+  static constexpr bool kHasLeast = true;
+  float from;
+  __device__ __forceinline__ float least() const { return from; }
+  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
+};
+
+/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. racing.look() sees all
+/// values, those below racing.least() do not race. After board.reset() and a barrier.
+template <class Source, class Racing>
+__device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, const Draw& draw, RaceBoard& board,
+                                         const Racing& racing, Racer& best) {
+  using Weights = typename Source::Weights;
+  best = no_racer();
+  uint32_t words[kLaneTokens / 2] = {};
+  reader.for_each(
+      [&](int32_t segment) {
+        if (!draw.greedy) first_bits<Source>(draw.seed, draw.position, segment, words);
+      },
+      [&](int32_t segment, float (&v)[kLaneTokens]) {
+        const uint32_t lane_key = lane_max_key(v);
+        if (lane_key >= kInfiniteKey) board.is_invalid = true;
+        racing.look(v);
+        if (draw.greedy) {
+          take_largest<Source>(segment, v, best);
+          return;
+        }
+        const uint32_t key = ptx::warp_max(lane_key);
+        if (!is_drawable(key) || key_value(key) < racing.least()) return;
+        if constexpr (Racing::kHasLeast) {
+#pragma unroll
+          for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= racing.least() ? v[i] : kMinusInfinity;
+        }
+        race_segment(reader.source, Weights(key_value(key), draw.scale, draw.floor), draw.seed, draw.position, segment,
+                     words, v, board, best);
+      });
 }
 
 }  // namespace attn

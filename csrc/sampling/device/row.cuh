@@ -1,64 +1,160 @@
-// A row and the CTAs that share it, and the two reads of it: for candidates, for a race. Both find the largest value
-// and the segments' masses.
+// A row that the CTAs of a cluster share (one CTA, where there are no clusters): its first read, what CTAs tell each
+// other, and the exact selection of a threshold by further reads.
 #pragma once
 
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/prefetch.cuh"
-#include "sampling/device/source.cuh"
-#include "sampling/device/state.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
+#include "sampling/device/race.cuh"
 
 namespace attn {
+
+constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn
+constexpr int32_t kBinBits = 11;
+constexpr int32_t kBins = 1 << kBinBits;
+constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
+constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
+constexpr int32_t kMostCounts = 33;       // to halve a range of 32 bits until nothing is left
+
+/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
+/// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
+struct BandMasses {
+  double all = 0.0, low = 0.0, high = 0.0;
+
+  __device__ __forceinline__ void add(const BandMasses& other) {
+    all += other.all;
+    low += other.low;
+    high += other.high;
+  }
+};
+
+/// Of a race: what a thread has, in memory, as registers are short.
+struct LaneRace {
+  Racer best;
+  BandMasses masses;
+};
+
+/// Of a race: what each CTA tells all others.
+struct RaceResult {
+  Racer best;
+  BandMasses masses;
+  bool is_invalid;
+};
+
+/// Of the first read: what each CTA tells the first one.
+struct alignas(16) CandidateResult {
+  uint32_t best_key;
+  uint32_t bound;  // candidates are complete from here on
+  int32_t count;   // may exceed what there is room for
+  int32_t unused;
+};
+
+/// What the first CTA tells the others.
+struct alignas(8) Decision {
+  uint32_t best_key;
+  bool is_settled;  // the token is found
+  bool has_top;     // the most likely tokens are written, if they are asked for
+};
+
+/// Values about the threshold of top-p (top_p.cuh).
+struct Bands {
+  float reference;
+  float low;   // what is at or above it races
+  float high;  // what is at or above it is summed, too
+  float sure;  // what is at or above it survives
+  bool asks;   // whether the winner before survives: `low` is the next value above its
+};
+enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
+
+struct SamplingShared {
+  alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way
+  alignas(16) uint64_t bins[kBins];                  // or chunk_keys(), or Finalists (candidates.cuh)
+  alignas(16) uint64_t list[kMaxCandidates];         // ranked(), in the first CTA, from all; or LaneRace of each thread
+  alignas(8) uint64_t mbarriers[2];  // for candidates, in the first CTA; for its decision, in the others
+  uint64_t block_sums[2][kSamplingWarps];
+  uint64_t crossing[3];
+  RaceResult of_warps[kSamplingWarps];
+  RaceResult of_cta;
+  CandidateResult candidates[kMaxClusterCtas];  // in the first CTA
+  Decision decision;
+  RowSettings settings;
+  Draw draw;
+  RaceBoard board;
+  Bands bands;
+  Verdict verdict;
+  uint64_t cta_mass[2];
+  uint64_t row_mass;                                 // at the row's temperature
+  uint64_t logprob_mass;                             // at that of log-probabilities
+  alignas(16) uint16_t lane_keys[kSamplingThreads];  // the upper half of each lane's largest key
+  uint32_t counts[kMostCounts];                      // of candidates, one for each halving
+  uint32_t best_key;                                 // of this CTA
+  uint32_t bound;
+  int32_t num_listed;
+  int32_t token;  // that is drawn; the first CTA knows it
+
+  /// Of each lane and chunk (some segments of its warp): the upper half of the largest value's key.
+  __device__ __forceinline__ uint16_t* chunk_keys() { return reinterpret_cast<uint16_t*>(bins); }
+  /// After this struct, for each segment of this CTA: mass, mass for log-probabilities, largest value.
+  __device__ __forceinline__ uint64_t* segment_mass(int32_t which, int32_t segments) {
+    return reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(this) + kSamplingStateBytes) + which * segments;
+  }
+  __device__ __forceinline__ float* segment_reference(int32_t segments) {
+    return reinterpret_cast<float*>(segment_mass(2, segments));
+  }
+};
+
+static_assert(sizeof(SamplingShared) <= kSamplingStateBytes && kSamplingStateBytes % 16 == 0, "the tables follow");
+static_assert(sizeof(uint64_t) * kBins >= sizeof(uint16_t) * kSamplingThreads * kChunkRows,
+              "chunks have the bins' room");
+
+/// Tokens in the order of the most likely ones: by value, then by id. 0: none.
+__device__ __forceinline__ uint64_t ranked(uint32_t key, int32_t token) {
+  return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ int32_t token_of(uint64_t ranked) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(ranked));
+}
 
 template <class Source>
 struct Row {
   using Weights = typename Source::Weights;
 
   const SamplingParams& params;
-  SamplingShared& shared;
   const Source& source;
+  SamplingShared& shared;
   const RowSettings& settings;
   const int32_t row;
   const int32_t rank;
-  const int32_t num_ctas;
+  const int32_t num_ctas;  // a power of two
+  const SegmentReader<Source> reader;
 
-  /// Without a barrier between: thread 0 has not yet written the settings and the segments.
-  __device__ __forceinline__ Row(const SamplingParams& params, SamplingShared& shared, const Source& source,
-                                 int32_t row)
+  __device__ __forceinline__ Row(const SamplingParams& params, const Source& source, SamplingShared& shared)
       : params(params),
-        shared(shared),
         source(source),
+        shared(shared),
         settings(shared.settings),
-        row(row),
+        row(ptx::cluster_id()),
         rank(ptx::cluster_rank()),
-        num_ctas(ptx::cluster_size()) {}
+        num_ctas(ptx::cluster_size()),
+        reader{source, shared.staged, params.vocab, rank * kSamplingWarps + warp(), num_ctas * kSamplingWarps} {}
 
-  __device__ __forceinline__ Weights weights() const {
-    return Weights(shared.reference, settings.scale, settings.floor);
+  __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
+  __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
+  /// x / num_ctas
+  __device__ __forceinline__ int32_t share_of_cta(int32_t x) const { return x >> (31 - __clz(num_ctas)); }
+  /// Segments of a warp, or one less.
+  __device__ __forceinline__ int32_t rounds() const {
+    return share_of_cta(ceil_div(reader.num_segments(), kSamplingWarps) + num_ctas - 1);
   }
-
-  __device__ __forceinline__ bool samples() const {
-    return params.task == RowTask::kSample || params.task == RowTask::kSpeculate;
-  }
-  __device__ __forceinline__ bool filters() const { return settings.filters() && !(samples() && settings.greedy); }
   /// Whether top-p is a share of the whole row's mass.
   __device__ __forceinline__ bool top_p_of_all() const {
     return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
   }
-
-  __device__ __forceinline__ static int32_t lane() { return ptx::lane_id(); }
-  __device__ __forceinline__ static int32_t warp() { return threadIdx.x / 32; }
-  __device__ __forceinline__ int32_t num_segments() const { return ceil_div(params.vocab, kSegmentTokens); }
-  __device__ __forceinline__ int32_t segments() const { return shared.segment_end - shared.segment_begin; }
-  __device__ __forceinline__ uint64_t* mass_table(int32_t which) const {
-    return shared.segment_mass(which, segments()) - shared.segment_begin;
+  __device__ __forceinline__ bool wants_logprobs() const {
+    return params.logprobs != nullptr || params.num_top_logprobs > 0;
   }
-  __device__ __forceinline__ float* reference_table() const {
-    return shared.segment_reference(segments()) - shared.segment_begin;
-  }
-  __device__ __forceinline__ const CtaSummary& summary_of(int32_t cta) const {
-    return *ptx::cluster_pointer(&shared.summary, cta);
-  }
+  __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
+  __device__ __forceinline__ float reference() const { return key_value(shared.decision.best_key); }
+  __device__ __forceinline__ Weights weights() const { return Weights(reference(), settings.scale, settings.floor); }
 
   /// A barrier of all threads that work on the row.
   __device__ __forceinline__ void sync() const {
@@ -68,464 +164,346 @@ struct Row {
       __syncthreads();
   }
 
-  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t i) { return lane_token<Source>(segment, i); }
-
-  __device__ __forceinline__ int32_t warp_begin(int32_t of_warp) const {
-    return shared.segment_begin + segments() * of_warp / kSamplingWarps;
+  /// Where something of this CTA's, or its mbarrier, lies in the CTA of that rank.
+  __device__ __forceinline__ static uint32_t address_in(int32_t cta, const void* own) {
+    return ptx::cluster_address(ptx::shared_address(own), cta);
   }
 
-  /// x / num_ctas, which is a power of two.
-  __device__ __forceinline__ int32_t share_of_cta(int32_t x) const { return x >> (31 - __clz(num_ctas)); }
-
-  __device__ __forceinline__ int32_t cta_begin(int32_t of_cta) const { return share_of_cta(num_segments() * of_cta); }
-
-  /// body(segment, values) for every segment of this warp, the next one being loaded meanwhile. first(has, values),
-  /// which may hold barriers, is called once by every warp before its first segment's body.
-  template <class First, class Body>
-  __device__ __forceinline__ void for_segments(const First& first, const Body& body) const {
-    const int32_t begin = warp_begin(warp());
-    const int32_t end = warp_begin(warp() + 1);
-    typename Source::Vector raw[Source::kVectors] =
-        {};  // set, or registers would hold what was left from one read to the next
-    float v[kLaneTokens] = {};
-    // The round before the first only loads: one copy of the loading code.
-#pragma unroll 1
-    for (int32_t segment = begin - 1; segment < max_of(end, begin + 1); ++segment) {
-      const bool works = segment >= begin && segment < end;
-      if (works) values(raw, v);
-      if (segment + 1 < end) load(segment + 1, raw);
-      if (segment == begin) first(works, v);
-      if (works) body(segment, v);
-    }
+  /// Writes 8 or 16 bytes to where `own` lies in the CTA of that rank, counted by an mbarrier there.
+  template <class T>
+  __device__ __forceinline__ void send(int32_t cta, int32_t mbarrier, T* own, const T& value) const {
+    uint64_t words[sizeof(T) / 8];
+    memcpy(words, &value, sizeof(T));
+    if (num_ctas == 1)
+      *own = value;
+    else if constexpr (sizeof(T) == 16)
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0], words[1]);
+    else
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0]);
   }
 
-  /// The same with what comes next on its way to shared memory: for a body that needs the registers. Every lane copies
-  /// what it reads itself.
-  template <class Body>
-  __device__ __forceinline__ void for_segments(const Body& body) const {
-    const int32_t begin = warp_begin(warp()), end = warp_begin(warp() + 1);
-    uint4* staged = shared.staged() + threadIdx.x;
-    if (begin < end) stage(begin, staged);
-#pragma unroll 1
-    for (int32_t segment = begin; segment < end; ++segment) {
-      typename Source::Vector raw[Source::kVectors];
-      float v[kLaneTokens];
-      if (is_staged(segment)) {
-        ptx::cp_async_wait<0>();
-#pragma unroll
-        for (int32_t j = 0; j < Source::kVectors; ++j)
-          source.take(segment, lane(), j, staged[j * kSamplingThreads], raw[j]);
-      } else {
-        load(segment, raw);
+  /// Arrives at an mbarrier of the CTA of that rank, to which so many bytes are sent.
+  __device__ __forceinline__ void arrive(int32_t cta, int32_t mbarrier, uint32_t bytes) const {
+    if (num_ctas > 1) ptx::cluster_mbarrier_arrive_expect(address_in(cta, &shared.mbarriers[mbarrier]), bytes);
+  }
+
+  /// Waits until all has come that is sent; a barrier of the CTA. False: not in time.
+  __device__ __forceinline__ bool wait(int32_t mbarrier) const {
+    const bool has_come = num_ctas == 1 || ptx::cluster_mbarrier_wait(ptx::shared_address(&shared.mbarriers[mbarrier]));
+    return __syncthreads_and(has_come) != 0;
+  }
+
+  /// Before everything else. ahead: tokens, of the request's position.
+  __device__ __forceinline__ void begin(int32_t ahead) const {
+    if (num_ctas > 1) {
+      if (threadIdx.x == 0) {
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[0]), num_ctas);
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[1]), 1);
       }
-      values(raw, v);
-      if (segment + 1 < end) stage(segment + 1, staged);
-      body(segment, v);
+      ptx::cluster_arrive();
     }
-  }
-
-  __device__ __forceinline__ bool is_staged(int32_t segment) const {
-    return !Source::kHasDraft && source.reader.reads_whole((segment + 1) * kSegmentTokens);
-  }
-
-  __device__ __forceinline__ void stage(int32_t segment, uint4* staged) const {
-    if (!is_staged(segment)) return;
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) {
-      ptx::cp_async_16(ptx::shared_address(staged + j * kSamplingThreads),
-                       source.reader.row + Source::Reader::vector_token(segment, lane(), j));
+    reader.start();
+    if (threadIdx.x == 0) {
+      const PendingInt seed = params.seed.load(row), position = params.position.load(row);
+      shared.settings = row_settings(params, row);
+      shared.draw = Draw{settings.scale, settings.floor, seed.value(), position.value() + ahead, settings.greedy};
+      shared.board.reset(settings.valid);
+      shared.decision = Decision{0, false, params.num_top_logprobs == 0};
+      shared.best_key = shared.bound = 0;
+      shared.num_listed = 0;
     }
-    ptx::cp_async_commit();
+    __syncthreads();
+    if (num_ctas > 1) ptx::cluster_wait();  // the others' shared memory is there; the first segment is on its way
   }
 
-  __device__ __forceinline__ void values(const typename Source::Vector (&raw)[Source::kVectors],
-                                         float (&v)[kLaneTokens]) const {
-    segment_values(source, raw, v);
-  }
-  __device__ __forceinline__ void load(int32_t segment, typename Source::Vector (&raw)[Source::kVectors]) const {
-    load_segment(source, segment, lane(), raw);
-  }
-
-  /// Has a segment on its way to the L2 cache: registers for loading it ahead there are none.
-  __device__ __forceinline__ void prefetch(int32_t segment) const {
-    constexpr int32_t kLineTokens = 128 / static_cast<int32_t>(sizeof(*source.reader.row));
-    const int32_t first = lane() * kLineTokens;
-    if (first < kSegmentTokens && segment * kSegmentTokens + first < params.vocab)
-      ptx::prefetch_l2(source.reader.row + segment * kSegmentTokens + first);
-  }
-
-  static constexpr int32_t kPrefetched = 3;  // segments of a warp on their way at a time
-
-  /// Before the segments are set.
-  __device__ __forceinline__ void prefetch_first() const {
-    const int32_t begin = cta_begin(rank), count = cta_begin(rank + 1) - begin;
-    const int32_t first = begin + count * warp() / kSamplingWarps, last = begin + count * (warp() + 1) / kSamplingWarps;
-    for (int32_t segment = first; segment < min_of(last, first + kPrefetched); ++segment) prefetch(segment);
-  }
-
-  /// body(token, values of it and of the next three) for all tokens of this warp's segments, then end(segment): for
-  /// passes that are rare, so it is small.
-  template <class Body, class End>
-  __device__ __forceinline__ void for_fours(const Body& body, const End& end) const {
-    const int32_t last = warp_begin(warp() + 1);
-    typename Source::Vector raw;
-    float v[4];
-#pragma unroll 1
-    for (int32_t segment = warp_begin(warp()); segment < last; ++segment) {
-      prefetch(segment + 1);
-#pragma unroll 1
-      for (int32_t i = 0; i < kLaneTokens; i += 4) {
-        if (i % Source::kVectorTokens == 0)
-          source.load(segment, lane(), i / Source::kVectorTokens, raw);
-        else
-          Source::skip_four(raw);
-        source.four_values(raw, v);
-        body(token(segment, i), v);
-      }
-      end(segment);
-    }
-  }
-
-  template <class Body>
-  __device__ __forceinline__ void for_fours(const Body& body) const {
-    for_fours(body, [](int32_t) {});
-  }
-
-  __device__ __forceinline__ static uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
-    float most = v[0];
-#pragma unroll
-    for (int32_t i = 1; i < kLaneTokens; ++i) most = ptx::max_nan(most, v[i]);
-    return order_key(most);  // a NaN's is above all others: max_nan gives the positive one
-  }
-
-  /// A key that at least `wanted` lanes of the block have something at or above: to 16 bits the wanted-th largest of
-  /// the lanes' maxima.
-  __device__ __forceinline__ uint32_t bound_of(uint32_t lane_key, int32_t wanted) const {
-    uint32_t prefix = 0;
-#pragma unroll 1
-    for (uint32_t bit = 0x8000; bit != 0; bit >>= 1) {
-      if (__syncthreads_count((lane_key >> 16) >= (prefix | bit)) >= wanted) prefix |= bit;
-    }
-    return max_of(prefix << 16, kWholeRow);
-  }
-
-  /// How many of the lanes' maxima in the row's first segments make a bound that some hundreds of tokens reach; 0: no
-  /// candidates.
-  __device__ __forceinline__ int32_t lanes_at_bound() const {
-    const int32_t top_k = filters() ? settings.top_k : 0;
-    const int32_t needed = max_of(top_k, samples() ? params.num_top_logprobs : 0);
-    if ((needed == 0 && !filters()) || top_k > kMaxCandidates / 3) return 0;
-    const int32_t wanted = needed > 0 ? clamp(3 * needed, 480, kMaxCandidates / 2) : kMaxCandidates / 2;
-    const int32_t share = min_of(segments(), kSamplingWarps) * kSegmentTokens;  // tokens that the lanes' maxima are of
-    return clamp(static_cast<int32_t>(static_cast<int64_t>(wanted) * share / params.vocab), 4, kSamplingThreads / 2);
-  }
-
-  /// Keeps a candidate, if there is room: others write what lies behind. Its value comes from memory again (it is in
-  /// the L1 cache): an array of registers has no index.
-  __device__ __forceinline__ void keep(int32_t token, int32_t room) const {
-    const int32_t at = atomicAdd(&shared.summary.num_candidates, 1);
-    if (at < room) {
-      shared.keys[at] = order_key(source.one(token));
-      shared.tokens[at] = token;
-    }
-  }
-
-  /// The segment's tokens in the race. `v` is used up.
-  __device__ __forceinline__ void race(int32_t segment, float reference, float (&v)[kLaneTokens]) const {
-    Racer& best = shared.lane_racers()[threadIdx.x];
-    const Weights weights(reference, settings.scale, settings.floor);
-    uint32_t known = 0;  // what the best of the CTA's racers has reached, about
-    if (lane() == 0) known = atomicMax(&shared.race_bound, 0u);
-    const int64_t seed = shared.seed, position = shared.position;
-    uint32_t words[kLaneTokens / 2];
-    first_bits<Source, Source::kVectorTokens == 4 ? kPhiloxRounds : 2>(seed, position, segment, words);
-    known = __shfl_sync(ptx::kAllLanes, known, 0);
-    const ApproximateShare<Weights> share(weights);
-    const float most_bits = ptx::ex2(16.0f + share.error - share.above_reference(key_value(known)));
-    const uint32_t magic = shared.race_magic;
-    uint32_t lost = 0xffffffffu;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; i += 2) {
-      const uint32_t word = words[i / 2];
-      lost &= has_lost<false>(share(v[i]), most_bits, word, magic) &
-              has_lost<true>(share(v[i + 1]), most_bits, word, magic);
-    }
-    const bool tells = share.error < 1.0f;  // not with a temperature next to nothing
-    if (!__any_sync(ptx::kAllLanes, (lost >> 31) == 0 || !tells)) return;
-    uint32_t reached = known;
-    race_segment(source, weights, seed, position, segment, words, v, reached, best);
-    if (lane() == 0 && reached > known) atomicMax(&shared.race_bound, reached);
-  }
-
-  __device__ __forceinline__ static bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
-
-  /// What the warp's values of a segment weigh together.
-  __device__ __forceinline__ static uint64_t warp_mass(const float (&v)[kLaneTokens], const Weights& weights) {
+  __device__ __forceinline__ uint64_t block_sum(uint64_t x) const {
+    const uint64_t of_warp = ptx::warp_add(x);
+    __syncthreads();  // the sums before were read
+    if (lane() == 0) shared.block_sums[0][warp()] = of_warp;
+    __syncthreads();
     uint64_t sum = 0;
 #pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) sum += weights(v[i]);
-    return ptx::warp_add(sum);
-  }
-
-  /// Puts the segment's masses relative to `reference` into the tables. key: of its largest value.
-  __device__ __forceinline__ void sum_segment(int32_t segment, const float (&v)[kLaneTokens], uint32_t key,
-                                              float reference) const {
-    const ReadTask& task = shared.task;
-#pragma unroll 1
-    for (int32_t which = 0; which < (task.has_second ? 2 : 1); ++which) {
-      const Weights local(reference, which == 0 ? task.scale : kLog2E,
-                          which == 0 ? task.floor : LogitWeights::floor_of(kLog2E));
-      const uint64_t sum = is_drawable(key) ? warp_mass(v, local) : 0;
-      if (lane() == 0) mass_table(which)[segment] = sum;
-    }
-  }
-
-  /// A read that looks for candidates, the largest value, masses. Sets the CTA's summary, without a barrier behind it.
-  __device__ __forceinline__ void read_candidates() {
-    const ReadTask& task = shared.task;
-    const int32_t lanes = lanes_at_bound();
-    uint32_t bound = lanes > 0 ? kWholeRow : kNoBound;
-    if (threadIdx.x == 0) {
-      shared.summary.num_candidates = 0;
-      shared.num_gathered = 0;
-    }
-    if (lane() == 0) shared.warp_racers[warp()] = nobody();
-    uint32_t best_key = 0;
-    uint32_t best_token = 0;
-    for_segments(
-        [&](bool works, const float (&v)[kLaneTokens]) {
-          if (lanes > 0 && params.vocab > kMaxCandidates)
-            bound = bound_of(works ? lane_max_key(v) : 0, lanes);
-          else
-            __syncthreads();  // num_candidates is 0
-        },
-        [&](int32_t segment, const float (&v)[kLaneTokens]) {
-          const uint32_t lane_key = lane_max_key(v);
-          const uint32_t key = ptx::warp_max(lane_key);
-          const float reference = key_value(key);
-          if (key > best_key) {
-            best_key = key;
-            uint32_t first_token = 0xffffffffu;
-#pragma unroll
-            for (int32_t i = kLaneTokens - 1; i >= 0; --i) {
-              if (v[i] == reference) first_token = token(segment, i);
-            }
-            best_token = ptx::warp_min(first_token);
-          }
-          if (lane() == 0) reference_table()[segment] = reference;
-          if (lane_key >= bound) {
-            const float least = key_value(bound);
-            uint32_t chosen = 0;
-#pragma unroll
-            for (int32_t i = 0; i < kLaneTokens; ++i) chosen |= v[i] >= least ? 1u << i : 0u;
-#pragma unroll 1
-            for (; chosen != 0; chosen &= chosen - 1)
-              keep(token(segment, __ffs(static_cast<int32_t>(chosen)) - 1), candidate_room());
-          }
-          if (task.needs_mass) sum_segment(segment, v, key, reference);
-        });
-    if (lane() == 0) shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32 | ~best_token;
-    set_summary(bound);
-  }
-
-  __device__ __forceinline__ static void exclude_below(float least, float (&v)[kLaneTokens]) {
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= least ? v[i] : kMinusInfinity;
-  }
-
-  /// Adds the segment's masses to the lane's, and excludes what is below bands.low.
-  __device__ __forceinline__ void sum_bands(float (&v)[kLaneTokens]) const {
-    const float low = shared.bands.low, high = shared.bands.high;
-    const ApproximateShare<Weights> share(Weights(shared.bands.reference, settings.scale, settings.floor));
-    float of_all = 0.0f, of_low = 0.0f, of_high = 0.0f;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneTokens; ++i) {
-      const float part = share(v[i]);
-      of_all += part;
-      if (v[i] >= high) of_high += part;
-      if (v[i] >= low)
-        of_low += part;
-      else
-        v[i] = kMinusInfinity;
-    }
-    shared.lane_band_masses()[threadIdx.x].add(BandMasses{of_all, of_low, of_high});
-  }
-
-  /// A read that looks at all tokens for their masses, and at those from task.least on for who wins the race among
-  /// them. Sets the CTA's summary, without a barrier behind it.
-  __device__ __forceinline__ void read_survivors() {
-    const ReadTask& task = shared.task;
-    Racer& own = shared.lane_racers()[threadIdx.x];
-    own = nobody();
-    shared.lane_band_masses()[threadIdx.x] = BandMasses();
-    if (threadIdx.x == 0) {
-      shared.race_bound = kExcludedKey;
-      shared.race_magic = 0x4b00;
-    }
-    __syncthreads();
-    uint32_t best_key = 0;
-    for_segments([&](int32_t segment, float (&v)[kLaneTokens]) {
-      const uint32_t key = ptx::warp_max(lane_max_key(v));
-      const float reference = key_value(key);
-      best_key = max_of(best_key, key);
-      if (task.needs_mass) {
-        if (lane() == 0) reference_table()[segment] = reference;
-        sum_segment(segment, v, key, reference);
-      }
-      if (task.has_bands)
-        sum_bands(v);
-      else if (task.least > kMinusInfinity)
-        exclude_below(task.least, v);
-      if (is_drawable(key) && reference >= task.least) race(segment, reference, v);
-    });
-    const Racer best = best_of_warp(own);
-    if (task.has_bands) {
-      BandMasses of_warp = shared.lane_band_masses()[threadIdx.x];
-      of_warp = BandMasses{ptx::warp_add(of_warp.all), ptx::warp_add(of_warp.low), ptx::warp_add(of_warp.high)};
-      if (lane() == 0) shared.warp_band_masses[warp()] = of_warp;
-    }
-    if (lane() == 0) {
-      shared.warp_best[warp()] = static_cast<uint64_t>(best_key) << 32;
-      shared.warp_racers[warp()] = best;
-    }
-    set_summary(kNoBound);
-  }
-
-  __device__ __forceinline__ void set_summary(uint32_t bound) const {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      uint64_t best = 0;
-      Racer racer = nobody();
-#pragma unroll
-      for (int32_t w = 0; w < kSamplingWarps; ++w) {
-        best = max_of(best, shared.warp_best[w]);
-        if (shared.warp_racers[w].beats(racer)) racer = shared.warp_racers[w];
-      }
-      shared.summary.best = best;
-      shared.summary.bound = bound;
-      shared.summary.racer = racer;
-      if (shared.task.has_bands) {
-        BandMasses masses;
-        for (const BandMasses& of_warp : shared.warp_band_masses) masses.add(of_warp);
-        shared.summary.band_masses = masses;
-      }
-    }
-  }
-
-  /// Candidates that a CTA has room for in the first CTA's list, where they are to be told without asking for room.
-  __device__ __forceinline__ int32_t candidate_room() const { return share_of_cta(kMaxCandidates); }
-
-  /// What all CTAs' summaries say together; a lane looks at one of them.
-  __device__ __forceinline__ CtaSummary together(const CtaSummary* of_lane) const {
-    CtaSummary all;
-    const bool has = lane() < num_ctas;
-    const uint64_t own = has ? of_lane->best : 0;
-    const uint32_t key = ptx::warp_max(static_cast<uint32_t>(own >> 32));
-    all.best = static_cast<uint64_t>(key) << 32 |
-               ptx::warp_max(static_cast<uint32_t>(own >> 32) == key ? static_cast<uint32_t>(own) : 0);
-    all.bound = ptx::warp_max(has ? of_lane->bound : 0);
-    all.num_candidates = static_cast<int32_t>(
-        ptx::warp_max(has ? static_cast<uint32_t>(of_lane->num_candidates) : 0));  // of the CTA with the most
-    all.racer = best_of_warp(has ? of_lane->racer : nobody());
-    if (shared.task.has_bands) {
-      const BandMasses masses = has ? of_lane->band_masses : BandMasses();
-      all.band_masses = BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)};
-    }
-    return all;
-  }
-
-  /// Gives the CTA's summary, which thread 0 has set, to all CTAs of the row, and its candidates to the first.
-  __device__ __forceinline__ void exchange_summaries() const {
-    if (num_ctas > 1) ptx::cluster_wait();  // the others have started: their shared memory is there
-    if (warp() == 0) {
-      __syncwarp();
-      if (lane() < num_ctas) ptx::cluster_pointer(&shared, lane())->summaries[rank] = shared.summary;
-    }
-    if (rank != 0 && shared.task.finds_candidates) {
-      SamplingShared& first = *ptx::cluster_pointer(&shared, 0);
-      const int32_t count = min_of(shared.summary.num_candidates, candidate_room());
-      for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-        first.keys[rank * candidate_room() + i] = shared.keys[i];
-        first.tokens[rank * candidate_room() + i] = shared.tokens[i];
-      }
-    }
-    sync();
-  }
-
-  /// The sum of the segments' masses, of the whole row; every CTA's is then in its summary.
-  __device__ __forceinline__ uint64_t total_mass() const {
-    BlockSums sums(shared.scratch);
-    const uint64_t* mass = mass_table(0);
-    uint64_t sum = 0;
-    __syncthreads();
-    for (int32_t s = shared.segment_begin + static_cast<int32_t>(threadIdx.x); s < shared.segment_end;
-         s += kSamplingThreads)
-      sum += mass[s];
-    sum = sums(sum);
-    if (threadIdx.x == 0) shared.summary.mass = sum;
-    sync();
-    sum = 0;
-#pragma unroll 4
-    for (int32_t cta = 0; cta < num_ctas; ++cta) sum += summary_of(cta).mass;
+    for (int32_t w = 0; w < kSamplingWarps; ++w) sum += shared.block_sums[0][w];
     return sum;
   }
 
-  /// Masses of the segments in units of the row's; their sum.
-  __device__ __forceinline__ uint64_t scale_segments(BlockSums& sums, int32_t which, const Weights& of_row) const {
-    uint64_t* mass = mass_table(which);
-    const float* references = reference_table();
+  // ---- The first read ----
+
+  /// Segments to a chunk: 1 << chunk_shift().
+  __device__ __forceinline__ int32_t chunk_shift() const { return max_of(27 - __clz(max_of(rounds() - 1, 1)), 0); }
+
+  __device__ __forceinline__ void sum_segment(int32_t which, int32_t at, const float (&v)[kLaneTokens],
+                                              const Weights& local) const {
     uint64_t sum = 0;
-#pragma unroll 1
-    for (int32_t s = shared.segment_begin + static_cast<int32_t>(threadIdx.x); s < shared.segment_end;
-         s += kSamplingThreads) {
-      const uint64_t scaled =
-          references[s] > kMinusInfinity ? scale_mass(mass[s], segment_factor(of_row, references[s])) : 0;
-      mass[s] = scaled;
-      sum += scaled;
-    }
-    return sums(sum);
+#pragma unroll
+    for (int32_t i = 0; i < kLaneTokens; ++i) sum += local(v[i]);
+    sum = ptx::warp_add(sum);
+    if (lane() == 0) shared.segment_mass(which, rounds() * kSamplingWarps)[at] = sum;
   }
 
-  /// Brings the members of all CTAs' lists, from `bound` on, to the first, behind its own.
-  __device__ __forceinline__ void gather_candidates(uint32_t bound) const {
-    if (rank == 0) return;
-    SamplingShared& first = *ptx::cluster_pointer(&shared, 0);
-    const int32_t own = first.summary.num_candidates;
-    const int32_t count = min_of(shared.summary.num_candidates, kMaxCandidates);
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSamplingThreads) {
-      if (shared.keys[i] < bound) continue;
-      const int32_t at = own + atomicAdd(&first.num_gathered, 1);
-      if (at < kMaxCandidates) {
-        first.keys[at] = shared.keys[i];
-        first.tokens[at] = shared.tokens[i];
+  __device__ __forceinline__ Weights logprob_weights(float of) const {
+    return Weights(of, is_tempered() ? settings.scale : kLog2E);
+  }
+
+  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
+  /// for. No barrier after it.
+  __device__ __forceinline__ void read_values(bool needs_mass, bool needs_logprobs) const {
+    const int32_t shift = chunk_shift();
+    uint32_t lane_key = 0, chunk_key = 0;
+    int32_t round = 0;
+    reader.for_each([&](int32_t, const float (&v)[kLaneTokens]) {
+      const uint32_t own = lane_max_key(v);
+      lane_key = max_of(lane_key, own);
+      chunk_key = (round & ((1 << shift) - 1)) == 0 ? own : max_of(chunk_key, own);
+      shared.chunk_keys()[(round >> shift) * kSamplingThreads + threadIdx.x] = static_cast<uint16_t>(chunk_key >> 16);
+      if (needs_mass || needs_logprobs) {
+        const uint32_t key = ptx::warp_max(own);
+        const float of_segment = key_value(key);
+        const int32_t at = round * kSamplingWarps + warp();
+        if (lane() == 0)
+          shared.segment_reference(rounds() * kSamplingWarps)[at] = is_drawable(key) ? of_segment : kMinusInfinity;
+        if (is_drawable(key)) {
+          if (needs_mass) sum_segment(0, at, v, Weights(of_segment, settings.scale, settings.floor));
+          if (needs_logprobs) sum_segment(1, at, v, logprob_weights(of_segment));
+        }
       }
+      ++round;
+    });
+    const uint32_t of_warp = ptx::warp_max(lane_key);
+    if (lane() == 0) atomicMax(&shared.best_key, of_warp);
+    shared.lane_keys[threadIdx.x] = static_cast<uint16_t>(lane_key >> 16);
+  }
+
+  /// The largest key of all CTAs goes to decision.best_key of each.
+  __device__ __forceinline__ void exchange_best() const {
+    sync();
+    const uint32_t own = lane() < num_ctas ? *ptx::cluster_pointer(&shared.best_key, lane()) : 0;
+    const uint32_t best = ptx::warp_max(own);
+    if (threadIdx.x == 0) shared.decision.best_key = best;
+    sync();
+  }
+
+  __device__ __forceinline__ uint64_t scaled_mass(int32_t which, const Weights& of_row) const {
+    const int32_t entries = rounds() * kSamplingWarps;
+    const uint64_t* masses = shared.segment_mass(which, entries);
+    const float* references = shared.segment_reference(entries);
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (int32_t at = threadIdx.x; at < entries; at += kSamplingThreads) {
+      const int32_t segment = at / kSamplingWarps * reader.step + rank * kSamplingWarps + at % kSamplingWarps;
+      if (segment < reader.num_segments() && references[at] > kMinusInfinity)
+        sum += scale_mass(masses[at], segment_factor(of_row, references[at]));
     }
+    return block_sum(sum);
+  }
+
+  /// Sets row_mass and logprob_mass, from the segments' masses.
+  __device__ __forceinline__ void sum_masses(bool needs_mass, bool needs_logprobs) const {
+    const uint64_t own = needs_mass ? scaled_mass(0, weights()) : 0;
+    const uint64_t own_logprobs = needs_logprobs ? scaled_mass(1, logprob_weights(reference())) : 0;
+    if (threadIdx.x == 0) {
+      shared.cta_mass[0] = own;
+      shared.cta_mass[1] = own_logprobs;
+    }
+    sync();
+    uint64_t mass = 0, logprob_mass = 0;
+#pragma unroll 1
+    for (int32_t cta = 0; cta < num_ctas; ++cta) {
+      const uint64_t* other = ptx::cluster_pointer(shared.cta_mass, cta);
+      mass += other[0];
+      logprob_mass += other[1];
+    }
+    if (threadIdx.x == 0) {
+      shared.row_mass = mass;
+      shared.logprob_mass = logprob_mass;
+    }
+    sync();
+  }
+
+  // ---- The race ----
+
+  __device__ __forceinline__ LaneRace& lane_race() const {
+    return reinterpret_cast<LaneRace*>(shared.list)[threadIdx.x];
+  }
+
+  /// Puts together what the lanes of a warp have; `has`: this lane has something.
+  __device__ __forceinline__ static RaceResult reduce_lanes(bool has, const RaceResult& own) {
+    const BandMasses masses = has ? own.masses : BandMasses();
+    return RaceResult{best_of_warp(has ? own.best : no_racer()),
+                      BandMasses{ptx::warp_add(masses.all), ptx::warp_add(masses.low), ptx::warp_add(masses.high)},
+                      __any_sync(ptx::kAllLanes, has && own.is_invalid) != 0};
+  }
+
+  /// Puts together what the lanes of all CTAs have, in all threads.
+  __device__ __forceinline__ RaceResult exchange(const Racer& best, const BandMasses& masses) const {
+    RaceResult all = reduce_lanes(true, RaceResult{best, masses, false});
+    if (lane() == 0) shared.of_warps[warp()] = all;
+    __syncthreads();
+    all = reduce_lanes(lane() < kSamplingWarps, shared.of_warps[lane() % kSamplingWarps]);
+    all.is_invalid = shared.board.is_invalid;
+    if (num_ctas > 1) {
+      if (threadIdx.x == 0) shared.of_cta = all;
+      sync();
+      all = reduce_lanes(lane() < num_ctas, *ptx::cluster_pointer(&shared.of_cta, lane() & (num_ctas - 1)));
+    }
+    sync();  // all has been read
+    return all;
+  }
+
+  /// Before the next race.
+  __device__ __forceinline__ void start_again() const {
+    reader.start();
+    if (threadIdx.x == 0) shared.board.reset(true);
+    __syncthreads();
+  }
+
+  /// The race of a read. After reader.start().
+  template <class Racing>
+  __device__ __forceinline__ RaceResult race(const Racing& racing) const {
+    LaneRace& own = lane_race();
+    own.masses = BandMasses();
+    race_row(reader, shared.draw, shared.board, racing, own.best);
+    return exchange(own.best, own.masses);
   }
 
   // ---- Results ----
 
-  __device__ __forceinline__ void store_token(int64_t index, int32_t token) const {
-    if (params.token_ids_are_int64 != 0)
-      static_cast<int64_t*>(params.token_ids)[index] = token;
-    else
-      static_cast<int32_t*>(params.token_ids)[index] = token;
-  }
-
-  __device__ __forceinline__ bool wants_logprobs() const {
-    return samples() && (params.logprobs != nullptr || params.num_top_logprobs > 0);
-  }
-  __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
-
   __device__ __forceinline__ float logprob_of(float value) const {
-    return logprob(value, shared.reference, is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
+    return logprob(value, reference(), is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
   }
 
-  /// `ranked`: key and ~token; 0: no such token.
-  __device__ __forceinline__ void store_top(int32_t place, uint64_t ranked) const {
+  __device__ __forceinline__ void store_top(int32_t place, uint64_t token) const {
     const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
-    params.top_token_ids[at] = ranked == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(ranked));
-    params.top_logprobs[at] = ranked == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(ranked >> 32)));
+    params.top_token_ids[at] = token == 0 ? 0 : token_of(token);
+    params.top_logprobs[at] = token == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(token >> 32)));
+  }
+
+  // ---- Selection ----
+
+  struct Selected {
+    uint32_t key;
+    uint64_t sum;  // of the weights from there on
+  };
+
+  /// Adds to a bin, in two words: nvcc makes a loop of 64 bits.
+  __device__ __forceinline__ static void add_to_bin(uint64_t& bin, uint64_t weight) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(&bin);
+    const uint32_t low = static_cast<uint32_t>(weight), before = atomicAdd(&words[0], low);
+    const uint32_t high = static_cast<uint32_t>(weight >> 32) + (before + low < low ? 1 : 0);
+    if (high != 0) atomicAdd(&words[1], high);
+  }
+
+  /// Adds up the CTAs' bins: each a part of them, which it gives to all.
+  __device__ __forceinline__ void add_bins() const {
+    sync();
+    if (num_ctas == 1) return;
+    const int32_t part = share_of_cta(kBins);
+    for (int32_t bin = part * rank + static_cast<int32_t>(threadIdx.x); bin < part * (rank + 1);
+         bin += kSamplingThreads) {
+      uint64_t sum = 0;
+      for (int32_t cta = 0; cta < num_ctas; ++cta) sum += ptx::cluster_pointer(shared.bins, cta)[bin];
+      for (int32_t cta = 0; cta < num_ctas; ++cta) ptx::cluster_pointer(shared.bins, cta)[bin] = sum;
+    }
+    sync();
+  }
+
+  /// Where the running sum of the bins reaches `target`: bin (kBins: nowhere), sum before it, sum with it. The last two
+  /// are the same where it is not reached.
+  __device__ __forceinline__ void find_crossing(uint64_t target, uint64_t (&found)[3]) const {
+    constexpr int32_t kThreadBins = kBins / kSamplingThreads;
+    const uint64_t* own = shared.bins + threadIdx.x * kThreadBins;
+    uint64_t mine = 0;
+#pragma unroll 1
+    for (int32_t i = 0; i < kThreadBins; ++i) mine += own[i];
+    uint64_t through = ptx::warp_inclusive_sum(mine, lane());
+    if (lane() == 31) shared.block_sums[1][warp()] = through;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t w = 0; w < warp(); ++w) through += shared.block_sums[1][w];
+    uint64_t before = through - mine;
+    if (before < target && target <= through) {
+      int32_t i = 0;
+#pragma unroll 1
+      for (; before + own[i] < target; ++i) before += own[i];
+      shared.crossing[0] = threadIdx.x * kThreadBins + i;
+      shared.crossing[1] = before;
+      shared.crossing[2] = before + own[i];
+    }
+    if (threadIdx.x == kSamplingThreads - 1 && through < target) {
+      shared.crossing[0] = kBins;
+      shared.crossing[1] = shared.crossing[2] = through;
+    }
+    __syncthreads();
+    for (int32_t i = 0; i < 3; ++i) found[i] = shared.crossing[i];
+    __syncthreads();  // before it is written again
+  }
+
+  /// The largest key from `low` on from which on the row's tokens sum up to `target`, by mass or by number; `low`, if
+  /// that is nowhere. A digit of a radix at a time, a read of the row each. The same in all threads.
+  __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
+    const Weights of_row = weights();
+    uint32_t high = shared.decision.best_key;
+    uint64_t above = 0;
+#pragma unroll 1
+    while (true) {
+      const int32_t shift = max_of(32 - kBinBits - __clz(static_cast<int32_t>(high - low)), 0);
+      for (int32_t bin = threadIdx.x; bin < kBins; bin += kSamplingThreads) shared.bins[bin] = 0;
+      __syncthreads();
+      // Equal values that follow each other are added at once: rows may have nothing else.
+      uint32_t run_bin = 0;
+      uint64_t run_sum = 0;
+      reader.start();
+      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
+#pragma unroll 1
+        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
+          const uint32_t key = order_key(v[0]), bin = (high - key) >> shift;
+          if (key >= low && key <= high) {
+            if (bin != run_bin && run_sum != 0) {
+              add_to_bin(shared.bins[run_bin], run_sum);
+              run_sum = 0;
+            }
+            run_bin = bin;
+            run_sum += by_mass ? of_row(v[0]) : 1;
+          }
+#pragma unroll
+          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
+        }
+      });
+      if (run_sum != 0) add_to_bin(shared.bins[run_bin], run_sum);
+      add_bins();
+      uint64_t found[3];
+      find_crossing(target - above, found);
+      if (found[0] == kBins) return Selected{low, above + found[2]};
+      high -= static_cast<uint32_t>(found[0]) << shift;
+      const uint32_t width = (1u << shift) - 1;
+      low = high - low > width ? high - width : low;
+      if (shift == 0) return Selected{low, above + found[2]};
+      above += found[1];
+    }
+  }
+
+  /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and
+  /// again. row_mass is there if it is needed.
+  __device__ __forceinline__ Selected find_threshold(bool needs_mass) const {
+    enum Step { kTopK, kMassOfTopK, kTopP, kMass };
+    Selected survivors{min_p_key(weights(), settings), 0};
+    uint64_t total = shared.row_mass;
+#pragma unroll 1
+    for (int32_t step = kTopK; step <= kMass; ++step) {  // one copy of the code
+      if (step == kTopK && settings.top_k == 0) continue;
+      if (step == kMassOfTopK && (!settings.has_top_p || top_p_of_all())) continue;
+      if (step == kTopP && !settings.has_top_p) continue;
+      if (step == kMass && (!needs_mass || settings.has_top_p)) continue;
+      const uint64_t target = step == kTopK   ? static_cast<uint64_t>(settings.top_k)
+                              : step == kTopP ? top_p_target(settings, total)
+                                              : ~uint64_t{0};  // nobody reaches it: the sum of all
+      const Selected selected = select(survivors.key, target, step != kTopK);
+      if (step == kMassOfTopK)
+        total = selected.sum;
+      else
+        survivors = selected;
+    }
+    return survivors;
   }
 };
 

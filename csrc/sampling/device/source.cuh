@@ -1,11 +1,13 @@
 // What rows are sampled from: logits of some element type, or probabilities.
 //
-// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source loads ahead (Vector) and
-// converts later (values): float32, -inf for a token that cannot be drawn, so that whoever works with values knows
-// nothing of masks, tails and element types.
+// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of 16 bytes of it. A source says what a
+// vector holds: float32, -inf for a token that cannot be drawn, so that whoever works with values knows nothing of
+// masks, tails and element types.
 #pragma once
 
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
 
 namespace attn {
@@ -19,7 +21,7 @@ struct Float32Element {
   __device__ __forceinline__ static float from_word(uint32_t word, int32_t) { return __uint_as_float(word); }
 };
 
-/// A probability: what lies behind the row's end has none.
+/// A probability; 0 beyond the end of the row.
 struct ProbElement : Float32Element {
   static constexpr uint32_t kExcludedWord = 0;
 };
@@ -65,18 +67,10 @@ struct RowReader {
     return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab;
   }
 
-  __device__ __forceinline__ static void take(const uint4& vector, uint32_t (&words)[4]) {
-    words[0] = vector.x;
-    words[1] = vector.y;
-    words[2] = vector.z;
-    words[3] = vector.w;
-  }
-
-  __device__ __forceinline__ void load(int32_t first, uint32_t (&words)[4]) const {
-    if (reads_whole(first + kVectorTokens)) {
-      take(__ldg(reinterpret_cast<const uint4*>(row + first)), words);
-      return;
-    }
+  /// The vector that begins with the token `first`.
+  __device__ __forceinline__ uint4 load(int32_t first) const {
+    if (reads_whole(first + kVectorTokens)) return __ldg(reinterpret_cast<const uint4*>(row + first));
+    uint32_t words[4];
 #pragma unroll
     for (int32_t w = 0; w < 4; ++w) {
       const int32_t token = first + w * kWordTokens;
@@ -89,23 +83,12 @@ struct RowReader {
       }
       words[w] = word;
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  /// Whether each vector lies in the row or behind it, and can be read at once.
-  __device__ __forceinline__ bool has_whole_vectors() const {
-    return reinterpret_cast<uint64_t>(row) % 16 == 0 && vocab % kVectorTokens == 0;
-  }
-
-  /// A vector of such a row.
-  __device__ __forceinline__ void load_whole(int32_t first, uint32_t (&words)[4]) const {
-    uint4 vector =
-        make_uint4(Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord, Element::kExcludedWord);
-    if (first < vocab) vector = __ldg(reinterpret_cast<const uint4*>(row + first));
-    take(vector, words);
-  }
-
-  __device__ __forceinline__ static float value(const uint32_t (&words)[4], int32_t i) {
-    return Element::from_word(words[i / kWordTokens], i % kWordTokens);
+  __device__ __forceinline__ static float value(const uint4& vector, int32_t i) {
+    const int32_t w = i / kWordTokens;
+    return Element::from_word(w == 0 ? vector.x : w == 1 ? vector.y : w == 2 ? vector.z : vector.w, i % kWordTokens);
   }
 
   /// One token's value; token < vocab.
@@ -126,11 +109,6 @@ struct LogitSource {
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = false;
 
-  struct Vector {
-    uint32_t words[4];
-    uint32_t allowed;
-  };
-
   Reader reader;
   const uint32_t* mask;
 
@@ -138,55 +116,13 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  /// The vector that begins with the token `first`. is_whole: Reader::has_whole_vectors().
-  __device__ __forceinline__ void load(int32_t first, bool is_whole, Vector& vector) const {
-    if (is_whole)
-      reader.load_whole(first, vector.words);
-    else
-      reader.load(first, vector.words);
-    load_mask(first, vector);
-  }
-
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    load(Reader::vector_token(segment, lane, j), false, vector);
-  }
-
-  /// The same of a vector that was brought to shared memory.
-  __device__ __forceinline__ void take(int32_t segment, int32_t lane, int32_t j, const uint4& staged,
-                                       Vector& vector) const {
-    Reader::take(staged, vector.words);
-    load_mask(Reader::vector_token(segment, lane, j), vector);
-  }
-
-  __device__ __forceinline__ void load_mask(int32_t first, Vector& vector) const {
-    if constexpr (kMasked) vector.allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
-  }
-
-  template <int32_t kFirst, int32_t kCount>
-  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+  /// What the vector that begins with the token `first` holds.
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
+    uint32_t allowed = 0xffffffffu;
+    if constexpr (kMasked) allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
 #pragma unroll
-    for (int32_t i = 0; i < kVectorTokens; ++i) v[kFirst + i] = Reader::value(vector.words, i);
-    if constexpr (kMasked) {
-#pragma unroll
-      for (int32_t i = 0; i < kVectorTokens; ++i) {
-        if ((vector.allowed >> i & 1) == 0) v[kFirst + i] = kMinusInfinity;
-      }
-    }
-  }
-
-  /// Moves what comes behind the first four values to the front.
-  __device__ __forceinline__ static void skip_four(Vector& vector) {
-    vector.words[0] = vector.words[2];
-    vector.words[1] = vector.words[3];
-    vector.allowed >>= 4;
-  }
-
-  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const {
-#pragma unroll
-    for (int32_t i = 0; i < 4; ++i) {
-      v[i] = Reader::value(vector.words, i);
-      if (kMasked && (vector.allowed >> i & 1) == 0) v[i] = kMinusInfinity;
-    }
+    for (int32_t i = 0; i < kVectorTokens; ++i)
+      v[i] = (allowed >> i & 1) != 0 ? Reader::value(vector, i) : kMinusInfinity;
   }
 
   __device__ __forceinline__ float one(int32_t token) const {
@@ -205,11 +141,6 @@ struct ProbSource {
   static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = kMayHaveDraft;
 
-  struct Vector {
-    uint32_t words[4];
-    uint32_t draft[kMayHaveDraft ? 4 : 1];
-  };
-
   Reader reader;
   const float* draft;
 
@@ -218,32 +149,16 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
 
-  __device__ __forceinline__ void load(int32_t segment, int32_t lane, int32_t j, Vector& vector) const {
-    const int32_t first = Reader::vector_token(segment, lane, j);
-    reader.load(first, vector.words);
-    if constexpr (kMayHaveDraft) {
-      if (draft != nullptr) Reader{draft, reader.vocab}.load(first, vector.draft);
-    }
-  }
-
-  __device__ __forceinline__ void take(int32_t, int32_t, int32_t, const uint4& staged, Vector& vector) const {
-    Reader::take(staged, vector.words);
-  }
-
-  template <int32_t kFirst, int32_t kCount>
-  __device__ __forceinline__ void values(const Vector& vector, float (&v)[kCount]) const {
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
+    const bool has_draft = kMayHaveDraft && draft != nullptr;
+    uint4 of_draft{};
+    if (has_draft) of_draft = Reader{draft, reader.vocab}.load(first);
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) {
-      float prob = __uint_as_float(vector.words[i]);
-      if constexpr (kMayHaveDraft) {
-        if (draft != nullptr) prob = residual_prob(prob, __uint_as_float(vector.draft[i]));
-      }
-      v[kFirst + i] = prob_value(prob);
+      const float prob = Reader::value(vector, i);
+      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(of_draft, i)) : prob);
     }
   }
-
-  __device__ __forceinline__ static void skip_four(Vector&) {}
-  __device__ __forceinline__ void four_values(const Vector& vector, float (&v)[4]) const { values<0>(vector, v); }
 
   __device__ __forceinline__ float one(int32_t token) const {
     if (token >= reader.vocab) return kMinusInfinity;
@@ -261,38 +176,127 @@ __device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
   return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
 }
 
-/// A lane's vectors of a segment.
+/// What this lane has of a segment, outside of a SegmentReader.
 template <class Source>
-__device__ __forceinline__ void load_segment(const Source& source, int32_t segment, int32_t lane,
-                                             typename Source::Vector (&raw)[Source::kVectors]) {
+__device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
+  uint4 vectors[Source::kVectors];
 #pragma unroll
-  for (int32_t j = 0; j < Source::kVectors; ++j) source.load(segment, lane, j, raw[j]);
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    vectors[j] = source.reader.load(Source::Reader::vector_token(segment, ptx::lane_id(), j));
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    source.values(Source::Reader::vector_token(segment, ptx::lane_id(), j), vectors[j], v + j * Source::kVectorTokens);
 }
 
-/// A lane's vectors at once, which begin with the tokens first(j).
-template <class Source, class First>
-__device__ __forceinline__ void load_vectors(const Source& source, const First& first,
-                                             typename Source::Vector (&raw)[Source::kVectors]) {
-  if (__builtin_expect(source.reader.has_whole_vectors(), 1)) {
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), true, raw[j]);
-  } else {
-#pragma unroll
-    for (int32_t j = 0; j < Source::kVectors; ++j) source.load(first(j), false, raw[j]);
+/// Reads those segments of a row that are a warp's: `first` and every `step`-th after it. Each lane copies what it
+/// reads itself to shared memory: two segments are on their way while one is worked on, and no registers are left.
+template <class Source>
+struct SegmentReader {
+  static constexpr int32_t kAhead = 2;
+  using Staged = uint4[kAhead][4][kSamplingThreads];
+
+  const Source& source;
+  Staged& staged;
+  int32_t vocab, first, step;
+
+  __device__ __forceinline__ int32_t num_segments() const { return ceil_div(vocab, kSegmentTokens); }
+
+  /// Has the first segments on their way: before each for_each(), some time if possible.
+  __device__ __forceinline__ void start() const {
+#pragma unroll 1
+    for (int32_t i = 0; i < kAhead; ++i) stage(first + i * step, i);
   }
+
+  /// meanwhile(segment) while the segment is on its way, then body(segment, values).
+  template <class Meanwhile, class Body>
+  __device__ __forceinline__ void for_each(const Meanwhile& meanwhile, const Body& body) const {
+    int32_t slot = 0;
+#pragma unroll 1
+    for (int32_t segment = first; segment < num_segments(); segment += step) {
+      meanwhile(segment);
+      ptx::cp_async_wait<kAhead - 1>();
+      float v[kLaneTokens];
+#pragma unroll
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        const uint4 vector =
+            is_staged(segment, j) ? staged[slot][j][threadIdx.x] : source.reader.load(token(segment, j));
+        source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+      }
+      stage(segment + kAhead * step, slot);
+      slot ^= 1;
+      body(segment, v);
+    }
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void for_each(const Body& body) const {
+    for_each([](int32_t) {}, body);
+  }
+
+  /// What this lane has of a segment that was read: the last ones are still in shared memory.
+  __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {
+    const int32_t segment = first + round * step;
+    const bool is_there = segment + kAhead * step >= num_segments();
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      const uint4 vector = is_there && is_staged(segment, j) ? staged[round % kAhead][j][threadIdx.x]
+                                                             : source.reader.load(token(segment, j));
+      source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j) {
+    return Source::Reader::vector_token(segment, ptx::lane_id(), j);
+  }
+
+  __device__ __forceinline__ bool is_staged(int32_t segment, int32_t j) const {
+    return !Source::kHasDraft && source.reader.reads_whole(token(segment, j) + Source::kVectorTokens);
+  }
+
+  __device__ __forceinline__ void stage(int32_t segment, int32_t slot) const {
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      if (is_staged(segment, j))
+        ptx::cp_async_16(ptx::shared_address(&staged[slot][j][threadIdx.x]), source.reader.row + token(segment, j));
+    }
+    ptx::cp_async_commit();
+  }
+};
+
+/// v[i]; registers have no index.
+template <class T, int32_t kCount>
+__device__ __forceinline__ T pick(const T (&v)[kCount], int32_t i) {
+  T picked = v[0];
+#pragma unroll
+  for (int32_t j = 1; j < kCount; ++j) picked = i == j ? v[j] : picked;
+  return picked;
 }
 
-/// What they hold.
-template <class Source>
-__device__ __forceinline__ void segment_values(const Source& source,
-                                               const typename Source::Vector (&raw)[Source::kVectors],
-                                               float (&v)[kLaneTokens]) {
-  source.template values<0>(raw[0], v);
-  source.template values<kLaneTokens / Source::kVectors>(raw[1], v);
-  if constexpr (Source::kVectors == 4) {
-    source.template values<8>(raw[2], v);
-    source.template values<12>(raw[3], v);
+/// Of the largest value; a NaN's is above all others (max_nan gives the positive one).
+__device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
+  float most = v[0];
+#pragma unroll
+  for (int32_t i = 1; i < kLaneTokens; ++i) most = ptx::max_nan(most, v[i]);
+  return order_key(most);
+}
+
+__device__ __forceinline__ bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
+
+/// The first token that the mask allows, or 0: of a row that cannot be sampled. For a warp.
+__device__ __forceinline__ int32_t first_allowed(const SamplingParams& params, int32_t row) {
+  uint32_t first = 0xffffffffu;
+  if (params.token_mask != nullptr) {
+    const uint32_t* words = params.token_mask + static_cast<int64_t>(row) * params.mask_stride;
+#pragma unroll 1
+    for (int32_t w = ptx::lane_id(); w < ceil_div(params.vocab, 32) && first == 0xffffffffu; w += 32) {
+      const int32_t rest = params.vocab - 32 * w;
+      const uint32_t bits = __ldg(words + w) & (rest >= 32 ? 0xffffffffu : (1u << rest) - 1);
+      if (bits != 0) first = static_cast<uint32_t>(32 * w + __ffs(static_cast<int32_t>(bits)) - 1);
+    }
   }
+  first = ptx::warp_min(first);
+  return first == 0xffffffffu ? 0 : static_cast<int32_t>(first);
 }
 
 }  // namespace attn

@@ -1,8 +1,8 @@
-// Chain speculative sampling: draft tokens are accepted until the first that is refused; the token behind them is drawn
+// Chain speculative sampling: draft tokens are accepted until the first that is refused; the token after them is drawn
 // from what the target gives beyond the draft, or from the target alone when all were accepted.
 #pragma once
 
-#include "sampling/device/sampling.cuh"
+#include "sampling/device/filtered.cuh"
 
 namespace attn {
 
@@ -39,31 +39,36 @@ __device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int
   return has;
 }
 
-__device__ __forceinline__ void speculate(const SamplingParams& params) {
-  extern __shared__ __align__(16) char shared_bytes[];
-  SamplingShared& shared = *reinterpret_cast<SamplingShared*>(shared_bytes);
+__device__ __forceinline__ void speculate(const SamplingParams& params, SamplingShared& shared) {
   const int32_t row = ptx::cluster_id();
-  const int64_t seed = params.seed[row], position = params.position[row];
   const int32_t drafts = params.num_draft_tokens;
-  const int32_t accepted = count_accepted(params, row, seed, position);
+  const int32_t accepted = count_accepted(params, row, params.seed[row], params.position[row]);
   const float* target =
       static_cast<const float*>(params.values) + (static_cast<int64_t>(row) * (drafts + 1) + accepted) * params.vocab;
   const float* draft =
       accepted < drafts ? params.draft_probs + (static_cast<int64_t>(row) * drafts + accepted) * params.vocab : nullptr;
   ProbSource<true> source(target, draft, params.vocab);
   if (draft != nullptr && !has_residual(source, params.vocab)) source.draft = nullptr;
-  RowSampler<ProbSource<true>> sampler(params, shared, source, row);
+  const RowSampler<ProbSource<true>> sampler(params, source, shared);
+  const int64_t begin = static_cast<int64_t>(row) * (drafts + 1);
   if (sampler.rank == 0) {
     const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i <= drafts; i += kSamplingThreads) {
-      if (i != accepted)
-        sampler.store_token(
-            static_cast<int64_t>(row) * (drafts + 1) + i,
-            i < accepted ? static_cast<int32_t>(draft_ids[static_cast<int64_t>(row) * drafts + i]) : -1);
+    for (int32_t i = threadIdx.x; i <= drafts; i += kSamplingThreads) {
+      const int64_t id = i < accepted ? draft_ids[static_cast<int64_t>(row) * drafts + i] : -1;
+      if (i != accepted) store_token(params, begin + i, static_cast<int32_t>(id));
     }
     if (threadIdx.x == 0) params.num_accepted[row] = accepted;
   }
-  sampler.template run<false>(static_cast<int64_t>(row) * (drafts + 1) + accepted, accepted);
+  sampler.begin(accepted);
+  if (sampler.race_all())
+    sampler.write_token(begin + accepted);
+  else
+    sampler.write_invalid(begin + accepted);
+}
+
+__device__ __forceinline__ void speculate(const SamplingParams& params) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  speculate(params, *reinterpret_cast<SamplingShared*>(dynamic_shared));
 }
 
 }  // namespace attn

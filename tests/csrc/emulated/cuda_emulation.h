@@ -13,6 +13,7 @@
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -63,14 +64,31 @@ uint32_t random();
 uint64_t time();
 
 /// Whether what this CTA sends gets lost, as if it never ran.
-bool loses_mail();
+bool loses_messages();
 
-/// Waits for `threads` threads at barrier `id`; returns whether any of them says so.
-bool barrier(int32_t id, int32_t threads, bool value);
+/// Waits for `threads` threads at barrier `id`; returns how many of them say so.
+int32_t barrier(int32_t id, int32_t threads, bool value);
 
 /// Exchanges a value of each lane of the calling thread's warp: returns those of all 32. `operation`: what the lanes
 /// must agree on.
 const uint64_t* exchange(uint64_t value, const char* operation);
+
+/// Of the running thread: its number, in its cluster; of its CTA, that of its cluster's CTAs.
+int32_t fiber();
+int32_t cluster_rank();
+int32_t cluster_size();
+
+/// The halves of a barrier of the cluster.
+void cluster_arrive();
+void cluster_wait();
+
+/// The mbarriers at these addresses of shared memory: as in common/ptx/cluster_mbarrier.cuh.
+void mbarrier_init(uint32_t address, int32_t arrivals);
+void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes);
+void mbarrier_wait(uint32_t address);
+
+/// Runs `thread` as each thread of a cluster, in an order that depends on `seed`. Each CTA has a part of shared memory.
+void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)());
 
 /// Runs `thread` as each of a CTA's threads, in an order that depends on `seed`.
 void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)());
@@ -93,7 +111,9 @@ T from_bits(uint64_t bits) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::barrier(0, blockDim.x, false); }
-inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value); }
+inline bool __syncthreads_or(bool value) { return emulation::barrier(0, blockDim.x, value) != 0; }
+inline bool __syncthreads_and(bool value) { return emulation::barrier(0, blockDim.x, !value) == 0; }
+inline int32_t __syncthreads_count(bool value) { return emulation::barrier(0, blockDim.x, value); }
 
 inline int32_t emulated_lane() { return threadIdx.x % 32; }
 
@@ -158,6 +178,11 @@ T __reduce_max_sync(uint32_t, T value) {
   return largest;
 }
 
+inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value) {
+  return static_cast<uint32_t>(__reduce_add_sync(mask, static_cast<int32_t>(value)));
+}
+
+inline int32_t __clz(int32_t value) { return value == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(value)); }
 inline int32_t __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int32_t __ffs(int32_t value) { return __builtin_ffs(value); }
 
@@ -171,6 +196,10 @@ T atomicExch(T* address, T value) {
   const T was = *address;
   *address = value;
   return was;
+}
+template <class T, class Value>
+T atomicAdd(T* address, Value value) {
+  return atomicExch(address, *address + static_cast<T>(value));
 }
 template <class T>
 T atomicAdd(T* address, T value) {

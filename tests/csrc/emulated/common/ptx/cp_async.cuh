@@ -14,11 +14,11 @@ struct CopyUnderWay {
   const void* from;
 };
 
-/// Commit groups of each thread, the last one open.
+/// Commit groups of each thread of a cluster, the last one open.
 inline std::deque<std::vector<CopyUnderWay>> copies_under_way[1024];
 
 inline std::deque<std::vector<CopyUnderWay>>& own_copies() {
-  auto& groups = copies_under_way[threadIdx.x];
+  auto& groups = copies_under_way[emulation::fiber()];
   if (groups.empty()) groups.emplace_back();
   return groups;
 }

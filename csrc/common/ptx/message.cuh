@@ -6,24 +6,24 @@
 
 namespace attn::ptx {
 
-struct alignas(16) Mail {
+struct alignas(16) Message {
   uint64_t low;
   uint64_t high;
 };
 
-__device__ __forceinline__ void send(Mail* slot, const Mail& mail) {
+__device__ __forceinline__ void send(Message* slot, const Message& message) {
   asm volatile("{\n.reg .b128 both;\nmov.b128 both, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], both;\n}" ::"l"(slot),
-               "l"(mail.low), "l"(mail.high)
+               "l"(message.low), "l"(message.high)
                : "memory");
 }
 
-__device__ __forceinline__ Mail receive(const Mail* slot) {
-  Mail mail;
+__device__ __forceinline__ Message receive(const Message* slot) {
+  Message message;
   asm volatile("{\n.reg .b128 both;\nld.relaxed.gpu.global.b128 both, [%2];\nmov.b128 {%0, %1}, both;\n}"
-               : "=l"(mail.low), "=l"(mail.high)
+               : "=l"(message.low), "=l"(message.high)
                : "l"(slot)
                : "memory");
-  return mail;
+  return message;
 }
 
 /// Words that other CTAs read and write too.

@@ -1,17 +1,17 @@
-// The loops that the compiler vectorises for each instruction set. Nothing in it may become a function that the linker
-// could share between them.
+// The loops of an instruction set: each source that includes this has its own. Nothing in it may become a function that
+// the linker could share between them.
 #pragma once
 
 #include "sampling/cpu/sampling.h"
 
 namespace attn::cpu {
 
-ATTN_HD void weigh_logits(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out) {
+static void weigh_logits(const LogitWeights& weights, const float* logits, int32_t count, uint64_t* out) {
   const LogitWeights local = weights;
   for (int32_t i = 0; i < count; ++i) out[i] = local(logits[i]);
 }
 
-ATTN_HD void race_halves(int64_t seed, int64_t position, int32_t segment, uint16_t* out) {
+static void race_halves(int64_t seed, int64_t position, int32_t segment, uint16_t* out) {
   constexpr int32_t kBlocks = kSegmentTokens / 8, kTogether = 16;  // blocks that go through a round together
   for (int32_t begin = 0; begin < kBlocks; begin += kTogether) {
     uint32_t c0[kTogether], c1[kTogether], c2[kTogether], c3[kTogether];
