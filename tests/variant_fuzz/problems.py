@@ -123,11 +123,12 @@ def _case(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form:
     """Of cases.random_spec, cut to what the variant takes."""
     spec = cases.random_spec(seed, form.device.type)
     group_size = min(spec.group_size, entry.max_heads)
+    causal = _random_causal(rng)
+    is_causal = _is_causal(entry, causal)
     lens = [
-        (min(qo_len, kv_len) if kv_len and entry.variant.has_logits else qo_len, kv_len)  # log(q_idx) of a query before the first token is NaN
+        (qo_len if is_causal or not kv_len else min(qo_len, kv_len), kv_len)  # functions take q_idx for at least 0; if causal, earlier queries see nothing
         for qo_len, kv_len in zip(spec.qo_lens, (min(n, entry.max_tokens) for n in spec.kv_lens), strict=True)
     ][: entry.max_requests]
-    causal = _random_causal(rng)
     spec = spec.with_(
         qo_lens=tuple(qo_len for qo_len, _ in lens),
         kv_lens=tuple(kv_len for _, kv_len in lens),
@@ -136,7 +137,7 @@ def _case(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form:
         head_dim=form.head_dim,
         dtype=form.dtype,
         logits_soft_cap=0.0,
-        causal=_is_causal(entry, causal),
+        causal=is_causal,
     )
     case = case_tensors.build(spec, form.device)
     lens_of = (list(spec.qo_lens), list(spec.kv_lens))
