@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import attention_kernels
 import cases
@@ -51,11 +52,13 @@ class Case:
             **(arguments | changes),
         )
 
-    def run(self, attention: Attention, out: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
-        return attention.run(self.q, self.kv, out=out, lse=lse, sm_scale=self.spec.sm_scale, logits_soft_cap=self.spec.logits_soft_cap)
+    def run(self, attention: Attention, out: Tensor | None = None, lse: Tensor | None = None, **options: Any) -> Tensor:
+        """options: of Attention.run."""
+        given = {"sm_scale": self.spec.sm_scale, "logits_soft_cap": self.spec.logits_soft_cap, **options}
+        return attention.run(self.q, self.kv, out=out, lse=lse, **given)
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """float64 o and lse of the batch's rows."""
+    def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
         spec = self.spec
         return oracle.paged_attention(
             self.q,
@@ -66,7 +69,7 @@ class Case:
             sm_scale=spec.sm_scale,
             causal=spec.causal,
             window_left=spec.window_left,
-            logits_soft_cap=spec.logits_soft_cap,
+            **{"logits_soft_cap": spec.logits_soft_cap, **changes},
         )
 
 

@@ -51,7 +51,7 @@ def attention(
     """One request: q [rows, num_qo_heads, head_dim] over k, v [tokens, num_kv_heads, head_dim], on any device, in any float dtype.
 
     Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim] and lse [rows, num_qo_heads] (natural logarithm); a row that
-    sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: of what variants
+    sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what variants
     are told.
     """
     variant = variant or Variant()

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variant.add_argument("--variant", action="append", metavar="MODULE:OBJECT", help="repeatable: a Variant that a module has when it is imported")
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
     variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128")
+    variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
 
 
@@ -53,7 +54,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         variant = _imported(place)
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [128]:
-                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa):
+                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
                     print(entry, flush=True)
 
 

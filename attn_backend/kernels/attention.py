@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Real
@@ -19,7 +19,7 @@ from ..metadata.structure import check_device, check_int, check_plain, check_typ
 from ..settings import Settings
 from . import manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
-from .attention_variant import AttentionVariant
+from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -56,6 +56,7 @@ class Attention:
         kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
             kernel, to look at its schedules.
         variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
+        sinks: whether runs may be given sinks: logits, one for each query head, that join the sum of a row's exponentials (gpt-oss).
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -82,6 +83,7 @@ class Attention:
         batch_invariant: bool = False,
         kernel: Literal["hopper", "generic"] | None = None,
         variant: Variant | None = None,
+        sinks: bool = False,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -104,12 +106,14 @@ class Attention:
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
         self._sm_scale = head_dim**-0.5
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device)
+        check_types(bool, "True or False", sinks=sinks)
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device, sinks)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
         self._plan_level = self._library.plan_level
         self._run_function = self._library.run
+        self._run_with_sinks = self._library.run_with_sinks
         config = pack(
             "AttentionConfig",
             num_qo_heads=num_qo_heads,
@@ -127,29 +131,32 @@ class Attention:
             on_cuda=device.type == "cuda",
             has_variant=variant is not None,
             uses_softmax=variant is None or variant.uses_softmax,
+            has_mask=variant is not None and variant.has_mask,
+            has_sinks=sinks,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
             self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
             self._partial_o = torch.empty(int(sizes["partial_o"]) // 4, dtype=torch.float32, device=device)
             self._partial_lse = torch.empty(int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device)
+            self._row_ranges = torch.empty(int(sizes["row_ranges"]), dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes.item())} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
-        self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse)
+        self._library.set_workspace(self._handle, self._schedule, self._partial_o, self._partial_lse, self._row_ranges)
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that this object holds."""
-        return sum(t.numel() * t.element_size() for t in (self._schedule, self._partial_o, self._partial_lse))
+        return sum(t.numel() * t.element_size() for t in (self._schedule, self._partial_o, self._partial_lse, self._row_ranges))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copy.copy, copy.deepcopy and pickle.
@@ -159,11 +166,16 @@ class Attention:
         """
         raise TypeError("an Attention owns its workspace and cannot be copied or pickled: make another one")
 
-    def plan(self, composition: Composition | BSRView) -> None:
+    def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
         """Computes the schedule of a batch: one kernel on the current stream, no synchronisation; may be captured in a CUDA graph.
 
         The tensors of the composition are read on the device, by this call's kernel and by those of the following `run()`s: leave them
         unchanged until those have run.
+
+        Args:
+            variant_args: what the runs will be given, if the variant has a mask: a kernel in front then asks the mask about every token of every row, and
+                neither plan nor runs look at KV tiles that no row of a row tile sees. Without, or in one of several levels, the mask alone hides. A variant
+                whose mask has no parameters needs none.
 
         Raises:
             ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids beyond the cache: by `run`, which knows it).
@@ -173,6 +185,7 @@ class Attention:
         """
         level = -1  # that is looked at
         try:
+            finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind(variant_args, to_plan=True)
             levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
             errors = 0
             for level, view in enumerate(levels):
@@ -180,7 +193,7 @@ class Attention:
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
-                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, _positions(view)),
+                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, _positions(view)),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -215,7 +228,8 @@ class Attention:
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
-        variant_args: Mapping[str, Tensor | float | int] | None = None,
+        variant_args: VariantArgs | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
@@ -231,6 +245,8 @@ class Attention:
                 makes use of it.
             variant_args: the variant's parameters by their names, tensors on this device or numbers. A captured CUDA graph has the numbers and the tensors'
                 addresses, as they were: change what tensors hold, not which they are.
+            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of exponentials of each row, once; lse includes it. Leave them out of states that are to be
+                merged with others.
 
         Returns:
             out.
@@ -252,10 +268,14 @@ class Attention:
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
-            errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
+            if sinks is None:
+                errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
+            else:
+                check_plain("sinks", sinks)
+                errors = self._run_with_sinks(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, sinks)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and self._load_late(self._variant.late_kernel(error)):
-                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args)
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args, sinks=sinks)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
@@ -272,13 +292,16 @@ class Attention:
             raise ValueError(describe_errors(errors))
         return out
 
-    def _bind(self, variant_args: Mapping[str, Tensor | float | int] | None) -> None:
-        """Gives the runs that follow the variant's arguments."""
+    def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> bool:
+        """Gives what follows the variant's arguments. Returns whether they suffice to ask the variant's mask. to_plan: there may be none."""
         if self._variant is None:
             refuse("variant_args", variant_args, "None: this Attention has no variant")
+        if to_plan and not self._variant.can_plan_with(variant_args):
+            return False
         packed = self._variant.pack_if_new(variant_args)
         if packed is not None:
             self._library.set_variant_params(self._handle, packed)
+        return self._variant.variant.has_mask
 
     def _load_late(self, kernel: str) -> bool:
         """Loads a kernel that a run found missing, if it names one."""
@@ -312,9 +335,9 @@ class _DebugAttention(Attention):
         self._in_use_until_done = Lock()
         super().__init__(*arguments, **options)
 
-    def plan(self, composition: Composition | BSRView) -> None:
+    def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
         with self._until_done():
-            super().plan(composition)
+            super().plan(composition, variant_args=variant_args)
 
     def run(self, *arguments: Any, **options: Any) -> Tensor:
         with self._until_done():
@@ -332,7 +355,9 @@ class _DebugAttention(Attention):
 
 
 @lru_cache(maxsize=256)
-def _level_options(index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, positions: tuple[int, int, int, int]) -> bytes:
+def _level_options(
+    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, finds_row_ranges: bool, positions: tuple[int, int, int, int]
+) -> bytes:
     """LevelOptions. They are the same from step to step."""
     kv_offsets, of_rows, requests, num_rows = positions
     return pack(
@@ -345,6 +370,7 @@ def _level_options(index: int, num_levels: int, page_size: int, window_left: int
         positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
         entry_step=entry_step,
         causal=causal,
+        finds_row_ranges=finds_row_ranges,
     )
 
 
@@ -380,7 +406,9 @@ def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
     return composition.levels
 
 
-def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None) -> dict[str, str]:
+def _kernel_files(
+    design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None, sinks: bool
+) -> dict[str, str]:
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
     files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":
@@ -388,6 +416,6 @@ def _kernel_files(design: manifest.Design | None, dtype: torch.dtype, head_dim: 
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        names |= {kernel: manifest.attention_name(stem, element, head_dim) for kernel, stem in design.cubins.items()}
+        names |= {kernel: manifest.attention_name(stem, element, head_dim, "sinks" if sinks else "standard") for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

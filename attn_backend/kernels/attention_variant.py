@@ -20,21 +20,24 @@ from .library import library
 if TYPE_CHECKING:
     from ..variants import Variant
 
+VariantArgs = Mapping[str, Tensor | float | int]
 _NOT_LOADED = "kernel is not loaded: "  # Attention::run (csrc/runtime/attention.cpp)
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and head_dim. design: None on a CPU.
+    """A variant in an Attention of one dtype and head_dim. design: None on a CPU. sinks: whether runs may be given some.
 
     Raises:
-        ValueError: it is no variant.
+        ValueError: it is no variant, or one that has no softmax, with sinks.
     """
 
-    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool) -> None:
         from ..variants import Variant
 
         if not isinstance(variant, Variant):
             refuse("variant", variant, "a Variant or None")
+        if sinks and not variant.uses_softmax:
+            refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._head_dim = head_dim
@@ -47,7 +50,8 @@ class AttentionVariant:
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant)
+            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, sinks)
+            self._options += " --sinks" if sinks else ""
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
         # Under a mask of the variant's own a view that does not say so is not causal.
@@ -92,7 +96,11 @@ class AttentionVariant:
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
         return causal, min(windows, default=-1)
 
-    def pack_if_new(self, args: Mapping[str, Tensor | float | int] | None) -> bytes | None:
+    def can_plan_with(self, args: VariantArgs | None) -> bool:
+        """Whether the mask can be asked: it may have parameters."""
+        return args is not None or all(param.value is not None for param in self.variant.params)
+
+    def pack_if_new(self, args: VariantArgs | None) -> bytes | None:
         """The bytes of the variant's Params; None if the arguments are those of the last call: the same tensors, where they were, and equal numbers.
 
         Raises:
@@ -107,7 +115,7 @@ class AttentionVariant:
         self._addresses = [value.data_ptr() for value in args.values() if isinstance(value, Tensor)]
         return packed
 
-    def _is_bound(self, args: Mapping[str, Tensor | float | int]) -> bool:
+    def _is_bound(self, args: VariantArgs) -> bool:
         bound = self._bound
         if bound is None or len(bound) != len(args):
             return False

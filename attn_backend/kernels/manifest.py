@@ -87,6 +87,8 @@ class VariantSource(Protocol):
     @property
     def user_sources(self) -> Mapping[str, str]: ...
     @property
+    def has_mask(self) -> bool: ...
+    @property
     def has_output(self) -> bool: ...
 
 
@@ -100,15 +102,19 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource) -> dict[str, Kernel]:
-    """A variant's kernels for a design, by the names that csrc/ has for them."""
+def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
+    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some."""
     text = variant_text(variant)
+    variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
+    name = f"{variant.name}_sinks" if sinks else variant.name
     made = {
-        kernel: Kernel(attention_name(stem, element, head_dim, variant.name), (arch,), text + attention_source(stem, element, head_dim, USER_VARIANT))
+        kernel: Kernel(attention_name(stem, element, head_dim, name), (arch,), text + attention_source(stem, element, head_dim, variant_type))
         for kernel, stem in design.cubins.items()
     }
     if variant.has_output:
         made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
+    if variant.has_mask:
+        made["row_ranges"] = Kernel(f"row_ranges_{variant.name}", (arch,), text + _ROW_RANGES)
     return made
 
 
@@ -154,6 +160,14 @@ extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kerne
 
 extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
 """)
+
+_ROW_RANGES = f"""\
+#include "attention/row_ranges.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {{
+  attn::find_row_ranges<attn::{USER_VARIANT}>(params);
+}}
+"""
 
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""

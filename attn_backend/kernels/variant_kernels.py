@@ -161,7 +161,9 @@ def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
         yield f"{place}:{number}: {match[3]}\n{number:6} | {lines[number - 1] if 0 < number <= len(lines) else ''}"
 
 
-def compile_ahead(variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str) -> list[Path]:
+def compile_ahead(
+    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str, sinks: bool = False
+) -> list[Path]:
     """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
     target's default.
 
@@ -182,6 +184,6 @@ def compile_ahead(variant: VariantSource, targets: Sequence[str], design_name: s
         if design_name is not None and design_name not in designs:
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
         design = designs[design_name or next(iter(designs))]
-        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant)
+        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks)
         entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
     return entries

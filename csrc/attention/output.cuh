@@ -77,8 +77,7 @@ struct LaneRows {
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        rows[b][half] =
-            score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
+        rows[b][half] = score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
     }
     if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
   }
@@ -96,8 +95,8 @@ struct LaneRows {
       begin = max_of(begin, range.full_begin);
       end = min_of(end, range.full_end);
     }
-    seen = TokenRange{__reduce_max_sync(0xffffffffu, begin) - kv_offset,
-                      __reduce_min_sync(0xffffffffu, end) - kv_offset};
+    seen =
+        TokenRange{__reduce_max_sync(0xffffffffu, begin) - kv_offset, __reduce_min_sync(0xffffffffu, end) - kv_offset};
   }
 };
 
@@ -208,8 +207,7 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kR
     for (int i = 0; i < 4; ++i) {
       float values[2] = {state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2],
                          state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]};
-      target.transform(values, block_row + i % 2 * 8 + ptx::lane_id() / 4,
-                       (n + i / 2) * 8 + ptx::lane_id() % 4 * 2);
+      target.transform(values, block_row + i % 2 * 8 + ptx::lane_id() / 4, (n + i / 2) * 8 + ptx::lane_id() % 4 * 2);
       pairs[i] = Element::pack(values[0], values[1]);
     }
     ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);
@@ -234,8 +232,8 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
       inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
       lse[half] = state_lse(state.maximum[b][half] * state.scale, sum);
       if (target.has_sinks()) {
-        const RowEnd end = target.end_row_with_sink(state.maximum[b][half] * state.scale, sum,
-                                                    block_row + half * 8 + lane / 4);
+        const RowEnd end =
+            target.end_row_with_sink(state.maximum[b][half] * state.scale, sum, block_row + half * 8 + lane / 4);
         inverse[half] = end.factor;
         lse[half] = end.lse;
       }

@@ -6,8 +6,6 @@
 
 namespace attn {
 
-constexpr int kRowRangeThreads = 256;
-
 template <class Variant>
 __device__ __forceinline__ void find_row_ranges(const RowRangeParams& params) {
   __shared__ RangeSum of_warps[kRowRangeThreads / 32];

@@ -8,6 +8,8 @@
 
 namespace attn {
 
+constexpr int kRowRangeThreads = 256;  // of a CTA of row_ranges_kernel
+
 /// The arguments of row_ranges_kernel.
 struct RowRangeParams {
   PlanParams plan;  // of one level

@@ -24,8 +24,8 @@ namespace attn {
 
 /// Coordinates of a row of scores.
 struct ScoreRow {
-  int32_t row;       // of Q
-  int32_t request;   // its place in the batch
+  int32_t row;      // of Q
+  int32_t request;  // its place in the batch
   int32_t qo_head;
   int32_t position;  // of the query among the tokens of its request; where a level says it (RowPositions), that
   int32_t index;     // of the query among those of its request

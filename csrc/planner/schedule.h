@@ -129,8 +129,8 @@ struct Level {
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
   RowPositions positions;
   const RowRange* row_ranges;  // [rows of the view]; nullptr: not known
-  int64_t num_entries;     // elements of `indices`
-  int32_t entry_step;      // see PageTable
+  int64_t num_entries;         // elements of `indices`
+  int32_t entry_step;          // see PageTable
   Visibility visibility;
   int32_t group_begin;  // its first RowGroup
 };

@@ -51,9 +51,10 @@ ATTN_HD void write_level(const PlanParams& p, int32_t index, bool without_list) 
   const int32_t* rows = index == p.num_levels && without_list ? nullptr : level.rows;
   int32_t group_begin = 0;
   for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
-  p.schedule.header->levels[index] =
-      Level{level.table.indices,     rows,       level.positions, level.row_ranges, level.table.num_entries,
-            level.table.entry_step, level.visibility, group_begin};
+  p.schedule.header->levels[index] = Level{level.table.indices,     rows,
+                                           level.positions,         level.row_ranges,
+                                           level.table.num_entries, level.table.entry_step,
+                                           level.visibility,        group_begin};
 }
 
 /// Links row number `index` of a group of a composition, and reports a row that does not exist. Returns the row's

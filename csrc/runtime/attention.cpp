@@ -7,6 +7,7 @@
 #include "attention/cpu/executor.h"
 #include "attention/cpu/variant_loader.h"
 #include "attention/merge/shape.h"
+#include "attention/row_ranges.h"
 #include "planner/forest.h"
 #include "planner/host/planner.h"
 #include "planner/launch.h"
@@ -128,6 +129,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
         driver::load_kernel(plan_file, "plan_forest_kernel", device, plan_forest_shared_bytes(schedule.max_nodes));
   merge_kernel_ = driver::load_kernel(file_of(files, "merge"), "merge_kernel", device, 0);
   if (design_.prefetches_code) merge_code_ = driver::find_code(merge_kernel_);
+  if (config_.has_mask)
+    row_ranges_kernel_ = driver::load_kernel(file_of(files, "row_ranges"), "row_ranges_kernel", device, 0);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
     const bool comes_later = i > 0 && config_.has_variant && files.count(design_.kernels[i]) == 0;
     if (!comes_later) load_attention_kernel(i, file_of(files, design_.kernels[i]));
@@ -161,13 +164,15 @@ WorkspaceSize Attention::workspace_size() const {
   const int64_t slot_rows = int64_t{schedule_config_.num_ctas} * kSlotsPerCta * tile_rows(schedule_config_.max_kind);
   const int64_t rows = slot_rows + int64_t{schedule_config_.max_states} * config_.num_qo_heads;
   return WorkspaceSize{layout_.bytes, rows * config_.head_dim * static_cast<int64_t>(sizeof(float)),
-                       rows * static_cast<int64_t>(sizeof(float))};
+                       rows * static_cast<int64_t>(sizeof(float)),
+                       config_.has_mask ? config_.max_rows * static_cast<int64_t>(sizeof(RowRange)) : 0};
 }
 
-void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse) {
+void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges) {
   schedule_ = Schedule(schedule, layout_);
   partial_o_ = static_cast<float*>(partial_o);
   partial_lse_ = static_cast<float*>(partial_lse);
+  row_ranges_ = static_cast<RowRange*>(row_ranges);
 }
 
 void Attention::enter() {
@@ -191,13 +196,26 @@ void Attention::abandon_plan() {
   leave();
 }
 
-uint32_t Attention::plan(int32_t num_levels, driver::Stream stream) {
+void Attention::find_row_ranges(driver::Stream stream) {
+  RowRangeParams params{plan_params_, variant_params_, row_ranges_, config_.num_kv_heads};
+  if (!config_.on_cuda) return cpu_kernels_.find_row_ranges(params);
+  constexpr uint32_t kCtasPerMultiprocessor = 4;
+  const uint32_t multiprocessors = static_cast<uint32_t>(driver::multiprocessor_count(config_.device));
+  const uint32_t ctas = min_of(static_cast<uint32_t>(config_.max_rows), kCtasPerMultiprocessor * multiprocessors);
+  driver::launch(row_ranges_kernel_, driver::Launch{ctas, 1, kRowRangeThreads}, &params, stream);
+}
+
+uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream) {
   const InUse in_use(*this);
   PlanParams& params = plan_params_;
   params.num_levels = num_levels;
   params.config = schedule_config_;
   params.schedule = schedule_;
   prepare_plan(params);
+  if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1) {
+    find_row_ranges(stream);
+    params.levels[0].row_ranges = row_ranges_;
+  }
   uint32_t errors = 0;
   if (config_.on_cuda) {
     driver::Launch shape{static_cast<uint32_t>(plan_ctas(params)), 1, kPlanThreads};

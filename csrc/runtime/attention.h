@@ -32,6 +32,8 @@ struct AttentionConfig {
   bool on_cuda;
   bool has_variant;   // another one than the standard kernels'
   bool uses_softmax;  // of the variant
+  bool has_mask;      // the variant
+  bool has_sinks;     // runs may be given sinks
 };
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names.
@@ -48,6 +50,7 @@ struct LevelOptions {
   RowPositions positions;
   int32_t entry_step;  // see PageTable
   bool causal;
+  bool finds_row_ranges;  // of a composition of one level: from the variant's mask
 };
 
 /// Sizes in bytes of the buffers that the caller allocates once.
@@ -55,6 +58,7 @@ struct WorkspaceSize {
   int64_t schedule;
   int64_t partial_o;
   int64_t partial_lse;
+  int64_t row_ranges;
 };
 
 /// Most query heads: what is counted for each head and row fits into 64 bits.
@@ -91,14 +95,15 @@ class Attention {
   const ScheduleConfig& schedule_config() const { return schedule_config_; }
   const ScheduleLayout& layout() const { return layout_; }
   WorkspaceSize workspace_size() const;
-  void set_workspace(void* schedule, void* partial_o, void* partial_lse);
+  void set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges);
 
   /// A level of the next plan, to be filled in by the caller.
   PlanLevel& level(int32_t index) { return plan_params_.levels[index]; }
 
-  /// Plans the first `num_levels` levels on `stream`, or on the host. Returns the ScheduleError bits on a CPU, 0 on
+  /// Plans the first `num_levels` levels on `stream`, or on the host; finds what the variant's mask lets each row see
+  /// first, if that is wanted. Returns the ScheduleError bits on a CPU, 0 on
   /// CUDA.
-  uint32_t plan(int32_t num_levels, driver::Stream stream);
+  uint32_t plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. Returns the ScheduleError
   /// bits on a CPU, 0 on CUDA.
@@ -117,6 +122,7 @@ class Attention {
   int32_t planned_page_size() const { return planned_page_size_; }
 
  private:
+  void find_row_ranges(driver::Stream stream);
   void load_kernels(const KernelFiles& files, int32_t forest_requests);
   void load_attention_kernel(int32_t kernel, const std::string& file);
 
@@ -124,7 +130,7 @@ class Attention {
   const KernelDesign& design_;
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
-  driver::Kernel plan_kernel_, plan_forest_kernel_, merge_kernel_;
+  driver::Kernel plan_kernel_, plan_forest_kernel_, merge_kernel_, row_ranges_kernel_;
   driver::Kernel attention_kernels_[kMaxDesignKernels];
   KernelCode attention_codes_[kMaxDesignKernels] = {};
   KernelCode merge_code_{};
@@ -135,6 +141,7 @@ class Attention {
   PlanParams plan_params_{};
   float* partial_o_ = nullptr;
   float* partial_lse_ = nullptr;
+  RowRange* row_ranges_ = nullptr;
   int32_t planned_page_size_ = 0;   // 0: there is no plan
   std::atomic<uintptr_t> user_{0};  // the thread that uses the object; 0: none
 };

@@ -80,8 +80,10 @@ void attention_destroy(int64_t handle) { delete &object(handle); }
 /// WorkspaceSize.
 Bytes workspace_size(int64_t handle) { return pack(object(handle).workspace_size()); }
 
-void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse) {
-  object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr());
+void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse,
+                   TensorView row_ranges) {
+  object(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr(),
+                               row_ranges.data_ptr());
 }
 
 /// ScheduleConfig, and ScheduleLayout: with them a reader can locate everything in the workspace.
@@ -156,7 +158,8 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
   attention.level(options.index) = level;
-  return options.index + 1 == options.num_levels ? attention.plan(options.num_levels, current_stream(device)) : 0;
+  if (options.index + 1 < options.num_levels) return 0;
+  return attention.plan(options.num_levels, options.finds_row_ranges, current_stream(device));
 }
 
 /// K or V of the cache of one layer.
@@ -177,8 +180,9 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
-            double sm_scale, double logits_soft_cap, bool after_append) {
+int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
+                       Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
+                       Optional<TensorView> sinks) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -213,6 +217,15 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
       refuse("lse", "a tensor", "None: the variant does not use softmax, so its rows have no sum of exponentials");
     params.lse = static_cast<float*>(t.data_ptr());
   }
+  if (sinks.has_value()) {
+    const TensorView& t = sinks.value();
+    if (!config.has_sinks) refuse("sinks", "a tensor", "None, or the Attention made with sinks=True");
+    check_tensor("sinks", t, device);
+    check_dtype("sinks", t, DLDataType{kDLFloat, 32, 1});
+    check_shape("sinks", t, {heads});
+    if (!t.IsContiguous()) refuse("sinks", "not contiguous", "contiguous");
+    params.sinks = static_cast<const float*>(t.data_ptr());
+  }
   params.q = q.data_ptr();
   params.q_row_stride = q.stride(0);
   params.q_head_stride = q.stride(1);
@@ -233,6 +246,11 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   params.after_append = after_append;
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, current_stream(device));
+}
+
+int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
+            double sm_scale, double logits_soft_cap, bool after_append) {
+  return run_with_sinks(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt);
 }
 
 void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
@@ -310,4 +328,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_variant_params, attn::set_variant_params);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_attention_kernel, attn::load_attention_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current_isa, attn::current_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_sinks, attn::run_with_sinks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

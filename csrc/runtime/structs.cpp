@@ -19,8 +19,7 @@ ATTN_STRUCT(Visibility, ATTN_FIELD(causal), ATTN_FIELD(window_left));
 ATTN_STRUCT(RowPositions, ATTN_FIELD(positions), ATTN_FIELD(requests), ATTN_FIELD(num_rows), padding(4));
 
 ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions), ATTN_FIELD(row_ranges),
-            ATTN_FIELD(num_entries), ATTN_FIELD(entry_step),
-            ATTN_FIELD(visibility), ATTN_FIELD(group_begin));
+            ATTN_FIELD(num_entries), ATTN_FIELD(entry_step), ATTN_FIELD(visibility), ATTN_FIELD(group_begin));
 
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
             ATTN_FIELD(num_merge_rows), ATTN_FIELD(num_links), ATTN_FIELD(flags), ATTN_FIELD(whole_pairs),
@@ -29,8 +28,8 @@ ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_
             ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
 
 ATTN_STRUCT(RowGroup, ATTN_FIELD(table_begin), ATTN_FIELD(qo_begin), ATTN_FIELD(qo_len), ATTN_FIELD(kv_len),
-            ATTN_FIELD(tile_begin), ATTN_FIELD(level), ATTN_FIELD(kind), ATTN_FIELD(state_begin),
-            ATTN_FIELD(kv_offset), ATTN_FIELD(q_position), ATTN_FIELD(request));
+            ATTN_FIELD(tile_begin), ATTN_FIELD(level), ATTN_FIELD(kind), ATTN_FIELD(state_begin), ATTN_FIELD(kv_offset),
+            ATTN_FIELD(q_position), ATTN_FIELD(request));
 
 ATTN_STRUCT(RowTile, ATTN_FIELD(cost_begin), ATTN_FIELD(group), ATTN_FIELD(kind), ATTN_FIELD(packed_begin),
             ATTN_FIELD(kv_begin), ATTN_FIELD(kv_end), ATTN_FIELD(num_kv_tiles));
@@ -67,12 +66,15 @@ ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
             ATTN_FIELD(dtype), ATTN_FIELD(max_rows), ATTN_FIELD(max_groups), ATTN_FIELD(max_levels),
             ATTN_FIELD(num_ctas), ATTN_FIELD(cascade), ATTN_FIELD(design), ATTN_FIELD(device),
-            ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda), ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax));
+            ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda), ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax),
+            ATTN_FIELD(has_mask), ATTN_FIELD(has_sinks), padding(2));
 
 ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(page_size), ATTN_FIELD(window_left),
-            ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal), padding(3));
+            ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),
+            ATTN_FIELD(finds_row_ranges), padding(2));
 
-ATTN_STRUCT(WorkspaceSize, ATTN_FIELD(schedule), ATTN_FIELD(partial_o), ATTN_FIELD(partial_lse));
+ATTN_STRUCT(WorkspaceSize, ATTN_FIELD(schedule), ATTN_FIELD(partial_o), ATTN_FIELD(partial_lse),
+            ATTN_FIELD(row_ranges));
 
 namespace {
 

@@ -168,8 +168,8 @@ void walk(const AttentionParams& params, WorkCursor cursor) {
     const sm90::LoadedRowTile tile(params, cursor.now.tile);
     const sm90::WorkItem item(params, tile, cursor);
     if (item.num_kv_tiles < 1) emulation::fail("a work item of no KV tiles");
-    const OutputTarget<BFloat16, true, WithSinks<StandardVariant>> target(params, item.rows, item.group, item.kv_head, item.starts_inside != 0,
-                                              item.ends_inside != 0);
+    const OutputTarget<BFloat16, true, WithSinks<StandardVariant>> target(
+        params, item.rows, item.group, item.kv_head, item.starts_inside != 0, item.ends_inside != 0);
     for (int32_t row = 0; row < tile_rows(item.kind); ++row) compute_row(params, tile, item, target, row);
     cursor.next_pair(params.num_kv_heads);
   }
@@ -233,8 +233,8 @@ extern "C" void device_attention(const ScheduleConfig* config, void* workspace, 
     emulation::fail("this kernel is not compiled");
   void (*const merges)() = passed->variant == kSlanted  ? [] { merge<BFloat16, SlantedVariant>(launched); }
                            : passed->variant == kPlaced ? [] { merge<BFloat16, PlacedVariant>(launched); }
-                           : is_bf16                   ? [] { merge<BFloat16>(launched); }
-                                                       : [] { merge<Float16>(launched); };
+                           : is_bf16                    ? [] { merge<BFloat16>(launched); }
+                                                        : [] { merge<Float16>(launched); };
   gridDim.y = rows_of_blocks;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
     for (int32_t cta = 0; cta < launched.num_ctas; ++cta) {

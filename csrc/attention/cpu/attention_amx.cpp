@@ -5,7 +5,7 @@ namespace attn::cpu {
 
 Kernels amx_kernels() {
   using Kernel = AttentionKernel<AmxEngine, StandardVariant>;
-  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row};
+  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row, nullptr};
 }
 
 }  // namespace attn::cpu

@@ -84,6 +84,17 @@ class AttentionKernel {
     }
   }
 
+  /// Of all rows of a view, one after another.
+  static void find_row_ranges(const RowRangeParams& params) {
+    if constexpr (VariantHooks<Variant>::kMask) {
+      const int32_t num_rows = rows_of_view(params.plan);
+      for (int32_t i = 0; i < num_rows; ++i) {
+        const RangedRow row(params.plan, i);
+        params.row_ranges[i] = make_row_range<Variant>(params, row, sum_tokens<Variant>(params, row, 0, 1));
+      }
+    }
+  }
+
  private:
   struct RowOut {
     Element* o;
@@ -451,6 +462,11 @@ class AttentionKernel {
   void apply_variant_mask(float* scores, int row, int begin, int end, int32_t block_begin) const {
     const ScoreRow of_row = score_row(row);
     const int32_t first = group_.kv_offset + block_begin;
+    if (level_of(params_, item_).row_ranges != nullptr) {
+      const RowRange& range =
+          level_of(params_, item_).row_ranges[group_.qo_begin + params_.group_size.divide(tile_.packed_begin + row)];
+      if (range.full_begin <= first + begin && first + end <= range.full_end) return;
+    }
     for (int t = begin; t < end; ++t) {
       if (!variant_.mask(of_row, first + t)) scores[t] = -INFINITY;
     }

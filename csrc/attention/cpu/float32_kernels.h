@@ -10,7 +10,7 @@ namespace attn::cpu {
 template <class Isa, class Element>
 constexpr Kernels float32_kernels_of() {
   using Kernel = AttentionKernel<Float32Engine<Isa, Element>, StandardVariant>;
-  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row};
+  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row, nullptr};
 }
 
 template <class Isa>

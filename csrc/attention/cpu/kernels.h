@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/row_ranges.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {
@@ -68,10 +69,13 @@ using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const Wor
 using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&, Scratch&);
 using MergeRow = void (*)(const AttentionParams&, int32_t head_dim, int32_t row, Scratch&);
 
+using FindRowRanges = void (*)(const RowRangeParams&);
+
 struct Kernels {
   RunWorkItem run_work_item;
-  MergePair merge_pair;  // a pair that several CTAs share
-  MergeRow merge_row;    // all heads of a row that is in several row groups
+  MergePair merge_pair;           // a pair that several CTAs share
+  MergeRow merge_row;             // all heads of a row that is in several row groups
+  FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 
 // The kernels of each instruction set for a dtype.

@@ -13,5 +13,6 @@ extern "C" {
 extern __attribute__((visibility("default"))) const attn::cpu::VariantModule attn_variant_module;
 const attn::cpu::VariantModule attn_variant_module = {
     ATTN_HEADERS_DIGEST,
-    {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row}};
+    {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row,
+     attn::cpu::VariantKernel::find_row_ranges}};
 }

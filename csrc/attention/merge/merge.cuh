@@ -257,8 +257,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
                            if constexpr (VariantHooks<Variant>::kOutput) {
                              const Variant variant(params.variant.as<typename Variant::Params>(),
                                                    params.group_size.divide(row.qo_head));
-                             const ScoreRow of_row =
-                                 score_row(params.schedule, group, row.index, row.row, row.qo_head);
+                             const ScoreRow of_row = score_row(params.schedule, group, row.index, row.row, row.qo_head);
                              for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], of_row, column + i);
                            }
                          });

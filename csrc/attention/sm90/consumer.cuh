@@ -105,8 +105,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
                                                 int32_t first_token, const TokenRange& unmasked,
                                                 const Rows& rows) const {
-    if (transforms_logits(variant(0)))
-      transform_logits(variant(item.kv_head), params.sm_scale, s, first_token, rows);
+    if (transforms_logits(variant(0))) transform_logits(variant(item.kv_head), params.sm_scale, s, first_token, rows);
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
     }
