@@ -118,7 +118,9 @@ def document(case: Case, device: torch.device) -> Meaning:
     """Documents of about an eighth of a request, not quite of one length."""
     longest = max(case.kv_lens)
     generator = torch.Generator().manual_seed(1)
-    ends = torch.arange(1, DOCUMENTS) * longest // DOCUMENTS + torch.randint(-longest // 50, longest // 50 + 1, (len(case.kv_lens), DOCUMENTS - 1), generator=generator)
+    ends = torch.arange(1, DOCUMENTS) * longest // DOCUMENTS + torch.randint(
+        -longest // 50, longest // 50 + 1, (len(case.kv_lens), DOCUMENTS - 1), generator=generator
+    )
     ids = (torch.arange(longest)[None, :, None] >= ends[:, None]).sum(-1).int().to(device)
 
     def of_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -171,12 +173,16 @@ MEANINGS: dict[str, Callable[[Case, torch.device], Meaning]] = {
 }
 
 
+def _heads(heads: int, head_dim: int) -> str:
+    return "" if (heads, head_dim) == (32, 128) else f" h{heads}/8 d{head_dim}"
+
+
 def prefill(batch: int, tokens: int, heads: int = 32, head_dim: int = 128) -> Case:
-    return Case(f"prefill {batch} x {tokens}", (tokens,) * batch, (tokens,) * batch, heads, 8, head_dim, 1, ragged=True)
+    return Case(f"prefill {batch} x {tokens}{_heads(heads, head_dim)}", (tokens,) * batch, (tokens,) * batch, heads, 8, head_dim, 1, ragged=True)
 
 
 def decode(batch: int, tokens: int, heads: int = 32, head_dim: int = 128) -> Case:
-    return Case(f"decode {batch} x {tokens}", (1,) * batch, (tokens,) * batch, heads, 8, head_dim)
+    return Case(f"decode {batch} x {tokens}{_heads(heads, head_dim)}", (1,) * batch, (tokens,) * batch, heads, 8, head_dim)
 
 
 def all_cases() -> list[VariantCase]:

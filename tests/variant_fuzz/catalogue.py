@@ -34,7 +34,6 @@ class Sizes:
     qo_lens: Sequence[int]
     kv_lens: Sequence[int]
     heads: int
-    device: torch.device
 
     @property
     def batch(self) -> int:
@@ -49,7 +48,8 @@ class Sizes:
 class Entry:
     """A variant.
 
-    args: makes the arguments of a run. oracle: the variant in float64, of the arguments. The batch must not be larger than max_requests, max_heads, max_tokens.
+    args: makes the arguments of a run, on the CPU. oracle: the variant in float64, of these arguments, there, too.
+    The batch must not be larger than max_requests, max_heads, max_tokens.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Entry:
 
 
 @cache
-def entries(device_type: str) -> tuple[Entry, ...]:
-    """All, with the tensors that they hold on this device."""
-    return (*_functions(device_type), *_builtins(device_type), *_combinations(), *_cpp())
+def entries() -> tuple[Entry, ...]:
+    """All. The tensors that they hold are the CPU's; a GPU's kernels read copies."""
+    return (*_functions(), *_builtins(), *_combinations(), *_cpp())
 
 
 def _entry(name: str, variant: Variant, args: Callable[[numpy.random.Generator, Sizes], Args] | None = None, **more: Any) -> Entry:
@@ -125,7 +125,7 @@ def over_pairs(function: Callable[..., Any], at: oracle.Pairs, score: Tensor | N
     for of_axis in ((kv_idx,), (q_idx, index), (h,)):
         dims = tuple(0 if argument is score or any(argument is of for of in of_axis) else None for argument in arguments)
         mapped = torch.vmap(mapped, in_dims=dims)
-    with torch.no_grad(), torch.device(h.device):
+    with torch.no_grad():
         return mapped(*arguments)
 
 
@@ -135,23 +135,23 @@ REQUESTS, HEADS, TOKENS = 24, 8, 1024  # of batches under functions that have te
 
 
 @cache
-def function_cases(device_type: str, requests: int = REQUESTS, heads: int = HEADS, tokens: int = TOKENS) -> ModuleType:
-    """variant_functions.py once more, for other sizes, with its tensors on this device."""
-    name = f"variant_functions_{device_type}_{requests}_{heads}_{tokens}"
+def function_cases() -> ModuleType:
+    """variant_functions.py once more, for larger batches."""
+    name = "variant_functions_of_the_fuzz"
     spec = importlib.util.spec_from_file_location(name, FUNCTIONS)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    module.SIZES = (requests, heads, tokens)  # type: ignore[attr-defined]
+    module.SIZES = (REQUESTS, HEADS, TOKENS)  # type: ignore[attr-defined]
     sys.modules[name] = module
-    with torch.random.fork_rng(), torch.device(device_type):
+    with torch.random.fork_rng(devices=[]):
         spec.loader.exec_module(module)
     return module
 
 
-def _functions(device_type: str) -> list[Entry]:
+def _functions() -> list[Entry]:
     found = []
-    for case in function_cases(device_type).CASES:
+    for case in function_cases().CASES:
         variant = case.variant()
         limits = {"max_requests": REQUESTS, "max_heads": HEADS, "max_tokens": TOKENS} if any(param.is_tensor for param in variant.params) else {}
         found.append(_entry(case.name, variant, lambda _rng, _sizes, args=case.args: args, **limits))
@@ -161,12 +161,8 @@ def _functions(device_type: str) -> list[Entry]:
 # ---- Built-ins ----
 
 
-def _ints(rng: numpy.random.Generator, sizes: Sizes, high: Any, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.from_numpy(rng.integers(0, high, shape)).to(dtype).to(sizes.device)
-
-
 def slopes(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    return {"slopes": builtin.alibi_slopes(sizes.heads).to(sizes.device) * float(rng.uniform(0.2, 1))}
+    return {"slopes": builtin.alibi_slopes(sizes.heads) * float(rng.uniform(0.2, 1))}
 
 
 def cap(rng: numpy.random.Generator, _sizes: Sizes) -> Args:
@@ -178,7 +174,7 @@ def bias(rng: numpy.random.Generator, _sizes: Sizes) -> Args:
 
 
 def prefix_lens(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    return {"prefix_lens": _ints(rng, sizes, sizes.longest + 1, sizes.batch)}
+    return {"prefix_lens": torch.from_numpy(rng.integers(0, sizes.longest + 1, sizes.batch)).int()}
 
 
 def ids(name: str) -> Callable[[numpy.random.Generator, Sizes], Args]:
@@ -188,7 +184,7 @@ def ids(name: str) -> Callable[[numpy.random.Generator, Sizes], Args]:
         starts = rng.random((sizes.batch, sizes.longest)) < rng.choice([0.003, 0.02, 0.2], (sizes.batch, 1))
         runs = starts.cumsum(1)
         runs[(runs % 3 == 1) & (rng.random((sizes.batch, 1)) < 0.5)] = -1
-        return {name: torch.from_numpy(runs).int().to(sizes.device)}
+        return {name: torch.from_numpy(runs).int()}
 
     return make
 
@@ -204,13 +200,13 @@ def items(rng: numpy.random.Generator, sizes: Sizes) -> Args:
             place += tokens + 1
     prompts = [int(rng.integers(0, kv_len + 1)) for kv_len in sizes.kv_lens] or [0]
     return {
-        "prefix_len": torch.tensor(prompts, dtype=torch.int32, device=sizes.device),
-        "token_pos_in_items": torch.from_numpy(positions).to(torch.uint16).to(sizes.device),
+        "prefix_len": torch.tensor(prompts, dtype=torch.int32),
+        "token_pos_in_items": torch.from_numpy(positions).to(torch.uint16),
     }
 
 
 def scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    return {"scales": torch.from_numpy(rng.uniform(0.2, 1.5, sizes.longest)).float().to(sizes.device)}
+    return {"scales": torch.from_numpy(rng.uniform(0.2, 1.5, sizes.longest)).float()}
 
 
 def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
@@ -225,14 +221,13 @@ def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
             masks.append(torch.from_numpy(mask.flatten()))
         lengths = [0, *(len(mask) for mask in masks)] if masks else [0, 0]
         indptr = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        packed, byte_indptr = segment_packbits(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(sizes.device), indptr.to(sizes.device), "little")
+        packed, byte_indptr = segment_packbits(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]), indptr, "little")
         return {"packed_mask": packed if len(packed) else packed.new_zeros(1), "mask_indptr": byte_indptr}
 
     return make
 
 
-def _builtins(device_type: str) -> list[Entry]:
-    bound = builtin.alibi_slopes(HEADS).to(device_type)
+def _builtins() -> list[Entry]:
     made = [
         _entry("causal", builtin.causal()),
         _entry("sliding_window", builtin.sliding_window(90)),
@@ -240,7 +235,7 @@ def _builtins(device_type: str) -> list[Entry]:
         _entry("soft_cap", builtin.soft_cap(5.0)),
         _entry("soft_cap_given", builtin.soft_cap(), cap),
         _entry("alibi", builtin.alibi(), slopes),
-        _entry("alibi_bound", builtin.alibi(bound), max_heads=HEADS),
+        _entry("alibi_bound", builtin.alibi(builtin.alibi_slopes(HEADS)), max_heads=HEADS),
         _entry("sigmoid", builtin.sigmoid(-1.5)),
         _entry("sigmoid_given", builtin.sigmoid(None), bias),
         _entry("prefix_lm", builtin.prefix_lm(), prefix_lens),
@@ -291,14 +286,16 @@ bool mask(const ScoreRow& row, int32_t kv_position) const {
   return kv_position <= row.position || kv_position < sink_tokens;
 }
 """
-GATED_CPP = "float output(float value, const ScoreRow& row, int32_t column) const { return value * gate(row.qo_head) + 0.01f * (column % 8 + row.request % 5); }"
+GATED_CPP = (
+    "float output(float value, const ScoreRow& row, int32_t column) const { return value * gate(row.qo_head) + 0.01f * (column % 8 + row.request % 5); }"
+)
 
 
 def _cpp() -> list[Entry]:
     slope = 0.02
 
     def pages_args(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-        return {"strength": torch.from_numpy(rng.normal(0, 2, sizes.heads)).float().to(sizes.device), "sink_tokens": int(rng.integers(0, 200))}
+        return {"strength": torch.from_numpy(rng.normal(0, 2, sizes.heads)).float(), "sink_tokens": int(rng.integers(0, 200))}
 
     def pages(args: Args) -> oracle.Variant:
         return oracle.Variant(
@@ -307,7 +304,7 @@ def _cpp() -> list[Entry]:
         )
 
     def gate_args(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-        return {"gate": torch.from_numpy(rng.uniform(0.5, 2, sizes.heads)).float().to(sizes.device)}
+        return {"gate": torch.from_numpy(rng.uniform(0.5, 2, sizes.heads)).float()}
 
     def gated(args: Args) -> oracle.Variant:
         def output(o: Tensor, at: oracle.Pairs) -> Tensor:

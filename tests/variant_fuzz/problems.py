@@ -25,19 +25,20 @@ ROUNDING = 2e-6  # of a float32 that has been through a dozen operations
 
 @dataclass(frozen=True)
 class Form:
-    """What a variant is compiled for. kernel: None on a CPU."""
+    """What a variant is compiled for. kernel: None on a CPU. sinks: whether runs may be given some."""
 
     dtype: torch.dtype
     head_dim: int
     kernel: str | None
     device: torch.device
+    sinks: bool = False
 
 
 @dataclass
 class Problem:
-    """A batch, and what each of its rows is in float64.
+    """A batch, and what each of its rows is in float64, computed on the CPU: oracles of several processes would wait for each other on a GPU.
 
-    rows: of q, in the order of `expected`. made_with: arguments of Attention.
+    rows: of q, in the order of `expected`, which is given the variant and the sinks. made_with: arguments of Attention. tells_plan: the variant's arguments.
     """
 
     kind: str
@@ -50,18 +51,22 @@ class Problem:
     lse: Tensor
     sm_scale: float | None
     rows: list[int]
-    expected: Callable[[oracle.Variant], tuple[Tensor, Tensor]]
+    expected: Callable[[oracle.Variant, Tensor | None], tuple[Tensor, Tensor]]
     text: str
+    sinks: Tensor | None = None  # float32 [num_qo_heads]
+    tells_plan: bool = False
 
     def attention(self, entry: Entry, form: Form) -> Attention:
-        made_with = {"num_qo_heads": self.q.shape[1], "head_dim": form.head_dim, "dtype": form.dtype} | self.made_with
+        made_with = {"num_qo_heads": self.q.shape[1], "head_dim": form.head_dim, "dtype": form.dtype, "sinks": form.sinks} | self.made_with
         return Attention(device=form.device, kernel=form.kernel, variant=entry.variant, **made_with)
 
     def run(self, entry: Entry, form: Form, args: Args) -> None:
         attention = self.attention(entry, form)
-        attention.plan(self.composition)
+        args = {name: value.to(form.device) if isinstance(value, Tensor) else value for name, value in args.items()}
+        sinks = None if self.sinks is None else self.sinks.to(form.device)
+        attention.plan(self.composition, variant_args=args if self.tells_plan else None)
         lse = self.lse if entry.variant.uses_softmax else None
-        attention.run(self.q, self.kv, out=self.out, lse=lse, sm_scale=self.sm_scale, variant_args=args)
+        attention.run(self.q, self.kv, out=self.out, lse=lse, sm_scale=self.sm_scale, variant_args=args, sinks=sinks)
         if form.device.type == "cuda":
             attention.raise_for_errors()
 
@@ -77,12 +82,13 @@ class Problem:
                 largest = max(largest, float(changed.abs().nan_to_num(0.0, posinf=0.0).amax()))
             return changed
 
-        o_ref, lse_ref = self.expected(replace(variant, logits=logits))
+        o_ref, lse_ref = self.expected(replace(variant, logits=logits), self.sinks)
         tolerance = cases.TOLERANCE[form.dtype] + ROUNDING * largest
-        absent = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
+        out, lse = self.out.cpu(), self.lse.cpu()
+        absent = torch.ones(len(out), dtype=torch.bool)
         absent[self.rows] = False
-        assert self.out[absent].isnan().all(), "rows that nobody has were written"
-        error = self.out[self.rows].double() - o_ref
+        assert out[absent].isnan().all(), "rows that nobody has were written"
+        error = out[self.rows].double() - o_ref
         assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN"
         if entry.has_steps:
             assert error.norm() <= 20 * tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e}"
@@ -91,11 +97,11 @@ class Problem:
         relative = error.norm(dim=-1) / o_ref.norm(dim=-1).clamp_min(1e-30)
         assert (relative <= 10 * tolerance).all(), f"||o - ref|| / ||ref|| = {float(relative.max()):.2e} in one row > {10 * tolerance:.1e}"
         if not entry.variant.uses_softmax:
-            assert self.lse.isnan().all()
+            assert lse.isnan().all()
             return
-        assert self.lse[absent].isnan().all(), "lse of rows that nobody has was written"
+        assert lse[absent].isnan().all(), "lse of rows that nobody has was written"
         infinite = lse_ref == -torch.inf
-        lse = self.lse[self.rows]
+        lse = lse[self.rows]
         assert torch.equal(lse == -torch.inf, infinite), "lse is -inf in other rows than it should be"
         lse_error = (lse.double() - lse_ref).masked_fill(infinite, 0).abs()
         assert (lse_error <= cases.LSE_TOLERANCE + ROUNDING * largest).all(), f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off"
@@ -108,6 +114,9 @@ def random_problem(seed: int, entry: Entry, form: Form) -> tuple[Problem, Args]:
     kind = kinds[rng.integers(len(kinds))]
     make = {"case": _case, "batch invariant": _case, "forest": _forest, "rows": _rows, "levels": _levels}[kind]
     problem = make(kind, rng, seed, entry, form)
+    problem.tells_plan = bool(rng.random() < 0.75)
+    if form.sinks and rng.random() < 0.9:
+        problem.sinks = torch.from_numpy(rng.normal(0, 3, problem.sizes.heads)).float()
     return problem, entry.args(rng, problem.sizes)
 
 
@@ -142,14 +151,14 @@ def _case(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form:
     case = case_tensors.build(spec, form.device)
     lens_of = (list(spec.qo_lens), list(spec.kv_lens))
 
-    def expected(variant: oracle.Variant) -> tuple[Tensor, Tensor]:
-        interval = {"causal": spec.causal, "window_left": spec.window_left}
-        return oracle.paged_attention(case.q, case.k_slots, case.v_slots, lens_of[0], case.slots, sm_scale=spec.sm_scale, variant=variant, **interval)
+    def expected(variant: oracle.Variant, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        told = {"causal": spec.causal, "window_left": spec.window_left, "sm_scale": spec.sm_scale, "variant": variant, "sinks": sinks}
+        return oracle.paged_attention(case.q.cpu(), case.k_slots.cpu(), case.v_slots.cpu(), lens_of[0], [own.cpu() for own in case.slots], **told)
 
     made_with: dict[str, Any] = {"num_kv_heads": spec.num_kv_heads, "num_ctas": spec.num_ctas}
     made_with |= {"max_rows": case.rows + 1 + seed % 5, "max_batch": len(spec.qo_lens) + 1 + seed % 3}
     made_with["batch_invariant"] = kind == "batch invariant"
-    sizes = Sizes(*lens_of, spec.num_kv_heads * group_size, form.device)
+    sizes = Sizes(*lens_of, spec.num_kv_heads * group_size)
     view = replace(case.view, causal=causal)
     return Problem(kind, made_with, view, sizes, case.q, case.kv, case.out, case.lse, spec.sm_scale, list(range(case.rows)), expected, f"{causal=} {spec}")
 
@@ -177,9 +186,9 @@ def _of_forest(
 ) -> Problem:
     batch, shape = problem.batch, problem.shape
     rows = list(range(batch.rows)) if row_list is None else row_list
-    place = torch.tensor(rows, dtype=torch.int64, device=form.device)
+    place = torch.tensor(rows, dtype=torch.int64)
 
-    def expected(variant: oracle.Variant) -> tuple[Tensor, Tensor]:
+    def expected(variant: oracle.Variant, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         def placed(at: oracle.Pairs) -> oracle.Pairs:
             return replace(at, row=place[at.row])
 
@@ -189,15 +198,15 @@ def _of_forest(
             mask=lambda at: variant.mask(placed(at)),
             output=lambda o, at: variant.output(o, placed(at)),
         )
-        interval = {"causal": batch.causal, "window_left": batch.window_left}
+        told = {"causal": batch.causal, "window_left": batch.window_left, "sm_scale": shape.sm_scale, "variant": of_rows, "sinks": sinks}
         memory = problem.memory
         return oracle.paged_attention(
-            problem.q[place], memory.k_slots, memory.v_slots, batch.qo_lens, memory.slots, sm_scale=shape.sm_scale, variant=of_rows, **interval
+            problem.q.cpu()[place], memory.k_slots.cpu(), memory.v_slots.cpu(), batch.qo_lens, [own.cpu() for own in memory.slots], **told
         )
 
     room = {"max_rows": len(problem.q) + 1, "max_batch": len(batch.qo_lens) + 1}
     made_with = {"num_kv_heads": shape.num_kv_heads, "num_ctas": shape.num_ctas, **room, **made_with}
-    sizes = Sizes(batch.qo_lens, batch.kv_lens, shape.num_kv_heads * shape.group_size, form.device)
+    sizes = Sizes(batch.qo_lens, batch.kv_lens, shape.num_kv_heads * shape.group_size)
     text = f"{shape} qo_lens={batch.qo_lens} kv_lens={batch.kv_lens} causal={batch.causal} window_left={batch.window_left}"
     return Problem(kind, made_with, composition, sizes, problem.q, problem.memory.kv, problem.out, problem.lse, shape.sm_scale, rows, expected, text)
 

@@ -34,12 +34,14 @@ class Task:
 
     @property
     def entry(self) -> Entry:
-        return entries(self.form.device.type)[self.place]
+        return entries()[self.place]
 
     @property
     def title(self) -> str:
         form = self.form
-        return f"{self.entry.name} ({form.kernel or 'cpu'}, {str(form.dtype).removeprefix('torch.')}, head_dim {form.head_dim})"
+        return (
+            f"{self.entry.name} ({form.kernel or 'cpu'}, {str(form.dtype).removeprefix('torch.')}, head_dim {form.head_dim}{', sinks' if form.sinks else ''})"
+        )
 
 
 @dataclass
@@ -52,17 +54,17 @@ class Result:
 
 
 def tasks(device: torch.device, cases: int, names: list[str] | None = None) -> list[Task]:
-    """Every variant in a form of its turn; built-ins on a GPU with each kernel."""
+    """Every variant in a form of its turn, some with sinks; built-ins on a GPU with each kernel."""
     on_gpu = device.type == "cuda"
     kernels = [kernel for kernel in attention_kernels.GPU_KERNELS if attention_kernels.is_available(kernel)] if on_gpu else [None]
     chosen = []
-    for place, entry in enumerate(entries(device.type)):
+    for place, entry in enumerate(entries()):
         if names and entry.name not in names:
             continue
         for kernel in kernels if entry.is_builtin else [kernels[place % len(kernels)]]:
             forms = GPU_FORMS if on_gpu else CPU_FORMS
             dtype, head_dim = forms[place // len(kernels) % len(forms)]
-            chosen.append((place, Form(dtype, head_dim, kernel, device)))
+            chosen.append((place, Form(dtype, head_dim, kernel, device, sinks=entry.variant.uses_softmax and place % 5 == 2)))
     return [Task(place, form, i, cases, len(chosen)) for i, (place, form) in enumerate(chosen) if i < cases]
 
 
@@ -71,11 +73,8 @@ def compile_variant(task: Task) -> None:
     form = task.form
     target = "cpu" if form.device.type == "cpu" else variant_kernels.target_of(torch.cuda.get_device_capability(form.device))
     isa = library().current_isa() if target == "cpu" else "baseline"
-    variant_kernels.compile_ahead(task.entry.variant, [target], _design(target, form.kernel), str(form.dtype).removeprefix("torch."), form.head_dim, isa)
-
-
-def _design(target: str, kernel: str | None) -> str | None:
-    return None if target == "cpu" else kernel
+    dtype = str(form.dtype).removeprefix("torch.")
+    variant_kernels.compile_ahead(task.entry.variant, [target], form.kernel, dtype, form.head_dim, isa, form.sinks)
 
 
 def run_task(task: Task) -> Result:
