@@ -75,7 +75,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="only this peer; repeatable")
+    parser.add_argument("--peer", action="append", choices=(*PEERS, "none"), default=[], help="only this peer, or none; repeatable")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)

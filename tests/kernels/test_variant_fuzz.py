@@ -16,7 +16,6 @@ import numpy
 import oracle
 import pytest
 import torch
-from tiers import mostly_slow
 from variant_fuzz.catalogue import Sizes, by_reference, entries, ids
 from variant_fuzz.problems import Form, random_problem
 from variant_fuzz.runner import run_case, tasks
@@ -57,11 +56,12 @@ def test_enough_of_them() -> None:
 
 
 @needs_cpp
-@pytest.mark.parametrize("name", mostly_slow(ON_A_CPU, fast=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_A_CPU)
 def test_random_batches(name: str) -> None:
-    (task,) = tasks(CPU, 12, [name])
+    (task,) = tasks(CPU, 24, [name])
     form = replace(task.form, sinks=task.entry.variant.uses_softmax)
-    failures = [message for number in range(12) if (message := run_case(number, task.entry, form)[1])]
+    failures = [message for number in range(24) if (message := run_case(number, task.entry, form)[1])]
     assert not failures, "\n".join(failures)
 
 

@@ -111,6 +111,7 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
 def over_pairs(function: Callable[..., Any], at: oracle.Pairs, score: Tensor | None = None, wants_row: bool = False) -> Tensor:
     """[heads, rows, tokens] of a function of 0-d tensors in flex_attention's signature, mapped as flex_attention maps it. score: [heads, rows, tokens]."""
     h, q_idx, index, kv_idx = (t.flatten().int() for t in (at.head, at.position, at.index, at.token))
+    q_idx = q_idx.clamp(min=0)  # a query before the first token sees nothing, and tensors have no place for it
     shape = (len(h), len(q_idx), len(kv_idx))
     b, kv_len = (torch.tensor(n, dtype=torch.int32, device=h.device) for n in (at.request, at.kv_len))
     arguments = [*([] if score is None else [score]), b, h, q_idx, kv_idx, *([index, kv_len] if wants_row else [])]
