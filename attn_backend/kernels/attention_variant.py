@@ -31,7 +31,7 @@ class AttentionVariant:
         ValueError: it is no variant, or one that has no softmax, with sinks.
     """
 
-    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool) -> None:
+    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool = False) -> None:
         from ..variants import Variant
 
         if not isinstance(variant, Variant):

@@ -164,7 +164,8 @@ struct OutputTarget {
 
   /// Of a row of the tile, if has_sinks().
   __device__ __forceinline__ RowEnd end_row_with_sink(float base, float sum, int32_t tile_row) const {
-    return end_row(base, sum, __ldg(params.sinks + OutputRow(params, rows, kv_head, tile_row).qo_head));
+    const int32_t head = params.group_size.modulo(rows.packed_begin + tile_row);  // of those of the KV head
+    return end_row(base, sum, __ldg(params.sinks + kv_head * params.group_size.divisor + head));
   }
 
   /// The variant's transform of the output of complete rows. `column`: of the first value.
@@ -229,15 +230,11 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = state.row_sum(b, half);
-      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-      lse[half] = state_lse(state.maximum[b][half] * state.scale, sum);
-      if (target.has_sinks()) {
-        const RowEnd end =
-            target.end_row_with_sink(state.maximum[b][half] * state.scale, sum, block_row + half * 8 + lane / 4);
-        inverse[half] = end.factor;
-        lse[half] = end.lse;
-      }
-      lse[half] = __shfl_sync(0xffffffffu, lse[half], lane % 8 * 4);
+      const float base = state.maximum[b][half] * state.scale;
+      RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(base, sum)};
+      if (target.has_sinks()) end = target.end_row_with_sink(base, sum, block_row + half * 8 + lane / 4);
+      inverse[half] = end.factor;
+      lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
 
