@@ -94,7 +94,10 @@ class Problem:
             assert error.norm() <= 20 * tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e}"
             return
         assert error.norm() <= tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance:.1e}"
-        relative = error.norm(dim=-1) / o_ref.norm(dim=-1).clamp_min(1e-30)
+        sizes = o_ref.norm(dim=-1)
+        # Weights that are not normalised may all be next to nothing, by products of Q and K that cancel.
+        least = 1e-30 if entry.variant.uses_softmax or not len(sizes) else float(sizes.mean()) / 10 + 1e-30
+        relative = error.norm(dim=-1) / sizes.clamp_min(least)
         assert (relative <= 10 * tolerance).all(), f"||o - ref|| / ||ref|| = {float(relative.max()):.2e} in one row > {10 * tolerance:.1e}"
         if not entry.variant.uses_softmax:
             assert lse.isnan().all()
