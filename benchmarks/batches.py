@@ -30,27 +30,28 @@ class Batch:
     block_table: torch.Tensor
 
     @classmethod
-    def make(cls, case: Case, seed: int = 0) -> Batch:
-        generator = torch.Generator("cuda").manual_seed(seed)
+    def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Batch:
+        generator = torch.Generator(device).manual_seed(seed)
         if case.ragged:
             shape = (2, sum(case.kv_lens), case.num_kv_heads, case.head_dim)
-            tokens = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
-            return cls._of_table(case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device="cuda"), generator)
+            tokens = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+            return cls._of_table(case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device=device), generator)
         pages = [-(-length // case.page_size) for length in case.kv_lens]
-        order = torch.arange(sum(pages), device="cuda") if case.in_order else torch.randperm(sum(pages), device="cuda", generator=generator)
-        table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
+        order = torch.arange(sum(pages), device=device) if case.in_order else torch.randperm(sum(pages), device=device, generator=generator)
+        table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
         start = 0
         for row, count in enumerate(pages):
             table[row, :count] = order[start : start + count]
             start += count
-        return cls._of_table(case, make_cache(case, sum(pages), generator), table, generator)
+        return cls._of_table(case, make_cache(case, sum(pages), generator, device), table, generator)
 
     @classmethod
     def _of_table(cls, case: Case, cache: torch.Tensor, table: torch.Tensor, generator: torch.Generator) -> Batch:
         qo_indptr = torch.zeros(len(case.qo_lens) + 1, dtype=torch.int32)
         qo_indptr[1:] = torch.tensor(case.qo_lens).cumsum(0)
-        q = torch.randn(sum(case.qo_lens), case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
-        return cls(case, q, cache, qo_indptr.cuda(), torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda"), table)
+        device = cache.device
+        q = torch.randn(sum(case.qo_lens), case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device=device, generator=generator)
+        return cls(case, q, cache, qo_indptr.to(device), torch.tensor(case.kv_lens, dtype=torch.int32, device=device), table)
 
     @property
     def kv_indptr(self) -> torch.Tensor:
@@ -73,9 +74,13 @@ class Batch:
     @property
     def view(self) -> BSRView:
         """All requests, each with all of its tokens."""
+        return self.view_with()
+
+    def view_with(self, **visibility: Any) -> BSRView:
+        """The same with other arguments of BSRView."""
         if self.case.ragged:
-            return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr))
-        return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size))
+            return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr), **visibility)
+        return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size), **visibility)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +127,9 @@ class SharedBatch:
         return Composition.cascade(self.qo_indptrs, tables)
 
 
-def make_cache(case: Case, pages: int, generator: torch.Generator | None = None) -> torch.Tensor:
+def make_cache(case: Case, pages: int, generator: torch.Generator | None = None, device: str = "cuda") -> torch.Tensor:
     """Random bf16 [pages, 2, page_size, num_kv_heads, head_dim]."""
-    return torch.randn(pages, 2, case.page_size, case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
+    return torch.randn(pages, 2, case.page_size, case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device=device, generator=generator)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
         return None, None
 
 
-def flash_attention_3(batch: Batch) -> Run:
-    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as vLLM calls it, without."""
+def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> Run:
+    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as vLLM calls it, without. sinks: [num_qo_heads]."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     case = batch.case
@@ -45,6 +45,8 @@ def flash_attention_3(batch: Batch) -> Run:
         "causal": True,
         "fa_version": 3,
     }
+    window = {"window_size": [window_left, 0]} if window_left >= 0 else {}
+    arguments |= window | ({"softcap": soft_cap} if soft_cap else {}) | ({} if sinks is None else {"s_aux": sinks.bfloat16()})
     if case.ragged:
         arguments |= {"k": batch.cache[0], "v": batch.cache[1], "cu_seqlens_k": batch.kv_indptr}
     else:
@@ -60,6 +62,8 @@ def flash_attention_3(batch: Batch) -> Run:
             cu_seqlens_q=batch.qo_indptr,
             page_size=case.page_size,
             causal=True,
+            **window,
+            **({"has_softcap": True} if soft_cap else {}),
         )
 
     def run() -> torch.Tensor:
@@ -92,9 +96,9 @@ def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
     """FlashInfer's decode; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=use_tensor_cores)
     wrapper.plan(
-        *_page_table(batch),
+        *page_table(batch),
         case.num_qo_heads,
         case.num_kv_heads,
         case.head_dim,
@@ -114,11 +118,11 @@ def flashinfer_prefill(batch: Batch, backend: str) -> Run:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     out = torch.empty_like(batch.q)
     if case.ragged:
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend=backend)
         ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, out=out)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-    wrapper.plan(batch.qo_indptr, *_page_table(batch), *heads, case.page_size, causal=True, **dtypes)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend=backend)
+    wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
@@ -127,7 +131,7 @@ def flashinfer_persistent(batch: Batch) -> Run:
     flashinfer = import_module("flashinfer")
     case = batch.case
     wrapper = flashinfer.BatchAttention("NHD")
-    indptr, indices, _ = _page_table(batch)
+    indptr, indices, _ = page_table(batch)
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.head_dim)
     wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=True)
     out = torch.empty_like(batch.q)
@@ -169,7 +173,7 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper. On Hopper "auto" becomes fa3, which splits no KV; "fa2" does, but only the inner wrappers can be told."""
     flashinfer = import_module("flashinfer")
     case = batch.grouped.case
-    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(batch.page_tables), _workspace(), "NHD")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(batch.page_tables), workspace(), "NHD")
     for level in wrapper._batch_prefill_wrappers:
         level._backend = backend
     wrapper.plan(
@@ -187,7 +191,7 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
     return lambda: wrapper.run(batch.grouped.q, batch.grouped.cache)
 
 
-def _page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """kv_indptr, kv_indices, kv_last_page_len."""
     page_size = batch.case.page_size
     pages = (batch.kv_lens + page_size - 1) // page_size
@@ -195,5 +199,5 @@ def _page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % page_size + 1
 
 
-def _workspace() -> torch.Tensor:
+def workspace() -> torch.Tensor:
     return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")

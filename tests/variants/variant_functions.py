@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from attn_backend.variants import Variant
 
-B, H, LENGTH = 3, 4, 96  # requests, heads, tokens: coordinates stay below
+# Requests, heads, tokens: coordinates stay below. SIZES: of who loads this file once more for larger batches (variant_fuzz/catalogue.py).
+B, H, LENGTH = globals().get("SIZES", (3, 4, 96))
 WIDTH = 12  # of an image, row by row
 torch.manual_seed(0)
 

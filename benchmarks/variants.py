@@ -1,0 +1,99 @@
+"""Variants of attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay, median.
+
+python -m benchmarks.variants [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
+
+Peers' plans and flex_attention's block masks are made beforehand and not timed; nor is ours, which has a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.batches import LARGEST_ERROR, Batch
+from benchmarks.peers import time_of
+from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.timing import Machine, Timer
+from benchmarks.variant_cases import MEANINGS, Expected, Meaning, VariantCase, all_cases, ours, work
+from benchmarks.variant_peers import peers_of
+
+PEERS = ("FA3", "FlashInfer", "flex_attention")
+
+
+def measure(line_of: VariantCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table; times in µs."""
+    begin = time.monotonic()
+    case, name = line_of.case, line_of.name
+    batch = Batch.make(case)
+    meaning = MEANINGS[line_of.variant](case, batch.q.device)
+    moved, flops = work(meaning, case, batch.q.device)
+    line: dict[str, Any] = {"case": name, "floor": max(moved / machine.bandwidth, flops / machine.rate) * 1e6}
+    expected = Expected(batch, meaning)
+    prepared = ours(batch, meaning)
+    runs = {"ours": prepared.run}
+    if line_of.variant != "causal":
+        runs["causal"] = ours(batch, MEANINGS["causal"](case, batch.q.device)).run
+    line |= dict(zip(runs, timer.together(list(runs.values())), strict=True))
+    line.setdefault("causal", line["ours"])
+    line |= {"plan": timer(prepared.plan), "error": expected.error(prepared.run())}
+    if line["error"] > LARGEST_ERROR:
+        print(f"{name}: ours: WRONG, relative error {line['error']:.1e}", flush=True)
+    line |= of_peers(name, batch, meaning, expected, timer, arguments)
+    line["seconds"] = time.monotonic() - begin
+    return line
+
+
+def of_peers(name: str, batch: Batch, meaning: Meaning, expected: Expected, timer: Timer, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fastest right kernel of each peer."""
+    line: dict[str, Any] = dict.fromkeys(PEERS)
+    for peer, kernels in peers_of(batch, meaning).items():
+        for backend, make in kernels.items() if not arguments.peer or peer in arguments.peer else ():
+            measured, out = time_of(f"{peer}, {backend}", name, make, timer)
+            if measured is None or out is None:
+                continue
+            error = expected.error(out)
+            if not error <= LARGEST_ERROR:
+                print(f"{name}: {peer}, {backend}: WRONG, relative error {error:.1e}", flush=True)
+            elif line[peer] is None or measured < line[peer]:
+                line |= {peer: measured, f"{peer} backend": backend, f"{peer} error": error}
+    return line
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    columns = ["case", "floor", "ours", "plan", *PEERS, "ours / best peer", "ours / our causal", "error"]
+    rows = []
+    for line in lines:
+        peers = [line[peer] for peer in PEERS if line.get(peer) is not None]
+        ratios = (number(line["ours"] / min(peers) if peers else None, 2), number(line["ours"] / line["causal"], 2))
+        times = [number(line.get(column)) for column in columns[1:7]]
+        rows.append([line["case"], *times, *ratios, f"{line['error']:.1e}" + (" WRONG" if line["error"] > LARGEST_ERROR else "")])
+    return table(columns, rows)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--peer", action="append", choices=(*PEERS, "none"), default=[], help="only this peer, or none; repeatable")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    timer = Timer(arguments.repeats)
+    machine = Machine.measure(timer)
+    header = f"{machine} Times in µs: bf16, 8 KV heads, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
+    print(header, flush=True)
+    lines: list[dict[str, Any]] = []
+    text = ""
+    for case in all_cases():
+        if not wanted(case.name, arguments):
+            continue
+        lines.append(measure(case, timer, machine, arguments))
+        print(brief(lines[-1]), flush=True)
+        text = f"{header}\n\n{markdown(lines)}\n"
+        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
+        torch.cuda.empty_cache()
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
