@@ -97,7 +97,9 @@ class Problem:
         sizes = o_ref.norm(dim=-1)
         # Weights that are not normalised may all be next to nothing, by products of Q and K that cancel.
         least = 1e-30 if entry.variant.uses_softmax or not len(sizes) else float(sizes.mean()) / 10 + 1e-30
-        relative = error.norm(dim=-1) / sizes.clamp_min(least)
+        # A sink may leave a row so little that float16 has no digits for it.
+        lost = 2.0**-25 * form.head_dim**0.5 if form.dtype == torch.float16 else 0.0
+        relative = (error.norm(dim=-1) - lost).clamp_min(0.0) / sizes.clamp_min(least)
         assert (relative <= 10 * tolerance).all(), f"||o - ref|| / ||ref|| = {float(relative.max()):.2e} in one row > {10 * tolerance:.1e}"
         if not entry.variant.uses_softmax:
             assert lse.isnan().all()
