@@ -151,17 +151,20 @@ int32_t multiprocessors_of(int32_t device) {
 
 /// CTAs of the cluster that takes a row, from measurements (ADR 32). They are doubled while a warp has more than one
 /// segment and there is room: for three on a multiprocessor where a row has one so far; then for one in short rows, two
-/// in long rows with top-k, which leaves few tokens soon, and four in other long rows. Clusters of 16 take longer to
-/// start: only for long rows, where every multiprocessor has one CTA at most.
+/// in long rows with top-k, which leaves few tokens soon, and four in other long rows. Long rows with top-p are read
+/// more than once, some more often than others: two CTAs a row, even if not all have room at once, end sooner. Clusters
+/// of 16 take longer to start: only for long rows, where every multiprocessor has one CTA at most.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   const bool has_top_k = params.top_k.array || params.top_k.value > 0;
+  const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
   if (segments > max_ctas * kSamplingWarps && int64_t{params.batch} * max_ctas <= multiprocessors) return max_ctas;
   const bool is_long = segments >= 2 * kSamplingWarps * kPortableClusterCtas;
   int32_t ctas = 1;
   while (2 * ctas <= std::min(max_ctas, kPortableClusterCtas) && segments > kSamplingWarps * ctas) {
-    const int64_t most = ctas == 1 ? 3 : !is_long ? 1 : has_top_k ? 2 : 4;
+    const int64_t of_first = is_long && has_top_p && !has_top_k ? 8 : 3;
+    const int64_t most = ctas == 1 ? of_first : !is_long ? 1 : has_top_k ? 2 : 4;
     if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
     ctas *= 2;
   }
@@ -178,8 +181,11 @@ bool is_unfiltered(const SamplingParams& params) {
 
 /// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
 /// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
-int32_t choose_unfiltered_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
-  const int32_t room = kUnfilteredCtas * multiprocessors_of(device);
+int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, int32_t device, int32_t max_ctas) {
+  // Without a mask the kernel of float32 logits leaves registers for a fourth CTA. It pays where a row has many.
+  constexpr int32_t kMostUncrowdedRows = 64;
+  const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat;
+  const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
     return std::min({wanted, room / params.batch, 1 + kWorkspaceMessages / params.batch});
@@ -201,13 +207,15 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
   return known;
 }
 
-void launch(const SamplingParams& params, const SamplingOptions& options, const String& file, DLDevice device) {
+void launch(const SamplingParams& params, const SamplingOptions& options, const String& file,
+            const TensorView& values) {
+  const DLDevice device = values.device();
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   constexpr int32_t kMostGridRows = 65535;
   if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
-    const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, device.device_id, max_ctas)
+    const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, values.dtype(), device.device_id, max_ctas)
                          : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
                              ? row_ctas
                              : 0;
@@ -236,7 +244,7 @@ void launch(const SamplingParams& params, const SamplingOptions& options, const 
 void run(const SamplingParams& params, const SamplingOptions& options, const String& file, const TensorView& values) {
   if (params.batch == 0) return;
   if (values.device().device_type == kDLCUDA)
-    launch(params, options, file, values.device());
+    launch(params, options, file, values);
   else if (options.of_probs)
     cpu::sample_probs(params);
   else

@@ -22,7 +22,9 @@ struct Candidates {
   static constexpr int32_t kMostFinalists = 256;
   static constexpr int32_t kFewFinalists = 128;                  // so few are not reduced any further
   static constexpr int32_t kPairThreads = kSamplingThreads / 2;  // compare; the others have the finalists race
+  static constexpr int32_t kPairs = kSamplingThreads / 2;        // of lanes
   static constexpr int32_t kThreadCandidates = kMaxCandidates / kSamplingThreads;
+  static constexpr int32_t kLaneBins = kCountBins / 32;
 
   /// Candidates that are compared with each other. In the place of the bins.
   struct Finalists {
@@ -48,61 +50,38 @@ struct Candidates {
   /// Whether the finalists may be enough.
   __device__ __forceinline__ bool suits() const { return wanted() < kMostFinalists && (may_draw() || wanted() > 0); }
 
-  /// A key with at least `wanted` of what count_from() counts at or above it, and not many more than `enough`.
-  struct Cut {
-    uint32_t key;
-    int32_t count;
-  };
-
-  /// By halving from `low`, which fewer may reach, to `high`, which nothing reaches.
-  template <class CountFrom>
-  __device__ __forceinline__ static Cut cut(uint32_t low, uint32_t high, int32_t wanted, int32_t enough,
-                                            const CountFrom& count_from) {
-    int32_t count = count_from(low);
-#pragma unroll 1
-    while (count > enough && high - low > 1) {
-      const uint32_t middle = low + (high - low) / 2;
-      const int32_t of_middle = count_from(middle);
-      if (of_middle >= wanted) {
-        low = middle;
-        count = of_middle;
-      } else {
-        high = middle;
-      }
-    }
-    return Cut{low, count};
+  /// Pairs of lanes of a CTA that make its bound: as many as tokens are wanted, which leaves nothing to chance, if
+  /// there is room for what else reaches it (q of 128 pairs are reached by 128 * ln(128 / (128 - q)) tokens).
+  __device__ __forceinline__ int32_t pairs_at_bound() const {
+    return min_of(wanted(), room() < 192 ? 54 : room() < 384 ? 86 : 114);
   }
 
-  /// A bound that as many of the CTA's lanes reach as tokens are wanted, which leaves nothing to chance, if there is
-  /// room for what else reaches it: q of 256 lanes reach a bound that 256 * ln(256 / (256 - q)) tokens reach. Each warp
-  /// finds it for itself: a barrier that counts takes 180 cycles.
-  __device__ __forceinline__ uint32_t bound_of_lanes() const {
-    constexpr int32_t kKeys = kSamplingThreads / 32;
-    static_assert(kKeys * sizeof(uint16_t) == sizeof(uint4));
-    const uint4 packed = reinterpret_cast<const uint4*>(shared.lane_keys)[row.lane()];
-    const uint32_t pairs[] = {packed.x, packed.y, packed.z, packed.w};
-    uint32_t keys[kKeys], least = 0xffffu;
-#pragma unroll
-    for (int32_t i = 0; i < kKeys; ++i) {
-      keys[i] = i % 2 == 0 ? pairs[i / 2] & 0xffffu : pairs[i / 2] >> 16;
-      least = min_of(least, keys[i]);
+  /// A key that `count` of the CTA's pairs of lanes reach: to 16 bits the count-th largest of their largest. Comparing
+  /// all pairs takes less time than halving a range of keys, whose steps wait for each other.
+  __device__ __forceinline__ uint32_t bound_of_pairs(uint32_t lane_key, int32_t count) const {
+    const uint32_t pair = threadIdx.x / 2, half = threadIdx.x % 2;
+    const uint32_t own = max_of(lane_key, __shfl_xor_sync(ptx::kAllLanes, lane_key, 1)) >> 16 << 8 | pair;
+    shared.counts[pair] = own;
+    __syncthreads();
+    uint32_t before = 0;
+    const uint32_t* others = shared.counts + half * (kPairs / 2);  // each of the two looks at half of them
+#pragma unroll 8
+    for (int32_t i = 0; i < kPairs / 2; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(others + i);
+      before += ((own - four.x) >> 31) + ((own - four.y) >> 31) + ((own - four.z) >> 31) + ((own - four.w) >> 31);
     }
-    const auto count_from = [&](uint32_t key) {
-      uint32_t count = 0;
-#pragma unroll
-      for (const uint32_t other : keys) count += other >= key ? 1 : 0;
-      return static_cast<int32_t>(ptx::warp_add(count));
-    };
-    const int32_t lanes = min_of(wanted(), kSamplingThreads * room() / (room() + 320));
-    const uint32_t low = max_of(ptx::warp_min(least), kWholeRow >> 16);
-    return cut(low, (shared.best_key >> 16) + 1, lanes, lanes + lanes / 4, count_from).key << 16;
+    before += __shfl_xor_sync(ptx::kAllLanes, before, 1);
+    if (static_cast<int32_t>(before) == count - 1) shared.bound = max_of(own >> 8 << 16, kWholeRow);
+    __syncthreads();
+    return shared.bound;
   }
 
   /// put(number, ranked()) for each of the CTA's tokens from `bound` on, which num_listed counts; there may be more of
-  /// them if it is more than `room`. Only those chunks are read that reach the bound, each lane its own.
+  /// them if it is more than `room`. Only those chunks are read that reach the bound, each lane its own. lane_key: from
+  /// read_values().
   template <class Put>
-  __device__ __forceinline__ void list(uint32_t bound, int32_t room, const Put& put) const {
-    if (shared.lane_keys[threadIdx.x] < bound >> 16) return;
+  __device__ __forceinline__ void list(uint32_t lane_key, uint32_t bound, int32_t room, const Put& put) const {
+    if (lane_key < bound) return;
     const int32_t shift = row.chunk_shift(), first = row.reader.first, step = row.reader.step;
     const int32_t num_segments = row.reader.num_segments();
     const float least = key_value(bound);
@@ -135,8 +114,8 @@ struct Candidates {
 
   /// Min-p alone, which the largest value decides: the survivors of each CTA race there. Returns this thread's best.
   /// More than there is room for count as an invalid race.
-  __device__ __forceinline__ Racer race_from(uint32_t bound) const {
-    list(bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
+  __device__ __forceinline__ Racer race_from(uint32_t lane_key, uint32_t bound) const {
+    list(lane_key, bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
     __syncthreads();
     const int32_t count = shared.num_listed;
     __syncthreads();
@@ -158,15 +137,15 @@ struct Candidates {
 
   /// All of it, after a read of the row. needs_token: it is not known yet. True: the token is found (in shared.token of
   /// the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
-  __device__ __forceinline__ bool run(bool needs_token) const {
+  __device__ __forceinline__ bool run(uint32_t lane_key, bool needs_token) const {
     uint32_t bound = kWholeRow;
-    if (wanted() > 0) bound = bound_of_lanes();
+    if (wanted() > 0) bound = bound_of_pairs(lane_key, pairs_at_bound());
     if (needs_token && settings.top_k == 0 && settings.min_p > 0.0f) {
       const uint32_t min_p = min_p_key(row.weights(), settings);
       bound = wanted() > 0 ? min_of(bound, min_p) : min_p;
     }
     uint64_t* places = shared.list + row.rank * room();
-    list(bound, room(), [&](int32_t at, uint64_t token) { row.send(0, 0, places + at, token); });
+    list(lane_key, bound, room(), [&](int32_t at, uint64_t token) { row.send(0, 0, places + at, token); });
     __syncthreads();
     if (threadIdx.x == 0) {
       const int32_t count = shared.num_listed;
@@ -178,7 +157,7 @@ struct Candidates {
       if (!row.wait(1)) return false;
       return shared.decision.is_settled;
     }
-    if (threadIdx.x < kMostCounts) shared.counts[threadIdx.x] = 0;
+    shared.counts[threadIdx.x] = 0;
     const int32_t count = choose_finalists(needs_token && may_draw(), row.wait(0));
     if (threadIdx.x > 0 && static_cast<int32_t>(threadIdx.x) < row.num_ctas) {
       row.send(threadIdx.x, 1, &shared.decision, shared.decision);
@@ -190,6 +169,55 @@ struct Candidates {
   }
 
  private:
+  /// The smallest key among the largest candidates, and how many these are.
+  struct Cut {
+    uint32_t key;
+    int32_t count;
+  };
+
+  /// At least `wanted` of the candidates, and few more; all from `low` on, if these are fewer. candidates: this
+  /// thread's. A digit of a radix at a time; one is enough mostly. The counts are 0.
+  __device__ __forceinline__ Cut cut(const uint64_t (&candidates)[kThreadCandidates], uint32_t low, uint32_t high,
+                                     int32_t wanted) const {
+    int32_t above = 0;
+#pragma unroll 1
+    while (true) {
+      const int32_t shift = max_of(24 - __clz(static_cast<int32_t>(high - low)), 0);
+#pragma unroll
+      for (const uint64_t candidate : candidates) {
+        const uint32_t key = static_cast<uint32_t>(candidate >> 32);
+        if (key >= low && key <= high) atomicAdd(&shared.counts[(high - key) >> shift], 1u);
+      }
+      __syncthreads();
+      // Each warp for itself: the bin in which the last of the wanted ones lies.
+      const uint32_t* own = shared.counts + row.lane() * kLaneBins;
+      int32_t counts[kLaneBins], sum = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kLaneBins; ++i) sum += counts[i] = static_cast<int32_t>(own[i]);
+      const int32_t through = above + ptx::warp_inclusive_sum(sum, row.lane());
+      const uint32_t reached = __ballot_sync(ptx::kAllLanes, through >= wanted);
+      if (reached == 0) return Cut{low, __shfl_sync(ptx::kAllLanes, through, 31)};
+      int32_t taken = through - sum, bins = 0, last = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kLaneBins; ++i) {
+        if (taken >= wanted) continue;
+        taken += last = counts[i];
+        ++bins;
+      }
+      const int32_t lane = __ffs(static_cast<int32_t>(reached)) - 1;
+      taken = __shfl_sync(ptx::kAllLanes, taken, lane);
+      const int32_t bin = lane * kLaneBins + __shfl_sync(ptx::kAllLanes, bins, lane) - 1;
+      high -= static_cast<uint32_t>(bin) << shift;
+      const uint32_t width = (1u << shift) - 1;
+      low = high - low > width ? high - width : low;
+      if (shift == 0 || taken <= clamp(2 * wanted, kFewFinalists, kMostFinalists)) return Cut{low, taken};
+      above = taken - __shfl_sync(ptx::kAllLanes, last, lane);
+      __syncthreads();
+      shared.counts[threadIdx.x] = 0;
+      __syncthreads();
+    }
+  }
+
   /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
   __device__ __forceinline__ int32_t choose_finalists(bool draws, bool all_came) const {
     const CandidateResult own = shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
@@ -205,19 +233,8 @@ struct Candidates {
 #pragma unroll
     for (int32_t i = 0; i < kThreadCandidates; ++i)
       candidates[i] = first + i * readers < of_cta ? shared.list[cta * room() + first + i * readers] : 0;
-    int32_t calls = 0;
-    const auto count_from = [&](uint32_t key) {
-      uint32_t count = 0;
-#pragma unroll
-      for (const uint64_t candidate : candidates) count += static_cast<uint32_t>(candidate >> 32) >= key ? 1 : 0;
-      count = ptx::warp_add(count);
-      if (row.lane() == 0) atomicAdd(&shared.counts[calls], count);
-      __syncthreads();
-      return static_cast<int32_t>(shared.counts[calls++]);
-    };
-    const int32_t enough = wanted() > 0 ? clamp(2 * wanted(), kFewFinalists, kMostFinalists) : kMaxCandidates;
     Cut finalists{bound, 0};
-    if (is_valid && fits) finalists = cut(bound, best + 1, wanted(), enough, count_from);
+    if (is_valid && fits) finalists = cut(candidates, bound, best, wanted() > 0 ? wanted() : kMaxCandidates + 1);
     const int32_t count = finalists.count;
     const bool has_finalists = is_valid && fits && count <= kMostFinalists && (count >= wanted() || bound == kWholeRow);
     const bool has_all = settings.top_k > 0 || finalists.key == bound;  // min-p may leave more

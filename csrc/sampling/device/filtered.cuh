@@ -101,9 +101,9 @@ struct RowSampler : Row<Source> {
     this->begin(0);
     const Candidates<Source> candidates(*this);
     if (begins_with_candidates()) {
-      this->read_values(false, false);
+      const uint32_t lane_key = this->read_values(false, false);
       __syncthreads();  // best_key
-      if (candidates.run(true) && is_drawable(shared.decision.best_key)) {
+      if (candidates.run(lane_key, true) && is_drawable(shared.decision.best_key)) {
         write_token(row);
         return;
       }
@@ -151,19 +151,19 @@ struct RowSampler : Row<Source> {
   /// After reader.start(): all but the ways of the first read, see above. False: the row is not valid.
   __device__ __forceinline__ bool read(bool has_token) const {
     const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
-    this->read_values(needs_mass, wants_logprobs());
+    const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
     this->exchange_best();
     if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
     if (needs_mass || wants_logprobs()) this->sum_masses(needs_mass, wants_logprobs());
     const Candidates<Source> candidates(*this);
     if (!has_token && settings.top_k == 0 && !settings.has_top_p) {
       const uint32_t threshold = min_p_key(this->weights(), settings);
-      const RaceResult result = this->exchange(candidates.race_from(threshold), BandMasses());
+      const RaceResult result = this->exchange(candidates.race_from(lane_key, threshold), BandMasses());
       take(result);
       has_token = !result.is_invalid;
     }
     if (!(has_token && shared.decision.has_top) && candidates.suits() && !begins_with_candidates()) {
-      has_token |= candidates.run(!has_token);
+      has_token |= candidates.run(lane_key, !has_token);
       if (!is_drawable(shared.decision.best_key)) return false;
     }
     if (!has_token) {

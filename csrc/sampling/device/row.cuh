@@ -13,7 +13,7 @@ constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
 constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
 constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
-constexpr int32_t kMostCounts = 33;       // to halve a range of 32 bits until nothing is left
+constexpr int32_t kCountBins = kSamplingThreads;
 
 /// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
@@ -82,11 +82,10 @@ struct SamplingShared {
   Bands bands;
   Verdict verdict;
   uint64_t cta_mass[2];
-  uint64_t row_mass;                                 // at the row's temperature
-  uint64_t logprob_mass;                             // at that of log-probabilities
-  alignas(16) uint16_t lane_keys[kSamplingThreads];  // the upper half of each lane's largest key
-  uint32_t counts[kMostCounts];                      // of candidates, one for each halving
-  uint32_t best_key;                                 // of this CTA
+  uint64_t row_mass;                        // at the row's temperature
+  uint64_t logprob_mass;                    // at that of log-probabilities
+  alignas(16) uint32_t counts[kCountBins];  // of candidates; or the largest keys of pairs of lanes
+  uint32_t best_key;                        // of this CTA
   uint32_t bound;
   int32_t num_listed;
   int32_t token;  // that is drawn; the first CTA knows it
@@ -246,8 +245,8 @@ struct Row {
   }
 
   /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
-  /// for. No barrier after it.
-  __device__ __forceinline__ void read_values(bool needs_mass, bool needs_logprobs) const {
+  /// for. Returns this lane's largest key. No barrier after it.
+  __device__ __forceinline__ uint32_t read_values(bool needs_mass, bool needs_logprobs) const {
     const int32_t shift = chunk_shift();
     uint32_t lane_key = 0, chunk_key = 0;
     int32_t round = 0;
@@ -271,7 +270,7 @@ struct Row {
     });
     const uint32_t of_warp = ptx::warp_max(lane_key);
     if (lane() == 0) atomicMax(&shared.best_key, of_warp);
-    shared.lane_keys[threadIdx.x] = static_cast<uint16_t>(lane_key >> 16);
+    return lane_key;
   }
 
   /// The largest key of all CTAs goes to decision.best_key of each.
