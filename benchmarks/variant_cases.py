@@ -197,7 +197,7 @@ def all_cases() -> list[VariantCase]:
 def ours(batch: Batch, meaning: Meaning, **changes: Any) -> Ours:
     """This package. Under a mask that takes arguments plan is given them, too."""
     case = batch.case
-    room = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens), "device": batch.q.device}
+    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens), "device": batch.q.device}
     attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | meaning.made_with | changes))
     view = batch.view_with(causal=None if "variant" in meaning.made_with else True, window_left=meaning.window - 1)
     kv, out = batch.kv, torch.empty_like(batch.q)
@@ -216,7 +216,7 @@ def visible(meaning: Meaning, case: Case, request: int, rows: Tensor) -> Tensor:
     """bool [rows, tokens] of rows of a request; the same in all heads."""
     position = case.kv_lens[request] - case.qo_lens[request] + rows
     b = torch.tensor(request, device=rows.device)
-    return meaning.mask_mod(b, torch.zeros_like(b), position[:, None], torch.arange(case.kv_lens[request], device=rows.device)[None])  # type: ignore[no-any-return]
+    return meaning.mask_mod(b, torch.zeros_like(b), position[:, None], torch.arange(case.kv_lens[request], device=rows.device)[None])
 
 
 def work(meaning: Meaning, case: Case, device: torch.device) -> tuple[int, int]:

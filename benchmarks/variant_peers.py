@@ -70,13 +70,13 @@ def flex_attention(batch: Batch, meaning: Meaning) -> Run:
         return score_mod(value, b, h, q_idx + first, kv_idx)  # type: ignore[misc]
 
     block_mask = create_block_mask(mask, requests, None, qo_len, kv_len, device="cuda")
-    options = {"score_mod": None if score_mod is None else score, "block_mask": block_mask, "enable_gqa": True}
+    options: dict[str, Any] = {"score_mod": None if score_mod is None else score, "block_mask": block_mask, "enable_gqa": True}
 
     def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if sinks is None:
-            return attend(q, k, v, **options)  # type: ignore[no-any-return]
+            return attend(q, k, v, **options)
         out, lse = attend(q, k, v, return_lse=True, **options)
-        return out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)  # type: ignore[no-any-return]
+        return out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)
 
     torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
     compiled = torch.compile(compute, dynamic=False)
@@ -153,7 +153,20 @@ def flashinfer_sigmoid(batch: Batch, meaning: Meaning) -> Run:
     case = batch.case
     bf16, head_dim = torch.bfloat16, case.head_dim
     scalars = (["score_scale", "score_bias"], ["double", "double"])
-    jit_args = (f"sigmoid_weights_bf16_{head_dim}", bf16, bf16, bf16, torch.int32, head_dim, head_dim, [], [], *scalars, "SigmoidWeights", SIGMOID)
+    jit_args: tuple[Any, ...] = (
+        f"sigmoid_weights_bf16_{head_dim}",
+        bf16,
+        bf16,
+        bf16,
+        torch.int32,
+        head_dim,
+        head_dim,
+        [],
+        [],
+        *scalars,
+        "SigmoidWeights",
+        SIGMOID,
+    )
     out = torch.empty_like(batch.q)
     values = (head_dim**-0.5, meaning.bias)
     dtypes = {"q_data_type": bf16, "kv_data_type": bf16}

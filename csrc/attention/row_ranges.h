@@ -54,17 +54,36 @@ struct RangeSum {
   int32_t full;   // how many all heads see
 };
 
+/// Heads whose masks may differ.
+template <class Variant>
+ATTN_HD int32_t heads_of_mask(const RowRangeParams& params) {
+  return Variant::kMaskReadsHead ? params.num_kv_heads * params.plan.config.group_size : 1;
+}
+
+/// The mask of one head of a row.
+template <class Variant>
+struct HeadOfRow {
+  Variant variant;
+  ScoreRow row;
+  int32_t kv_offset;
+
+  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& of_view, int32_t head)
+      : variant(params.variant.as<typename Variant::Params>(), head / params.plan.config.group_size),
+        row(score_row(of_view.group, params.plan.levels[0].positions, of_view.index, of_view.row, head)),
+        kv_offset(of_view.group.kv_offset) {}
+
+  ATTN_HD bool sees(int32_t token) const { return variant.mask(row, kv_offset + token); }
+};
+
 /// Tokens first, first + step, ... of a row.
 template <class Variant>
 ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, int32_t first, int32_t step) {
-  const int32_t group_size = params.plan.config.group_size;
-  const int32_t num_heads = Variant::kMaskReadsHead ? params.num_kv_heads * group_size : 1;
+  const int32_t num_heads = heads_of_mask<Variant>(params);
   RangeSum sum{static_cast<int32_t>(kMaxInt32), -1, 0};
   for (int32_t head = 0; head < num_heads; ++head) {
-    const Variant variant(params.variant.as<typename Variant::Params>(), head / group_size);
-    const ScoreRow of_head = score_row(row.group, params.plan.levels[0].positions, row.index, row.row, head);
+    const HeadOfRow<Variant> of_head(params, row, head);
     for (int32_t token = row.tokens.begin + first; token < row.tokens.end; token += step) {
-      if (!variant.mask(of_head, row.group.kv_offset + token)) continue;
+      if (!of_head.sees(token)) continue;
       sum.begin = min_of(sum.begin, token);
       sum.end = max_of(sum.end, token + 1);
       ++sum.full;
@@ -73,14 +92,40 @@ ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, 
   return sum;
 }
 
-/// The range of a row from the sums over all its tokens.
+/// Tokens between the first and the last that any head sees which some head does not see; first > last: there is none.
+struct Holes {
+  int32_t first;
+  int32_t last;
+};
+
+/// Among tokens first, first + step, ... behind the first one that is seen; `sum`: over all tokens.
 template <class Variant>
-ATTN_HD RowRange make_row_range(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum) {
+ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
+                         int32_t step) {
+  const int32_t num_heads = heads_of_mask<Variant>(params);
+  Holes holes{static_cast<int32_t>(kMaxInt32), -1};
+  if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
+  for (int32_t head = 0; head < num_heads; ++head) {
+    const HeadOfRow<Variant> of_head(params, row, head);
+    for (int32_t token = sum.begin + first; token < sum.end; token += step) {
+      if (of_head.sees(token)) continue;
+      holes.first = min_of(holes.first, token);
+      holes.last = max_of(holes.last, token);
+    }
+  }
+  return holes;
+}
+
+/// The range of a row: what lies before its first hole, or behind its last one, is full, whichever is longer.
+ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const Holes& holes) {
   if (sum.end < 0) return RowRange{0, 0, 0, 0};
-  const int32_t heads = Variant::kMaskReadsHead ? params.num_kv_heads * params.plan.config.group_size : 1;
-  const int32_t begin = sum.begin + row.group.kv_offset, end = sum.end + row.group.kv_offset;
-  const bool is_full = static_cast<int64_t>(sum.end - sum.begin) * heads == sum.full;
-  return RowRange{begin, end, is_full ? begin : 0, is_full ? end : 0};
+  const int32_t offset = row.group.kv_offset;
+  TokenRange full{sum.begin, sum.end};
+  if (holes.first <= holes.last) {
+    const bool begins_full = holes.first - sum.begin >= sum.end - 1 - holes.last;
+    full = begins_full ? TokenRange{sum.begin, holes.first} : TokenRange{holes.last + 1, sum.end};
+  }
+  return RowRange{sum.begin + offset, sum.end + offset, full.begin + offset, full.end + offset};
 }
 
 /// Rows of the view, as far as there is room for them.

@@ -100,6 +100,22 @@ def test_row_tiles_end_where_their_documents_do(device: torch.device) -> None:
         assert num_kv_tiles == -(-(kv_end - kv_begin) // schedule.kv_tile)
 
 
+@pytest.mark.parametrize("seed", mostly_slow(range(12), fast=2))
+def test_masks_with_holes(device: torch.device, seed: int) -> None:
+    """Full at the beginning, at the end, in the middle."""
+    bounds = sorted(numpy.random.default_rng(seed).integers(0, 700, 4).tolist())
+    holes = dict(zip(("a", "b", "c", "d"), bounds, strict=True))
+    variant = Variant.from_source(
+        "bool mask(const ScoreRow&, int32_t k) const { return !((a <= k && k < b) || (c <= k && k < d)); }", dict.fromkeys(holes, int), name="holes"
+    )
+    reference = oracle.Variant(mask=lambda at: ~(((at.token >= bounds[0]) & (at.token < bounds[1])) | ((at.token >= bounds[2]) & (at.token < bounds[3]))))
+    case = case_tensors.build(Spec((1, 90, 200), (900, 600, 300), head_dim=64, dtype=torch.bfloat16, seed=seed), device)
+    attention = case.attention(variant=variant)
+    attention.plan(case.view, variant_args=holes)
+    case.run(attention, out=case.out, lse=case.lse, variant_args=holes)
+    case_tensors.check(case, case.out, case.lse, case.expected(variant=reference))
+
+
 def test_a_row_that_sees_nothing(device: torch.device) -> None:
     nothing = Variant.from_source("bool mask(const ScoreRow& row, int32_t) const { return row.index % 2 == 1; }", name="every_second_row")
     case = case_tensors.build(Spec((5, 200), (90, 300), head_dim=64, dtype=torch.bfloat16), device)

@@ -90,7 +90,8 @@ class AttentionKernel {
       const int32_t num_rows = rows_of_view(params.plan);
       for (int32_t i = 0; i < num_rows; ++i) {
         const RangedRow row(params.plan, i);
-        params.row_ranges[i] = make_row_range<Variant>(params, row, sum_tokens<Variant>(params, row, 0, 1));
+        const RangeSum sum = sum_tokens<Variant>(params, row, 0, 1);
+        params.row_ranges[i] = make_row_range(row, sum, find_holes<Variant>(params, row, sum, 0, 1));
       }
     }
   }
