@@ -76,34 +76,23 @@ struct Parts {
   }
 };
 
-/// Where partial states are, and where a row's result goes.
-struct MergeTarget {
-  const float* partial_o;
-  const float* partial_lse;
-  void* o;
-  float* lse;  // nullptr: not wanted
-  int32_t head_dim;
-  int32_t max_tile_rows;
-  const float* sink;  // of the row's head; nullptr: none
-  bool adds_up;       // the parts are sums
-};
-
 /// Merges one row, with one warp. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. `transform(values,
-/// column)` changes four columns of the output.
+/// column)` changes four columns of the output. to_lse: nullptr if it is not wanted.
 template <class Element, class Transform>
-__device__ __forceinline__ void merge_row(MergeTarget target, Parts parts, const Transform& transform) {
+__device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t qo_head, char* to_o, float* to_lse,
+                                          Parts parts, const Transform& transform) {
   constexpr int kBatch = 3;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int32_t column = lane * 4; column - lane * 4 < target.head_dim; column += kMergeColumns) {
+  for (int32_t column = lane * 4; column - lane * 4 < params.head_dim; column += kMergeColumns) {
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float maximum = minus_infinity();  // of the parts' lse, to base 2
     float sum = 0.0f;                  // of exp2(lse - maximum)
 #pragma unroll 1
     for (int32_t first = 0; first < parts.count; first += 32) {
       // Lane i finds and weighs part first + i.
-      const int32_t state = parts.state(min_of(first + lane, parts.count - 1), target.max_tile_rows);
-      const float lse = first + lane < parts.count ? target.partial_lse[state] * kLog2E : minus_infinity();
+      const int32_t state = parts.state(min_of(first + lane, parts.count - 1), params.max_tile_rows);
+      const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
       const float new_maximum = fmaxf(maximum, warp_max(lse));
       const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
       const float weight = ptx::ex2(lse - base);
@@ -119,9 +108,9 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts, const
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const float* part =
-              target.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * target.head_dim;
+              params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.head_dim;
           x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j < count && column < target.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
+          if (i + j < count && column < params.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -131,16 +120,17 @@ __device__ __forceinline__ void merge_row(MergeTarget target, Parts parts, const
       }
     }
 
-    RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(maximum, sum)};
-    if (target.sink != nullptr) end = end_row(maximum, sum, __ldg(target.sink));
-    if (target.adds_up) end.factor = 1.0f;
-    if (column < target.head_dim) {
-      float values[4] = {o.x * end.factor, o.y * end.factor, o.z * end.factor, o.w * end.factor};
+    // Without sinks the same as with one of -infinity: one path needs fewer registers than two.
+    const RowEnd end =
+        end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + qo_head));
+    const float factor = params.adds_up ? 1.0f : end.factor;
+    if (column < params.head_dim) {
+      float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
       transform(values, column);
-      *reinterpret_cast<uint2*>(static_cast<char*>(target.o) + column * Element::kBytes) =
+      *reinterpret_cast<uint2*>(to_o + column * Element::kBytes) =
           make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
     }
-    if (column == 0 && target.lse != nullptr) *target.lse = end.lse;
+    if (column == 0 && to_lse != nullptr) *to_lse = end.lse;
   }
 }
 
@@ -250,10 +240,8 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     if (row.exists) {
-      const float* const sink = params.sinks == nullptr ? nullptr : params.sinks + row.qo_head;
-      merge_row<Element>(MergeTarget{params.partial_o, params.partial_lse, row.template o<Element>(params),
-                                     row.lse(params), params.head_dim, params.max_tile_rows, sink, params.adds_up != 0},
-                         parts, [&](float (&values)[4], int32_t column) {
+      merge_row<Element>(params, row.qo_head, row.template o<Element>(params), row.lse(params), parts,
+                         [&](float (&values)[4], int32_t column) {
                            if constexpr (VariantHooks<Variant>::kOutput) {
                              const Variant variant(params.variant.as<typename Variant::Params>(),
                                                    params.group_size.divide(row.qo_head));

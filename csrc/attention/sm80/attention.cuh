@@ -214,7 +214,9 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  if constexpr (Traits::Variant::kReadsRows || Traits::Variant::kHasSinks) {
+  // Wide heads leave no register for sinks beside a second path.
+  constexpr bool kHasRoom = !Traits::Variant::kHasSinks || Traits::Shape::kV <= 128;
+  if constexpr (Traits::Variant::kReadsRows || !kHasRoom) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Traits, false>(params, cursor);
