@@ -32,6 +32,7 @@ NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SKEWED = [128, 4000, 300, 900, 16000, 64, 2000, 700] * 2
 PLANS = 20  # in one graph
 NUM_GROUPS = 8  # of a two-level tree
+DRAWS = [(batch, 32000) for batch in (1, 8, 32, 128, 256)] + [(batch, 128256) for batch in (1, 8, 32, 128, 512)] + [(1, 4096), (1, 262144)]  # batch, vocab
 HOST_CALLS, HOST_ROUNDS = 60, 60
 
 
@@ -130,14 +131,16 @@ DEVICE: dict[str, Make] = {
     },
     **{
         f"draw {batch} x {vocab}, {name}, {kind}": draws(batch, vocab, scale, **filters)
-        for batch in (1, 8, 32)
-        for vocab in (32000, 128256)
+        for batch, vocab in DRAWS
         for kind, scale in (("flat", 1.0), ("peaked", 4.0))
         for name, filters in (
             ("temperature", {"temperature": 0.6}),
             ("greedy", {"temperature": 0.0}),
             ("top-k", {"temperature": 0.6, "top_k": 50}),
+            ("top-p", {"temperature": 0.6, "top_p": 0.9}),
+            ("min-p", {"temperature": 0.6, "min_p": 0.1}),
             ("top-k, top-p", {"temperature": 0.6, "top_k": 50, "top_p": 0.9}),
+            ("all three", {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1}),
         )
     },
 }
