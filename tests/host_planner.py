@@ -141,7 +141,7 @@ class _Levels:
             rows=self._keep(view.rows),
             max_rows=max_rows if view.rows is None else min(max_rows, view.rows.shape[0]),
             num_groups=view.batch_size,
-            visibility={"causal": view.causal, "window_left": view.window_left},
+            visibility={"causal": view.causal is not False, "window_left": view.window_left},
             kv_offsets=self._keep(view.kv_offsets),
             positions={
                 "positions": self._keep(view.positions),

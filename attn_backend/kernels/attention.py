@@ -113,7 +113,6 @@ class Attention:
         self._library = library()
         self._plan_level = self._library.plan_level
         self._run_function = self._library.run
-        self._run_with_sinks = self._library.run_with_sinks
         config = pack(
             "AttentionConfig",
             num_qo_heads=num_qo_heads,
@@ -272,7 +271,7 @@ class Attention:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
                 check_plain("sinks", sinks)
-                errors = self._run_with_sinks(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, sinks)
+                errors = self._library.run_with_sinks(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, sinks)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and self._load_late(self._variant.late_kernel(error)):
                 return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args, sinks=sinks)

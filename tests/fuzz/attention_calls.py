@@ -208,7 +208,7 @@ def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, lev
     wrong_tables = (tables[:-1], [*tables, tables[0]], _at(tables, 0, None), _at(tables, 0, qo_indptrs[0]), "tables", [])
     kinds |= {
         "tables": ChoiceArgument("Composition.cascade", ("tables", "table", "levels"), wrong=wrong_tables),
-        "causal": ChoiceArgument("Composition.cascade", wrong=(1, 0)),
+        "causal": ChoiceArgument("Composition.cascade", wrong=(1, 0), optional=True),
         "window_left": IntArgument("Composition.cascade", low=-1, high=-1 if count > 1 else 2**31 - 1),
     }
 

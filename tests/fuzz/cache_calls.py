@@ -129,7 +129,7 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     kinds: Kinds = {
         "qo_indptr": TensorArgument(dtypes=INDEX, exact=(0,)),
         "table": ChoiceArgument(wrong=(view.qo_indptr, view)),
-        "causal": ChoiceArgument(wrong=(1, 0)),
+        "causal": ChoiceArgument(wrong=(1, 0), optional=True),
         "window_left": IntArgument(low=-1, high=ANY),
         "rows": TensorArgument(dtypes=(torch.int32,), optional=True),
     }

@@ -174,7 +174,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         **table_kinds,
         **cache_kinds,
         "qo_indptr": TensorArgument("BSRView", dtypes=INDEX, exact=(0,)),
-        "causal": ChoiceArgument("BSRView", wrong=(1, 0)),
+        "causal": ChoiceArgument("BSRView", wrong=(1, 0), optional=True),
         "window_left": IntArgument("BSRView", low=-1, high=MAX_INT32),
         "row_list": TensorArgument("BSRView", ("rows",), ("qo_indptr",), dtypes=INT32, optional=True),
         **run_kinds(attention, q),
