@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from numbers import Real
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
@@ -21,6 +20,7 @@ from . import manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
+from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
 from .schedule import Schedule, describe_errors
 from .structs import pack, unpack, values_of
@@ -185,14 +185,14 @@ class Attention:
         level = -1  # that is looked at
         try:
             finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind(variant_args, to_plan=True)
-            levels = (composition,) if isinstance(composition, BSRView) else _levels(composition, self.max_levels)
+            levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels)
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
-                    _level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, _positions(view)),
+                    level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, positions_of(view)),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -211,7 +211,7 @@ class Attention:
                 raise  # the plan is the other thread's
             self._library.abandon_plan(self._handle)
             if level >= 0 and isinstance(error, RuntimeError):
-                explain_failure(_tensors_of(levels[level]))
+                explain_failure(tensors_of(levels[level]))
             if level >= 0 and isinstance(error, ValueError) and isinstance(composition, Composition):
                 raise ValueError(f"levels[{level}]: {error}") from None
             raise
@@ -351,58 +351,6 @@ class _DebugAttention(Attention):
             self.raise_for_errors()
         finally:
             self._in_use_until_done.release()
-
-
-@lru_cache(maxsize=256)
-def _level_options(
-    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, finds_row_ranges: bool, positions: tuple[int, int, int, int]
-) -> bytes:
-    """LevelOptions. They are the same from step to step."""
-    kv_offsets, of_rows, requests, num_rows = positions
-    return pack(
-        "LevelOptions",
-        index=index,
-        num_levels=num_levels,
-        page_size=page_size,
-        window_left=window_left,
-        kv_offsets=kv_offsets,
-        positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
-        entry_step=entry_step,
-        causal=causal,
-        finds_row_ranges=finds_row_ranges,
-    )
-
-
-_NO_POSITIONS = (0, 0, 0, 0)
-
-
-def _positions(view: BSRView) -> tuple[int, int, int, int]:
-    """Addresses of kv_offsets, positions and requests, 0 for none, and the rows of the last two."""
-    if view.kv_offsets is None and view.positions is None and view.requests is None:
-        return _NO_POSITIONS
-    addresses = []
-    for name, tensor in (("kv_offsets", view.kv_offsets), ("positions", view.positions), ("requests", view.requests)):
-        addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
-    of_rows = view.positions if view.positions is not None else view.requests
-    return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
-
-
-def _tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
-    """By the names that their makers know."""
-    table = view.table
-    indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
-    tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
-    for name, tensor in zip(("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"), tensors, strict=True):
-        if tensor is not None:
-            yield name, tensor
-
-
-def _levels(composition: object, max_levels: int) -> Sequence[BSRView]:
-    if not isinstance(composition, Composition):
-        refuse("composition", composition, "a Composition or a BSRView")
-    if len(composition.levels) > max_levels:
-        refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
-    return composition.levels
 
 
 def _kernel_files(

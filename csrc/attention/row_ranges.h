@@ -131,6 +131,7 @@ ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const
 /// Rows of the view, as far as there is room for them.
 ATTN_HD int32_t rows_of_view(const PlanParams& p) {
   const PlanLevel& level = p.levels[0];
+  if (level.num_groups == 0) return 0;  // whatever the one element of qo_indptr says: there is no row group to ask
   const int32_t end = level.qo_indptr.narrow(level.qo_indptr.words(level.num_groups));
   return clamp(end, 0, level.max_rows);
 }

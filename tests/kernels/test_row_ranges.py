@@ -127,6 +127,14 @@ def test_a_row_that_sees_nothing(device: torch.device) -> None:
     assert (case.lse[0] == -torch.inf).all()
 
 
+def test_a_batch_of_no_requests(device: torch.device) -> None:
+    case = case_tensors.build(Spec((), (), head_dim=64, dtype=torch.bfloat16), device)
+    attention = case.attention(variant=DOCUMENTS)
+    arguments = {"document_ids": torch.zeros(1, 1, dtype=torch.int32, device=device)}
+    attention.plan(case.view, variant_args=arguments)
+    assert len(attention.schedule().tiles) == 0
+
+
 @pytest.mark.gpu
 def test_in_a_cuda_graph(device: torch.device) -> None:
     """Captured once: documents that change are found again by each replay."""

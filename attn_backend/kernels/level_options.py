@@ -1,0 +1,64 @@
+"""What `plan` tells the host library of the levels of a composition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from ..metadata import BSRView, Composition
+from ..metadata.structure import check_plain, refuse
+from .structs import pack
+
+
+@lru_cache(maxsize=256)
+def level_options(
+    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, finds_row_ranges: bool, positions: tuple[int, int, int, int]
+) -> bytes:
+    """LevelOptions. They are the same from step to step."""
+    kv_offsets, of_rows, requests, num_rows = positions
+    return pack(
+        "LevelOptions",
+        index=index,
+        num_levels=num_levels,
+        page_size=page_size,
+        window_left=window_left,
+        kv_offsets=kv_offsets,
+        positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
+        entry_step=entry_step,
+        causal=causal,
+        finds_row_ranges=finds_row_ranges,
+    )
+
+
+_NO_POSITIONS = (0, 0, 0, 0)
+
+
+def positions_of(view: BSRView) -> tuple[int, int, int, int]:
+    """Addresses of kv_offsets, positions and requests, 0 for none, and the rows of the last two."""
+    if view.kv_offsets is None and view.positions is None and view.requests is None:
+        return _NO_POSITIONS
+    addresses = []
+    for name, tensor in (("kv_offsets", view.kv_offsets), ("positions", view.positions), ("requests", view.requests)):
+        addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
+    of_rows = view.positions if view.positions is not None else view.requests
+    return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
+
+
+def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
+    """By the names that their makers know."""
+    table = view.table
+    indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
+    tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
+    for name, tensor in zip(("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"), tensors, strict=True):
+        if tensor is not None:
+            yield name, tensor
+
+
+def levels_of(composition: object, max_levels: int) -> Sequence[BSRView]:
+    if not isinstance(composition, Composition):
+        refuse("composition", composition, "a Composition or a BSRView")
+    if len(composition.levels) > max_levels:
+        refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
+    return composition.levels
