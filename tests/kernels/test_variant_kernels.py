@@ -135,7 +135,15 @@ def test_a_compiler_that_is_killed_leaves_nothing(fake: FakeKernels) -> None:
     assert find().read_bytes() == cubin()
 
 
-def test_a_cache_that_can_only_be_read_is_read(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+def read_what_is_installed(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages may lie where somebody else cannot read: keys hash a file of ours, and pyelftools is imported when the first kernel is there."""
+    code_address.publish_code_addresses(fake.folder / "good")
+    kept = code_address.recipe()
+    monkeypatch.setattr(code_address, "recipe", lambda: kept)
+
+
+def test_a_cache_that_can_only_be_read_is_read(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    read_what_is_installed(fake, monkeypatch)
     path = find()
     for folder in (path.parent, fake.cache):
         folder.chmod(0o555)
@@ -150,7 +158,10 @@ def test_a_cache_that_can_only_be_read_is_read(fake: FakeKernels, caplog: pytest
     assert fake.runs() == 1
 
 
-def test_beside_a_cache_that_can_only_be_read_a_private_folder_is_used(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_beside_a_cache_that_can_only_be_read_a_private_folder_is_used(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_what_is_installed(fake, monkeypatch)
     fake.cache.mkdir()
     fake.cache.chmod(0o555)
     fake.temporary.chmod(0o777)
