@@ -13,14 +13,19 @@ from ..kernels import build, manifest
 if TYPE_CHECKING:
     from ..variants import Variant
 
-_GPU = re.compile(r"sm_\d+a?")
+_GPU = re.compile(r"sm_90a|sm_(?!90)\d+0")  # one for each major version: attn_backend.kernels.variant_kernels.target_of
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_arguments(parser, jobs=2, archs=None)
     variant = parser.add_argument_group("variants", "Compile the kernels of variants instead (needs nvcc or NVRTC, for --arch cpu a C++ compiler).")
-    variant.add_argument("--variant", action="append", metavar="MODULE:OBJECT", help="repeatable: a Variant that a module has when it is imported")
+    variant.add_argument(
+        "--variant",
+        action="append",
+        metavar="MODULE:OBJECT",
+        help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
+    )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
     variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128")
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
@@ -48,7 +53,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     from ..kernels.library import library
 
     archs = arguments.arch or [_own_arch()]
-    _check_archs([arch for arch in archs if not _GPU.fullmatch(arch)], ["cpu", *manifest.ARCHS])
+    _check_archs([arch for arch in archs if not _GPU.fullmatch(arch)], ["cpu", *manifest.ARCHS, "sm_100, sm_120, ... (one for each major version)"])
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)
@@ -93,6 +98,11 @@ def _imported(place: str) -> Variant:
         if not hasattr(found, part):
             raise ValueError(f"--variant is {place!r}, but {module_name} has no {name}")
         found = getattr(found, part)
+    if callable(found):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(f"--variant is {place!r}, a function that does not return a Variant without arguments: {error}") from error
     if not isinstance(found, Variant):
         raise ValueError(f"--variant is {place!r}, which is a {type(found).__name__}, must be a Variant")
     return found

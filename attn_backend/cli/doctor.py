@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ..kernels import cubins, kernel_cache
+from ..kernels import cpp_compiler, cubins, kernel_cache, nvrtc
 from ..kernels.library import library, library_path
 from ..settings import PREFIX, Settings
 from .console import print_table
@@ -116,7 +116,23 @@ def _kernels() -> list[Finding]:
         advice = "" if mark == "ok" else compiling if compiler else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
         text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (f"; {_first(faults)}" if faults else "")
         findings.append(Finding(mark, f"cubins {arch}", text, advice))
-    return [*findings, on_compiler, on_cache]
+    return [*findings, on_compiler, _nvrtc(), _variants(), on_cache]
+
+
+def _variants() -> Finding:
+    """What a variant's kernels are compiled with for this machine's CPU; those of GPUs need nvcc or NVRTC."""
+    command = cpp_compiler.compiler()
+    if command is None:
+        advice = f"{cpp_compiler.no_compiler()}; Python functions and built-ins are interpreted on the CPU, slowly"
+        return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
+    return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
+
+
+def _nvrtc() -> Finding:
+    library = nvrtc.nvrtc()
+    if library is None:
+        return Finding("--", "NVRTC", "not found; only needed for variants on a GPU where there is no nvcc", nvrtc.ADVICE)
+    return Finding("ok", "NVRTC", str(library))
 
 
 def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[str]]:

@@ -184,8 +184,8 @@ class Attention:
         """
         level = -1  # that is looked at
         try:
-            finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind(variant_args, to_plan=True)
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels)
+            finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind_to_plan(variant_args, len(levels))
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
@@ -289,18 +289,30 @@ class Attention:
             for view in self._levels:
                 check_page_ids(view, kv.num_pages)
             raise ValueError(describe_errors(errors))
+        if self._variant is not None and self._variant.is_interpreted:
+            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks)
         return out
 
-    def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> bool:
-        """Gives what follows the variant's arguments. Returns whether they suffice to ask the variant's mask. to_plan: there may be none."""
+    def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
+        """Gives what follows the variant's arguments."""
         if self._variant is None:
             refuse("variant_args", variant_args, "None: this Attention has no variant")
-        if to_plan and not self._variant.can_plan_with(variant_args):
-            return False
         packed = self._variant.pack_if_new(variant_args)
         if packed is not None:
+            if not to_plan:
+                self._variant.check_mask(variant_args)
             self._library.set_variant_params(self._handle, packed)
-        return self._variant.variant.has_mask
+        return self._variant
+
+    def _bind_to_plan(self, variant_args: VariantArgs | None, num_levels: int) -> bool:
+        """Returns whether the plan asks the variant's mask what each row sees."""
+        if self._variant is not None and not self._variant.can_plan_with(variant_args):
+            self._variant.remember_mask(None)
+            return False
+        variant = self._bind(variant_args, to_plan=True)
+        asks = variant.variant.has_mask and num_levels == 1
+        variant.remember_mask((variant_args or {}) if asks else None)
+        return asks
 
     def _load_late(self, kernel: str) -> bool:
         """Loads a kernel that a run found missing, if it names one."""

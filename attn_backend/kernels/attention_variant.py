@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView
+from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
 from ..settings import Settings
-from . import manifest, variant_kernels
+from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .library import library
 
 if TYPE_CHECKING:
@@ -52,23 +53,36 @@ class AttentionVariant:
             element = manifest.ELEMENT_NAMES[self._dtype]
             self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, sinks)
             self._options += " --sinks" if sinks else ""
+        self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
+        self._planned_mask: dict[str, object] | None = None
         # Under a mask of the variant's own a view that does not say so is not causal.
         self._is_causal_by_default = not (variant.has_mask or variant.causal or variant.window_left >= 0)
 
     def files(self) -> dict[str, str]:
         """The kernels that an Attention needs from the start, by their names in csrc/: one for all caches that are usual, compiled now if they are missing.
+        None on a CPU without a compiler where the variant can be interpreted.
 
         Raises:
             RuntimeError: one is missing and cannot be compiled, or must not be.
         """
         if not self._kernels:
-            isa = library().current_isa()
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._head_dim, self._command(), Settings.read().jit))}
+            return self._library_file()
         names = [name for name in self._kernels if name not in manifest.LATE_KERNELS]
         with ThreadPoolExecutor(len(names)) as pool:
             return dict(zip(names, pool.map(self.file_of, names), strict=True))
+
+    def _library_file(self) -> dict[str, str]:
+        isa, jit = library().current_isa(), Settings.read().jit
+        try:
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._head_dim, self._command(jit), jit))}
+        except RuntimeError as error:
+            if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
+                raise
+            interpreted_variant.warn_once(self.variant, str(error))
+        self.is_interpreted = True
+        return {}
 
     def file_of(self, name: str) -> str:
         """One kernel, by its name in csrc/.
@@ -76,7 +90,8 @@ class AttentionVariant:
         Raises:
             RuntimeError: it is missing and cannot be compiled, or must not be.
         """
-        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(), Settings.read().jit))
+        jit = Settings.read().jit
+        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(jit), jit))
 
     def late_kernel(self, error: Exception) -> str:
         """The kernel that a run found not to be loaded; "" if the error is another one."""
@@ -86,11 +101,14 @@ class AttentionVariant:
         """causal and window_left of what a view and the variant both let through.
 
         Raises:
-            ValueError: a window of the variant in one of several levels, whose positions are not those in the requests.
+            ValueError: one of several levels, whose positions are not those in the requests, which does not say these, or under a window of the variant.
         """
         if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
             if self.variant.window_left >= 0:
                 refuse("len(composition.levels)", num_levels, f"1 under variant {self.variant.name}, which has a window")
+            if self.variant.reads_positions and view.kv_offsets is None and view.positions is None:
+                reason = f"variant {self.variant.name} reads positions, and each of several levels has its own"
+                raise ValueError(f"kv_offsets and positions are None, must be given, one of them at least: {reason}")
             return (self._is_causal_by_default or self.variant.causal) if view.causal is None else view.causal, view.window_left
         causal = self.variant.causal or (self._is_causal_by_default if view.causal is None else view.causal)
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
@@ -99,6 +117,27 @@ class AttentionVariant:
     def can_plan_with(self, args: VariantArgs | None) -> bool:
         """Whether the mask can be asked: it may have parameters."""
         return args is not None or all(param.value is not None for param in self.variant.params)
+
+    def remember_mask(self, args: VariantArgs | None) -> None:
+        """What the plan asked the mask with; None: nothing was asked."""
+        self._planned_mask = None if args is None else self._of_mask(args)
+
+    def check_mask(self, args: VariantArgs | None) -> None:
+        """Refuses a run with another mask than the plan's: it would not see the KV tiles that the plan's mask hides.
+
+        Raises:
+            ValueError: a parameter of the mask is another tensor, or another number.
+        """
+        if self._planned_mask is None:
+            return
+        for (name, planned), given in zip(self._planned_mask.items(), self._of_mask(args or {}).values(), strict=True):
+            if given != planned:
+                self._bound = None
+                raise ValueError(f"variant_args[{name!r}] is not what plan() was given, must be: what a mask hides is left out of the plan")
+
+    def _of_mask(self, args: VariantArgs) -> dict[str, object]:
+        values = {name: args[name] for name in self.variant.mask_params}
+        return {name: (value.data_ptr(), value.shape, value.stride()) if isinstance(value, Tensor) else value for name, value in values.items()}
 
     def pack_if_new(self, args: VariantArgs | None) -> bytes | None:
         """The bytes of the variant's Params; None if the arguments are those of the last call: the same tensors, where they were, and equal numbers.
@@ -130,18 +169,25 @@ class AttentionVariant:
                 return False
         return True
 
+    def interpret(self, levels: Sequence[BSRView], q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None) -> None:
+        """A run by torch, whose arguments have been checked."""
+        visibilities = [self.visibility(view, len(levels)) for view in levels]
+        interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks)
+
     def forget_bound(self) -> None:
         """The next call packs again."""
         self._bound = None
 
-    def _command(self) -> str:
-        """That compiles the variant ahead, as far as it can be said where it is."""
+    def _command(self, jit: bool) -> str:
+        """That compiles the variant ahead, as far as it can be said where it is; only asked for where nothing is compiled now."""
+        if jit:
+            return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._head_dim}"
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 
 def _place_of(variant: Variant) -> str:
-    """module:object, if a module has the variant among its names."""
+    """module:object, if a module has the variant among its names, or it is a built-in without arguments."""
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is variant:
@@ -149,4 +195,10 @@ def _place_of(variant: Variant) -> str:
                     return f"{module_name}:{name}"
                 file = getattr(module, "__file__", None)
                 return f"{Path(file).stem if file else '__main__'}:{name}"
+    from ..variants import builtin
+
+    if variant.name in builtin.__all__:
+        with suppress(TypeError):  # it needs arguments
+            if getattr(builtin, variant.name)().source == variant.source:
+                return f"{builtin.__name__}:{variant.name}"
     return "MODULE:OBJECT"

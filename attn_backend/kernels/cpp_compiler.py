@@ -21,8 +21,9 @@ _VECTORS = {"baseline": "Baseline", "avx2": "Avx2", "avx512": "Avx512"}
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX, or the first of the usual names; None where there is none."""
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+    """The command of the C++ compiler: CXX, or else the first of the usual names; None where there is none."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         command = shlex.split(name)
         path = shutil.which(command[0])
         if path:
@@ -32,7 +33,8 @@ def compiler() -> list[str] | None:
 
 def no_compiler() -> str:
     """Says that there is no compiler, and what to do."""
-    return f"no C++ compiler was found: {_ADVICE}"
+    wanted = os.environ.get("CXX")
+    return f"CXX is {wanted!r}, which is no program here: {_ADVICE}" if wanted else f"no C++ compiler was found: {_ADVICE}"
 
 
 def isa_of(isa: str, dtype: str, head_dim: int) -> str:

@@ -55,7 +55,8 @@ def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int, co
     source = manifest.variant_text(variant) + cpp_compiler.source(isa, dtype)
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
     folder = f"{platform.machine()}_{isa}"
-    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa)])
+    # The digest, too: the host library takes no other, and covers more headers than the source includes.
+    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa), headers_digest(cubins.source_root())])
     place = Path(folder) / f"attention_cpu_{dtype}_{variant.name}-{key}.so"
     return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), command, jit)
 

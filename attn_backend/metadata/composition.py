@@ -92,7 +92,10 @@ class Composition:
     levels: Sequence[BSRView]
 
     @classmethod
-    def cascade(cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool | None = None, window_left: int = -1) -> Composition:
+    def cascade(
+        cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool | None = None, window_left: int = -1,
+        kv_offsets: Sequence[Tensor | None] | None = None, positions: Tensor | None = None, requests: Tensor | None = None,
+    ) -> Composition:  # fmt: skip
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
 
         The rows qo_indptrs[d][i]:qo_indptrs[d][i+1] see all tokens of request i of tables[d]. Only in the last level, the KV that each request has for itself,
@@ -104,6 +107,7 @@ class Composition:
             tables: for each level its pages.
             causal: of the last level.
             window_left: of the last level; -1 if there are several: a window would reach into the shared levels, whose positions are their own.
+            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants.
 
         Raises:
             ValueError: sequences of different lengths, a window with several levels, or what BSRView and Composition refuse, with the level's number.
@@ -114,17 +118,30 @@ class Composition:
             refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
         if len(tables) > 1 and check_int("window_left", window_left, -1) != -1:
             refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels")
+        if kv_offsets is None:
+            kv_offsets = [None] * len(tables)
+        _check_sequence("kv_offsets", kv_offsets)
+        if len(kv_offsets) != len(tables):
+            refuse("len(kv_offsets)", len(kv_offsets), f"len(tables) = {len(tables)}")
         levels: list[BSRView] = []
-        for qo_indptr, table in zip(qo_indptrs, tables, strict=True):
+        for qo_indptr, table, offsets in zip(qo_indptrs, tables, kv_offsets, strict=True):
             is_last = len(levels) == len(tables) - 1
             try:
-                levels.append(BSRView(qo_indptr, table, causal=causal if is_last else False, window_left=window_left))
+                levels.append(
+                    BSRView(
+                        qo_indptr, table, causal=causal if is_last else False, window_left=window_left,
+                        kv_offsets=offsets, positions=positions, requests=requests,
+                    )
+                )  # fmt: skip
             except ValueError as error:
                 raise ValueError(f"levels[{len(levels)}]: {error}") from None
         return cls(levels)
 
     @classmethod
-    def tree(cls, parents: Sequence[int], table: PageTable, node_of_row: Sequence[int]) -> Composition:
+    def tree(
+        cls, parents: Sequence[int], table: PageTable, node_of_row: Sequence[int],
+        *, kv_offsets: Tensor | None = None, positions: Tensor | None = None, requests: Tensor | None = None,
+    ) -> Composition:  # fmt: skip
         """Rows that see the tokens along a path of a tree, or of a forest: speculative trees, parallel samples, beams.
 
         Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition holds the nodes of depth d (a root has depth 0); it
@@ -135,6 +152,7 @@ class Composition:
             parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes lie on a path.
             table: the KV of node n is its request n.
             node_of_row: one node for each row of Q; -1: the row sees nothing and is left alone.
+            kv_offsets: int32 [nodes], and positions, requests: as BSRView has them, for variants.
 
         Raises:
             ValueError: a parent or a node that does not exist, too long a path, or a table of another number of requests.
@@ -168,7 +186,12 @@ class Composition:
             for path, own in zip(paths, rows_of_node, strict=True):
                 rows += own if len(path) == level + 1 else []
                 qo_indptr.append(len(rows))
-            levels.append(BSRView(_int32(qo_indptr, table), table, causal=False, rows=_int32(rows, table)))
+            levels.append(
+                BSRView(
+                    _int32(qo_indptr, table), table, causal=False, rows=_int32(rows, table),
+                    kv_offsets=kv_offsets, positions=positions, requests=requests,
+                )
+            )  # fmt: skip
         return cls(levels)
 
     def __post_init__(self) -> None:

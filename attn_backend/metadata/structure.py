@@ -35,11 +35,15 @@ def describe(value: object) -> str:
         try:
             text = repr(value)
         except Exception:  # a repr of the caller's, or an int of too many digits
-            return f"a {type(value).__name__}"
-        return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else f"a {type(value).__name__}"
+            return _article(type(value).__name__)
+        return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else _article(type(value).__name__)
     if value.layout is not torch.strided or value.is_nested:
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
-    return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
+    return f"{_article(dtype_name(value.dtype))} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiAEI' else 'a'} {noun}"
 
 
 def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> int:

@@ -49,6 +49,21 @@ class Body:
     uses_softmax: bool
     code: str
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether results may depend on where rows and tokens stand in their requests. A user's C++ is taken to read what it names."""
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.code, flags=re.DOTALL)
+        names_token = re.search(r"\b(logits|mask)\s*\([^)]*\bint(32_t)?\s+\w+\s*\)", text)
+        return names_token is not None or re.search(r"\.\s*(position|index|kv_len)\b", text) is not None
+
+    @property
+    def mask_params(self) -> list[str]:
+        """Names of the parameters that the mask may read. A user's C++ is taken to read all of them."""
+        if "mask" not in self.hooks:
+            return []
+        text = self.code if "#line" in self.code else self.code[self.code.index(" mask(") :]
+        return [param.name for param in self.params if re.search(rf"\b{param.cpp_name}\b", text)]
+
 
 def hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
     """A hook that returns `result`."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..metadata.structure import INT32_OR_INT64, check_same_device, index_tensor, refuse
+from ..metadata.structure import INT32_OR_INT64, MAX_INT32, check_same_device, index_tensor, refuse
 
 BitOrder = Literal["big", "little"]
 
@@ -40,26 +40,28 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> t
         bitorder: as of packbits.
 
     Returns:
-        uint8 [new_indptr[-1]], and new_indptr [segments + 1] of indptr's dtype: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
+        uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1]: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
 
     Raises:
-        ValueError: another shape, dtype, device or bit order.
+        ValueError: another shape, dtype, device or bit order, or 2^31 bytes and more.
     """
     bits = _bits(x, bitorder)
     index_tensor("indptr", indptr, INT32_OR_INT64, "[segments + 1]")
     check_same_device("indptr", indptr, "x", x.device)
     if indptr.shape[0] == 0:
         refuse("indptr", indptr, "of at least one element: [segments + 1]")
-    new_indptr = torch.zeros_like(indptr)
-    torch.cumsum((indptr.diff() + 7) // 8, 0, dtype=indptr.dtype, out=new_indptr[1:])
+    new_indptr = torch.zeros(indptr.shape, dtype=torch.int64, device=indptr.device)
+    torch.cumsum((indptr.diff() + 7) // 8, 0, dtype=torch.int64, out=new_indptr[1:])
     num_bits, num_bytes = (int(end) for end in torch.stack((indptr[-1], new_indptr[-1])).tolist())
     if num_bits > bits.shape[0]:
         refuse("indptr[-1]", num_bits, f"at most len(x) = {bits.shape[0]}")
+    if num_bytes > MAX_INT32:
+        refuse("indptr", indptr, f"of segments that take less than 2^31 bytes: they take {num_bytes}")
     position = torch.arange(num_bits, dtype=indptr.dtype, device=x.device)
     segment = torch.searchsorted(indptr[1:].contiguous(), position, right=True)
     padded = torch.zeros(num_bytes * 8, dtype=torch.uint8, device=x.device)
     padded[new_indptr[segment].long() * 8 + (position - indptr[segment])] = bits[:num_bits]
-    return _packed(padded, bitorder), new_indptr
+    return _packed(padded, bitorder), new_indptr.int()
 
 
 def _bits(x: object, bitorder: object) -> Tensor:

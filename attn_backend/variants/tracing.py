@@ -201,7 +201,8 @@ def _add_operators() -> None:
         return lambda self, _: self.tracer.refuse(f"an in-place write ({name}); must make a new value: x = x + ...")
 
     def to_python(name: str) -> Callable[..., Any]:
-        return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); must be torch operations throughout")
+        advice = "must be torch.from_numpy() of NumPy arrays" if name == "array" else "must be torch operations throughout"
+        return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); {advice}")
 
     for name in operations.BINARY:
         setattr(_Operators, f"__{name}__", forward(name))

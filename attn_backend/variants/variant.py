@@ -34,6 +34,8 @@ class Variant:
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
         has_logits, has_mask, has_output: which hooks there are.
+        mask_params: names of those parameters of a run that the mask may read.
+        reads_positions: whether they may depend on where rows and tokens stand in their requests.
         causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
             mask hook.
         params_bytes: sizeof(UserVariant::Params).
@@ -47,6 +49,8 @@ class Variant:
     has_logits: bool
     has_mask: bool
     has_output: bool
+    mask_params: tuple[str, ...]
+    reads_positions: bool
     causal: bool
     window_left: int
     params_bytes: int
@@ -69,11 +73,13 @@ class Variant:
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
         for hook_name in ("logits", "mask", "output"):
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
+        fields["reads_positions"] = any(body.reads_positions for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
             raise ValueError(f"the parameters of variant {fields['name']} take {layout.bytes} bytes, must be at most {MAX_BYTES}: put numbers into a tensor")
         fields.update(_layout=layout, params=layout.params, params_bytes=layout.bytes, _on_device={})
         fields["_given"] = tuple(param.name for param in layout.params if param.value is None)
+        fields["mask_params"] = tuple(name for body in bodies for name in body.mask_params if name in fields["_given"])
         for param in layout.params:
             if fields["_given"].count(param.name) > 1:
                 raise ValueError(f"variants that are combined both have a parameter {param.name!r}, must have different names")
@@ -238,6 +244,8 @@ class Variant:
         Raises:
             ValueError: a parameter that is missing, unknown, or not as declared.
         """
+        if not isinstance(args, Mapping):
+            raise ValueError(f"variant_args is {describe(args)}, must be a dict: {', '.join(self._given) or 'empty'}")
         if len(args) != len(self._given) or any(name not in args for name in self._given):
             self._refuse_names(args)
         values = [

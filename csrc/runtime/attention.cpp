@@ -102,11 +102,17 @@ const std::string& file_of(const KernelFiles& files, const char* kernel) {
 }  // namespace
 
 Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
-    : config_(config), design_(*kDesigns[config.design]), schedule_config_(), layout_(schedule_config_) {
+    : config_(config),
+      design_(*kDesigns[config.design]),
+      is_interpreted_(!config.on_cuda && config.has_variant && files.empty()),
+      schedule_config_(),
+      layout_(schedule_config_) {
   int32_t forest_requests = kMaxForestRequests;
   if (config.on_cuda) {
     forest_requests = max_forest_requests(driver::max_shared_bytes(config.device));
     load_kernels(files, forest_requests);
+  } else if (is_interpreted_) {
+    // Python interprets the variant: this object plans, and checks what runs are given.
   } else if (config.has_variant) {
     cpu_kernels_ = cpu::load_variant(file_of(files, "variant"));
   }
@@ -212,7 +218,7 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stre
   params.config = schedule_config_;
   params.schedule = schedule_;
   prepare_plan(params);
-  if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1) {
+  if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1 && !is_interpreted_) {
     find_row_ranges(stream);
     params.levels[0].row_ranges = row_ranges_;
   }
@@ -248,7 +254,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     errors &= ~static_cast<uint32_t>(kPageIndexInvalid);  // of a run before, with another cache
     if (leads_beyond_ragged(schedule_, params.num_pages))
       errors |= kPageIndexInvalid;
-    else
+    else if (!is_interpreted_)
       cpu::run_attention(params, config_.dtype, config_.head_dim, config_.has_variant ? &cpu_kernels_ : nullptr);
     return errors;
   }

@@ -128,6 +128,7 @@ class Attention {
 
   AttentionConfig config_;
   const KernelDesign& design_;
+  const bool is_interpreted_;  // a variant for a CPU without a file
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
   driver::Kernel plan_kernel_, plan_forest_kernel_, merge_kernel_, row_ranges_kernel_;

@@ -10,7 +10,7 @@ from fake_nvcc import FakeKernels, cubin
 
 from attn_backend.cli import doctor
 from attn_backend.cli.main import main
-from attn_backend.kernels import cubins
+from attn_backend.kernels import cpp_compiler, cubins, nvrtc
 
 
 def _by_subject() -> dict[str, doctor.Finding]:
@@ -114,6 +114,17 @@ def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["nvcc"].mark == "--"
     assert found["cubins sm_90a"].mark == "--"
     assert "wheel" in found["cubins sm_90a"].advice
+
+
+def test_compilers_of_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_compiler, "compiler", lambda: ["/usr/bin/c++", "-m64"])
+        assert kernels()["C++ compiler"] == doctor.Finding("ok", "C++ compiler", "/usr/bin/c++ -m64, for variants on a CPU")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    found = kernels()
+    assert found["C++ compiler"].mark == found["NVRTC"].mark == "--"
+    assert "CXX is 'no-such-compiler', which is no program here" in found["C++ compiler"].advice
 
 
 def test_what_an_engine_says_is_shown_only_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,10 @@ import variant_sources
 from tiers import mostly_slow
 from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
 from attn_backend.kernels import cpp_compiler, variant_kernels
 from attn_backend.kernels.attention_variant import AttentionVariant
+from attn_backend.variants import builtin
 
 TESTS = Path(__file__).resolve().parent.parent
 SLOPE = 0.02
@@ -210,6 +211,38 @@ def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not() -> N
         assert made.visibility(BSRView(indptr, table, **view), 1) == expected
     with pytest.raises(ValueError, match=r"len\(composition.levels\) is 2, must be 1 under variant interval, which has a window"):
         AttentionVariant(window, None, torch.float32, 64, torch.device("cpu")).visibility(BSRView(indptr, table), 2)
+
+
+def test_each_of_several_levels_says_where_it_stands_if_the_variant_reads_it() -> None:
+    indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
+    positions, offsets = torch.arange(3, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    made = {variant.name: AttentionVariant(variant, None, torch.float32, 64, torch.device("cpu")) for variant in (ALIBI, SQUARED)}
+    with pytest.raises(ValueError, match="kv_offsets and positions are None, must be given, one of them at least: variant alibi reads positions"):
+        made["alibi"].visibility(BSRView(indptr, table), 2)
+    for told in ({"positions": positions}, {"kv_offsets": offsets}):
+        assert made["alibi"].visibility(BSRView(indptr, table, **told), 2) == (True, -1)  # type: ignore[arg-type]
+    assert made["squared"].visibility(BSRView(indptr, table), 2) == (True, -1)
+    cascade = Composition.cascade([indptr, indptr], [table, table], kv_offsets=[None, offsets], positions=positions, requests=positions)
+    tree = Composition.tree([-1], table, [0, 0, 0], kv_offsets=offsets, positions=positions, requests=positions)
+    for level, expected in zip((*cascade.levels, *tree.levels), (None, offsets, offsets), strict=True):
+        assert level.positions is level.requests is positions
+        assert level.kv_offsets is expected
+
+
+@needs_cpp
+def test_a_run_under_another_mask_than_the_plans_is_refused() -> None:
+    """KV tiles that the plan's mask hides are not visited. Other parameters may change."""
+    ids, others = torch.zeros(1, 40, dtype=torch.int32), torch.ones(1, 40, dtype=torch.int32)
+    problem = Problem(builtin.document() & builtin.alibi())
+    args = {"document_ids": ids, "slopes": torch.rand(4)}
+    problem.attention.plan(BSRView(problem.indptr, problem.table), variant_args=args)
+    problem.run(variant_args=args)
+    problem.run(variant_args=args | {"slopes": torch.rand(4)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"variant_args\['document_ids'\] is not what plan\(\) was given"):
+            problem.run(variant_args=args | {"document_ids": others})
+    problem.attention.plan(BSRView(problem.indptr, problem.table))
+    problem.run(variant_args=args | {"document_ids": others})
 
 
 @needs_cpp

@@ -13,14 +13,16 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 import variant_sources
 from fake_nvcc import FakeKernels, cubin, fake_nvcc
 from test_kernel_cache import messages, unprivileged
 from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
 
-from attn_backend import Variant
+from attn_backend import Attention, Variant
 from attn_backend.cli.main import main
 from attn_backend.kernels import code_address, cpp_compiler, cuda_compiler, kernel_cache, manifest, nvrtc, variant_kernels
+from attn_backend.variants import builtin
 
 TARGET = "sm_90a"
 COMMAND = "attn-backend compile --variant module:object"
@@ -325,12 +327,29 @@ def test_a_variant_is_compiled_ahead_by_the_command(cache: Path, capsys: pytest.
     assert capsys.readouterr().out.split() == [path]
 
 
+@needs_cpp
+def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention() -> Attention:
+        return Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=1, max_batch=1, variant=builtin.alibi())
+
+    with monkeypatch.context() as patch:
+        patch.setenv("ATTN_BACKEND_JIT", "0")
+        with pytest.raises(RuntimeError, match="ATTN_BACKEND_JIT=0") as refused:
+            attention()
+        command = str(refused.value).split("`")[1]
+        assert command.startswith("attn-backend compile --variant attn_backend.variants.builtin:alibi ")
+        assert main(command.split()[1:]) == 0
+        attention()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--variant", "variant_sources", "--arch", "cpu"], "--variant is 'variant_sources', must be MODULE:OBJECT"),
         (["--variant", "no_such_module:x", "--arch", "cpu"], "--variant is 'no_such_module:x': No module named 'no_such_module'"),
         (["--variant", "variant_sources:NOTHING", "--arch", "cpu"], "variant_sources has no NOTHING"),
+        (["--variant", "attn_backend.variants.builtin:sliding_window", "--arch", "cpu"], "a function that does not return a Variant without arguments: "),
+        (["--variant", "variant_sources:ALIBI", "--arch", "sm_86"], "--arch is 'sm_86', must be one of cpu, sm_90a, sm_80, sm_100, sm_120"),
         (["--variant", "variant_sources:ALIBI_CPP", "--arch", "cpu"], "which is a str, must be a Variant"),
         (["--variant", "variant_sources:ALIBI", "--arch", "tpu"], "--arch is 'tpu', must be one of cpu, sm_90a, sm_80"),
         (["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"], "dtype is float32 and head_dim 128, must be bfloat16, float16 with"),

@@ -1,0 +1,176 @@
+"""A variant by torch, on a CPU without a C++ compiler: its Python functions are mapped over tiles of scores. Slow; for trying a variant out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView, KVCache, PageTable
+from ..metadata.checks import check_page_ids
+from ..metadata.structure import refuse
+
+if TYPE_CHECKING:
+    from ..variants import Variant
+
+logger = logging.getLogger("attn_backend")
+
+_TILE_ROWS = 256
+_TILE_TOKENS = 1024
+_warned: list[str] = []
+
+
+def is_possible(variant: Variant) -> bool:
+    """Whether Python says all that the variant does: functions that were traced, and built-ins."""
+    return variant.reference() is not None and not variant.has_output
+
+
+def warn_once(variant: Variant, reason: str) -> None:
+    """Once in a process."""
+    if not _warned:
+        _warned.append(variant.name)
+        logger.warning("attn_backend: variant %s is interpreted, many times slower than compiled: %s", variant.name, reason)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of one request and all of its tokens in one level."""
+
+    rows: Tensor  # int64 [rows], of Q
+    places: Tensor  # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go by
+    positions: Tensor  # int64 [rows], what the variant is told
+    indices: Tensor  # int64 [rows], among the rows of the request
+    requests: Tensor  # int64 [rows]
+    slots: Tensor  # int64 [tokens]
+    kv_offset: int
+    kv_len: int  # what the variant is told
+
+
+def run(
+    variant: Variant, args: Mapping[str, Any], levels: Sequence[BSRView], visibilities: Sequence[tuple[bool, int]],
+    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level.
+
+    Raises:
+        ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know more.
+    """
+    for view in levels:
+        check_page_ids(view, kv.num_pages)
+    states = _States(q, variant.uses_softmax)
+    functions = variant.reference()
+    assert functions is not None
+    heads = torch.arange(q.shape[1])[:, None, None]
+    for view, (causal, window_left) in zip(levels, visibilities, strict=True):
+        if len(levels) > 1 and variant.causal and not causal and view.positions is None:
+            refuse("positions", None, f"given in levels that are not causal: variant {variant.name}, which is interpreted, hides what comes after a row")
+        for pairs in _pairs_of(view, q.shape[0]):
+            row_tiles = torch.arange(pairs.rows.numel()).split(_TILE_ROWS)
+            for tokens in torch.arange(pairs.slots.numel()).split(_TILE_TOKENS):
+                page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
+                k, v = kv.k[page, place].float(), kv.v[page, place].float()
+                for tile in row_tiles:
+                    rows, position = pairs.rows[tile], pairs.positions[tile][None, :, None]
+                    request, token = pairs.requests[tile][None, :, None], (pairs.kv_offset + tokens)[None, None, :]
+                    index, kv_len = pairs.indices[tile][None, :, None], torch.tensor(pairs.kv_len)
+                    scores = functions.logits(_scores(q[rows], k) * sm_scale, request, heads, position, token, args)
+                    distance = pairs.places[tile][:, None] - tokens[None, :]
+                    seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
+                    seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
+                    states.add(rows, scores, seen, v)
+    states.finish(out, lse, sinks)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """[heads, rows, tokens] of q [rows, heads, head_dim] and k [tokens, KV heads, head_dim]."""
+    rows, heads, head_dim = q.shape
+    grouped = q.float().view(rows, k.shape[1], -1, head_dim)
+    return torch.einsum("rkgd,tkd->kgrt", grouped, k).reshape(heads, rows, k.shape[0])
+
+
+class _States:
+    """Attention states of all rows of Q, to which tiles are added in any order (online softmax; without softmax, sums)."""
+
+    def __init__(self, q: Tensor, uses_softmax: bool) -> None:
+        rows, heads, head_dim = q.shape
+        self._uses_softmax = uses_softmax
+        self._is_planned = torch.zeros(rows, dtype=torch.bool)
+        self._peak = torch.full((rows, heads), -torch.inf)
+        self._sum = torch.zeros(rows, heads)
+        self._o = torch.zeros(rows, heads, head_dim)
+
+    def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor) -> None:
+        """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]."""
+        self._is_planned[rows] = True
+        if not v.shape[0]:
+            return
+        weights = scores.masked_fill(~seen, -torch.inf if self._uses_softmax else 0.0).transpose(0, 1)
+        if self._uses_softmax:
+            before = self._peak[rows]
+            peak = torch.maximum(before, weights.amax(dim=-1))
+            base = peak.masked_fill(peak == -torch.inf, 0.0)
+            weights, rescale = torch.exp(weights - base[..., None]), torch.exp(before - base)
+            self._peak[rows] = peak
+            self._sum[rows] = self._sum[rows] * rescale + weights.sum(dim=-1)
+            self._o[rows] *= rescale[..., None]
+        grouped = weights.unflatten(1, (v.shape[1], -1))
+        self._o[rows] += torch.einsum("rkgt,tkd->rkgd", grouped, v).flatten(1, 2)
+
+    def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+        """Writes the rows that the plan has."""
+        rows, o, peak, total = self._is_planned, self._o, self._peak, self._sum
+        if self._uses_softmax:
+            if sinks is not None:
+                with_sink = torch.maximum(peak, sinks)
+                rescale = torch.exp(peak - with_sink)
+                peak, o, total = with_sink, o * rescale[..., None], total * rescale + torch.exp(sinks - with_sink)
+            o = o / total.masked_fill(total == 0, 1.0)[..., None]
+        out[rows] = o[rows].to(out.dtype)
+        if lse is not None:
+            lse[rows] = (peak + torch.log(total))[rows]
+
+
+def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
+    """Of every request that has rows; num_rows: of Q."""
+    for request in range(view.batch_size):
+        begin, end = (int(view.qo_indptr[i]) for i in (request, request + 1))
+        indices = torch.arange(end - begin)
+        rows = torch.arange(begin, end) if view.rows is None else view.rows[begin:end].long()
+        is_there = rows < num_rows
+        rows, indices = rows[is_there], indices[is_there]
+        if not rows.numel():
+            continue
+        slots = _slots_of(view.table, request)
+        places = slots.numel() - (end - begin) + indices
+        kv_offset = 0 if view.kv_offsets is None else int(view.kv_offsets[request])
+        yield Pairs(
+            rows,
+            places,
+            kv_offset + places if view.positions is None else view.positions[rows].long(),
+            indices,
+            torch.full_like(rows, request) if view.requests is None else view.requests[rows].long(),
+            slots,
+            kv_offset,
+            kv_offset + slots.numel(),
+        )
+
+
+def _slots_of(table: PageTable, request: int) -> Tensor:
+    """int64 [tokens]: page * page_size + place of each token of a request."""
+    if table.indptr is not None:
+        begin, end = (int(table.indptr[i]) for i in (request, request + 1))
+        if table.indices is None or table.last_page_len is None:
+            return torch.arange(begin, end)
+        pages = table.indices[begin:end]
+        kv_len = (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
+    else:
+        assert table.indices is not None
+        assert table.kv_lens is not None
+        kv_len = int(table.kv_lens[request])
+        row = table.indices[request if table.rows is None else int(table.rows[request])]
+        pages = row[: kv_len : table.page_size] // table.page_size if table.rows is not None else row[: -(-kv_len // table.page_size)]
+    return (pages.long()[:, None] * table.page_size + torch.arange(table.page_size)).flatten()[:kv_len]
