@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kernels.append import append_kv
+    from .kernels.append_qkv import Rotary, append_qkv, rotate_qk
     from .kernels.attention import Attention
     from .kernels.sampling import (
         Samples,
@@ -30,12 +31,15 @@ __all__ = [
     "KVCache",
     "PageTable",
     "Param",
+    "Rotary",
     "Samples",
     "SpeculativeSamples",
     "Variant",
     "append_kv",
+    "append_qkv",
     "chain_speculative_sampling",
     "packbits",
+    "rotate_qk",
     "sample",
     "sample_from_probs",
     "sampling_workspace",
@@ -48,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     **{"Attention": ".kernels.attention", "append_kv": ".kernels.append"},
+    **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }

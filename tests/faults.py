@@ -89,17 +89,31 @@ FAULTS = (
     ),
     Fault(
         "append: V's token stride taken from K",
-        "csrc/runtime/bindings.cpp",
+        "csrc/runtime/append.cpp",
         "params.v_token_stride = v.stride(0);",
         "params.v_token_stride = k.stride(0);",
         ("tests/kernels/test_append.py",),
     ),
     Fault(
         "append: V's head stride taken from K",
-        "csrc/runtime/bindings.cpp",
+        "csrc/runtime/append.cpp",
         "params.v_head_stride = v.stride(1);",
         "params.v_head_stride = k.stride(1);",
         ("tests/kernels/test_append.py",),
+    ),
+    Fault(
+        "append_qkv: weights of Q's norm for K",
+        "csrc/cache/cpu/append_qkv.cpp",
+        "finish(p_.k_norm, true);",
+        "finish(p_.q_norm, true);",
+        ("tests/kernels/test_append_qkv.py",),
+    ),
+    Fault(
+        "append_qkv: positions of a table are not bounded",
+        "csrc/cache/qkv_params.h",
+        "clamp<int64_t>(position, 0, p.num_positions - 1)",
+        "clamp<int64_t>(position, 0, p.num_positions)",
+        ("tests/kernels/test_append_qkv.py",),
     ),
     Fault(
         "packed rows of exactly 2^31",

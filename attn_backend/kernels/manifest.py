@@ -62,6 +62,10 @@ def merge_name(element: str, variant: str = "") -> str:
     return f"merge_{element}_{variant}".rstrip("_")
 
 
+def append_qkv_name(element: str) -> str:
+    return f"append_qkv_{element}"
+
+
 def sampling_name(source: str) -> str:
     """source: what is drawn from: "f32", "f16" or "bf16" logits, "probs", or "speculative" drafts."""
     return f"sampling_{source}"
@@ -165,6 +169,14 @@ extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_
 }}
 """
 
+_APPEND_QKV = Template("""\
+#include "cache/append_qkv.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_qkv_kernel(const __grid_constant__ attn::QkvParams params) {
+  attn::append_qkv<attn::$element>(params);
+}
+""")
+
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""
 extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
@@ -210,6 +222,7 @@ def _sampling_kernels() -> list[Kernel]:
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+    *(Kernel(append_qkv_name(element), ARCHS, _APPEND_QKV.substitute(element=name)) for element, name in CUDA_ELEMENTS.items()),
     *_attention_kernels(),
     *_sampling_kernels(),
 )

@@ -9,7 +9,6 @@
 
 #include <cstring>
 #include <limits>
-#include <mutex>
 #include <type_traits>
 
 #include "attention/cpu/executor.h"
@@ -243,66 +242,6 @@ int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView
   return run_with_sinks(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt);
 }
 
-void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
-  const DLDevice device = k_cache.device();
-  check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
-  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
-  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
-  const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
-  const struct {
-    const char* name;
-    const TensorView& tokens;
-    const char* cache_name;
-    const TensorView& cache;
-  } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
-  for (const auto& [name, tokens, cache_name, cache] : pairs) {
-    check_tensor(name, tokens, device);
-    check_tensor(cache_name, cache, device);
-    check_no_overlap(cache_name, cache);
-    check_dtype(name, tokens, k_cache.dtype());
-    check_dtype(cache_name, cache, k_cache.dtype());
-    check_shape(name, tokens, {{"tokens"}, heads, head_dim});
-    check_contiguous_dim(name, tokens, 2);
-    check_contiguous_dim(cache_name, cache, 3);
-  }
-  AppendParams params{};
-  params.slots = index_array("slots", slots, device, 0);
-  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
-  if (k.size(0) < slots.size(0))
-    refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
-  if (v.size(0) < slots.size(0))
-    refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
-  params.k = k.data_ptr();
-  params.v = v.data_ptr();
-  params.k_token_stride = k.stride(0);
-  params.k_head_stride = k.stride(1);
-  params.v_token_stride = v.stride(0);
-  params.v_head_stride = v.stride(1);
-  params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
-  params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
-  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
-  params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
-  params.element_bytes = k_cache.dtype().bits / 8;
-  params.head_bytes =
-      narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
-  params.page_size = FastDivisor(page_size);
-  if (device.device_type == kDLCPU) {
-    if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
-    return;
-  }
-  static driver::Kernel kernels[64];
-  static std::mutex mutex;
-  driver::Kernel& kernel = kernels[device.device_id];
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!kernel) kernel = driver::load_kernel(file, "append_kernel", device.device_id, 0);
-  }
-  // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(kernel,
-                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
-                 &params, current_stream(device));
-}
-
 }  // namespace
 }  // namespace attn
 
@@ -319,4 +258,3 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_attention_kernel, attn::load_attention_kernel
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current_isa, attn::current_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_sinks, attn::run_with_sinks);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);

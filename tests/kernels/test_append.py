@@ -4,30 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from append_problems import HEADS, empty_cache
 
 from attn_backend import KVCache, append_kv
-
-HEADS = 3
-
-
-def empty_cache(form: str, layout: str, pages: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[KVCache, torch.Tensor]:
-    """A cache of NaN, and the tensor (or the two, as one) behind it, which has one page more: slots beyond the cache must not be written there either."""
-
-    def full(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype, device=device)
-
-    inner = (page_size, HEADS) if layout == "NHD" else (HEADS, page_size)
-    if form == "tensor":
-        kv = full(pages + 1, 2, *inner, head_dim)
-        return KVCache.from_tensor(kv[:pages], layout), kv
-    if form == "packed":
-        kv = full(pages + 1, *inner, 2 * head_dim)
-        return KVCache.from_packed(kv[:pages], layout), kv
-    if form == "slots":
-        kv = full(2, (pages + 1) * page_size, HEADS, head_dim)
-        return KVCache.from_slots(*kv[:, :-1], page_size), kv
-    kv = full(2, pages + 1, *inner, head_dim)
-    return KVCache.from_pair(*kv[:, :pages], layout), kv
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

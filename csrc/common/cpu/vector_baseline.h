@@ -1,13 +1,11 @@
 // Vectors of 4 floats in the compiler's own vector types: SSE2 on x86-64, whatever there is elsewhere.
 #pragma once
 
-#include <cstdint>
-
-#include "common/cpu/elements.h"
+#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 
-struct Baseline {
+struct Baseline : private ScalarElements {
   typedef float Float __attribute__((vector_size(16)));
   typedef uint32_t Word __attribute__((vector_size(16)));
   static constexpr int kWidth = 4;
@@ -80,55 +78,6 @@ struct Baseline {
     Word a[4];
     for (int i = 0; i < 4; ++i) __builtin_memcpy(&a[i], rows[i] + byte_offset, sizeof(Word));
     for (int i = 0; i < 4; ++i) out[i] = Word{a[0][i], a[1][i], a[2][i], a[3][i]};
-  }
-
- private:
-  [[gnu::always_inline]] static inline float from_bits(uint32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof(x));
-    return x;
-  }
-  [[gnu::always_inline]] static inline uint32_t to_bits(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, sizeof(bits));
-    return bits;
-  }
-
-  [[gnu::always_inline]] static inline float half_to_float(uint32_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16;
-    const uint32_t magnitude = half & 0x7fffu;
-    if (magnitude >= 0x7c00u) return from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-    return from_bits(sign | to_bits(from_bits(magnitude << 13) *
-                                    0x1p112f));  // the product restores the exponent's bias, subnormal numbers included
-  }
-
-  [[gnu::always_inline]] static inline float to_float(float x) { return x; }
-  [[gnu::always_inline]] static inline float to_float(BFloat16 x) {
-    return from_bits(static_cast<uint32_t>(x.bits) << 16);
-  }
-  [[gnu::always_inline]] static inline float to_float(Half x) { return half_to_float(x.bits); }
-
-  // Rounds to nearest even.
-  [[gnu::always_inline]] static inline void from_float(float x, float& result) { result = x; }
-  [[gnu::always_inline]] static inline void from_float(float x, BFloat16& result) {
-    const uint32_t bits = to_bits(x);
-    result.bits = static_cast<uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-  }
-  [[gnu::always_inline]] static inline void from_float(float x, Half& result) {
-    const uint32_t sign = to_bits(x) >> 16 & 0x8000u;
-    const uint32_t magnitude = to_bits(x) & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude > 0x7f800000u) {
-      half = 0x7e00u;  // NaN
-    } else if (magnitude >= 0x477ff000u) {
-      half = 0x7c00u;  // rounds to 65536 or more
-    } else if (magnitude < 0x38800000u) {
-      half = to_bits(from_bits(magnitude) + 0.5f) -
-             to_bits(0.5f);  // subnormal: the sum is rounded at half's last bit, 2^-24
-    } else {
-      half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-    }
-    result.bits = static_cast<uint16_t>(sign | half);
   }
 };
 

@@ -33,6 +33,14 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
+/// The halves of a pair.
+__device__ __forceinline__ float f16_low(uint32_t pair) {
+  float x;
+  asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(x) : "r"(pair));
+  return x;
+}
+__device__ __forceinline__ float f16_high(uint32_t pair) { return f16_low(pair >> 16); }
+
 /// base + count * bytes. (From C++ the compiler copies the halves of `base` before each use: prefill with pages of one
 /// token took 7 % longer.)
 __device__ __forceinline__ const char* advanced(const char* base, uint32_t count, uint32_t bytes) {

@@ -20,4 +20,9 @@ inline uint32_t f16_of(float x) { return static_cast<uint32_t>(emulation::to_bit
 inline uint32_t pack_bf16(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f16_of(low); }
 
+inline float f16_low(uint32_t pair) {
+  return static_cast<float>(emulation::from_bits<_Float16>(static_cast<uint16_t>(pair)));
+}
+inline float f16_high(uint32_t pair) { return f16_low(pair >> 16); }
+
 }  // namespace attn::ptx

@@ -1,0 +1,169 @@
+"""From a projection's output to the paged cache: norm of Q and K, rotary embedding, append, in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..metadata import KVCache
+from ..metadata.structure import check_plain, check_types, explain_failure, refuse
+from .attention_config import DTYPE_NAMES
+from .cubins import arch_of, find_kernel
+from .library import library
+from .manifest import append_qkv_name
+from .structs import pack
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at the row's position.
+
+    Args:
+        table: float32 [rotary_dim / 2]: the angle is position * table[i]. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a
+            position's angles, then their sines; a position that is not there takes the nearest. On the heads' device, last dimension contiguous.
+            rotary_dim: a multiple of 8 up to head_dim; the elements behind are left alone.
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
+
+    Raises:
+        ValueError: a table that is no such tensor.
+    """
+
+    table: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Tensor) or self.table.ndim not in (1, 2):
+            refuse("table", self.table, "a tensor [rotary_dim / 2] of frequencies, or [positions, rotary_dim] of cosines and sines")
+        check_plain("table", self.table)
+        check_types(bool, "True or False", interleaved=self.interleaved)
+
+
+@cache
+def _kernel_file(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cuda" or dtype not in DTYPE_NAMES:
+        return ""
+    return str(find_kernel(append_qkv_name(DTYPE_NAMES[dtype]), arch_of(torch.cuda.get_device_capability(device))))
+
+
+@lru_cache(maxsize=256)
+def _options(norm_eps: float, norm_offset: float, interleaved: bool) -> bytes:
+    return pack("QkvOptions", norm_eps=_float32(norm_eps), norm_offset=_float32(norm_offset), is_interleaved=interleaved)
+
+
+def _float32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+def append_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: KVCache,
+    slots: Tensor,
+    *,
+    rotary: Rotary | None = None,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and K, rotates them, writes K and V to the cache.
+
+    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as Qwen 3 and Gemma 3 have it for each head), then is
+    rotated. All in float32, rounded once. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow.
+
+    Args:
+        q: [tokens, num_qo_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256;
+            slices of the projection's output as they are. bfloat16 or float16, on a CPU also float32.
+        kv: the cache of one layer, same dtype and device.
+        slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache gets nothing; the token's Q is written.
+        rotary: None: no rotation.
+        positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
+        q_norm, k_norm: [head_dim], weights of the norms, same dtype; None: no norm.
+        norm_eps: added to the mean of squares.
+        norm_offset: added to the weights: 1 for Gemma.
+        out: [tokens, num_qo_heads, head_dim], written; None: q itself.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    out = q if out is None else out
+    try:
+        _launch(q, k, v, out, kv.k, kv.v, slots, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+    except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+        check_types(KVCache, "a KVCache", kv=kv)
+        check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
+        optional = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm}
+        tensors = {"q": q, "k": k, "v": v, "out": out, "slots": slots, "kv.k": kv.k, "kv.v": kv.v}
+        explain_failure((tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items())
+        raise
+    return out
+
+
+def rotate_qk(
+    q: Tensor,
+    k: Tensor,
+    rotary: Rotary,
+    positions: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `append_qkv`, with K written to a tensor instead of a cache.
+
+    Args:
+        q_out, k_out: as q and k, written; None: q and k themselves.
+
+    Returns:
+        q_out, k_out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    q_out, k_out = q if q_out is None else q_out, k if k_out is None else k_out
+    try:
+        if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
+            refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
+        _launch(q, k, None, q_out, k_out.unsqueeze(1), None, None, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+    except (AttributeError, OverflowError, RuntimeError, TypeError):
+        check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
+        optional = {"q_norm": q_norm, "k_norm": k_norm}
+        tensors = {"q": q, "k": k, "q_out": q_out, "k_out": k_out, "positions": positions}
+        explain_failure((tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items())
+        raise
+    return q_out, k_out
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, k_cache: Tensor, v_cache: Tensor | None, slots: Tensor | None,
+    rotary: Rotary | None, positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
+) -> None:  # fmt: skip
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("slots", slots), ("positions", positions), ("q_norm", q_norm), ("k_norm", k_norm)):
+        if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
+            check_plain(name, tensor)
+    table = None
+    if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            refuse("rotary", rotary, "a Rotary or None")
+        if positions is None:
+            refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
+        table = rotary.table
+    elif positions is not None:
+        refuse("positions", positions, "None without a rotary embedding")
+    if not norm_eps >= 0:
+        refuse("norm_eps", norm_eps, "0 or above")
+    options = _options(norm_eps, norm_offset, rotary is not None and rotary.interleaved)
+    library().append_qkv(options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, _kernel_file(q.device, q.dtype))

@@ -1,0 +1,227 @@
+// What writes to the cache (attn_backend/kernels/append.py), bound with tvm-ffi: checks, then a launch or the CPU's
+// loop.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "attention/cpu/executor.h"
+#include "cache/cpu/append_qkv.h"
+#include "cache/params.h"
+#include "cache/qkv_params.h"
+#include "runtime/append.h"
+#include "runtime/attention.h"
+#include "runtime/checks.h"
+#include "runtime/driver.h"
+
+namespace attn {
+namespace {
+
+using tvm::ffi::Bytes;
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+
+driver::Stream current_stream(DLDevice device) { return TVMFFIEnvGetStream(device.device_type, device.device_id); }
+
+/// A kernel of a file, loaded once on each device.
+driver::Kernel loaded(const char* kernel, const std::string& file, DLDevice device) {
+  static std::map<std::pair<std::string, int32_t>, driver::Kernel> kernels;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  driver::Kernel& known = kernels[{file, device.device_id}];
+  if (!known) known = driver::load_kernel(file, kernel, device.device_id, 0);
+  return known;
+}
+
+void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
+  const DLDevice device = k_cache.device();
+  check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
+  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
+  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
+  const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
+  const struct {
+    const char* name;
+    const TensorView& tokens;
+    const char* cache_name;
+    const TensorView& cache;
+  } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
+  for (const auto& [name, tokens, cache_name, cache] : pairs) {
+    check_tensor(name, tokens, device);
+    check_tensor(cache_name, cache, device);
+    check_no_overlap(cache_name, cache);
+    check_dtype(name, tokens, k_cache.dtype());
+    check_dtype(cache_name, cache, k_cache.dtype());
+    check_shape(name, tokens, {{"tokens"}, heads, head_dim});
+    check_contiguous_dim(name, tokens, 2);
+    check_contiguous_dim(cache_name, cache, 3);
+  }
+  AppendParams params{};
+  params.slots = index_array("slots", slots, device, 0);
+  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
+  if (k.size(0) < slots.size(0))
+    refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  if (v.size(0) < slots.size(0))
+    refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  params.k = k.data_ptr();
+  params.v = v.data_ptr();
+  params.k_token_stride = k.stride(0);
+  params.k_head_stride = k.stride(1);
+  params.v_token_stride = v.stride(0);
+  params.v_head_stride = v.stride(1);
+  params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
+  params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
+  params.element_bytes = k_cache.dtype().bits / 8;
+  params.head_bytes =
+      narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
+  params.page_size = FastDivisor(page_size);
+  if (device.device_type == kDLCPU) {
+    if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
+    return;
+  }
+  // Without tokens too: a run() that follows relies on this launch.
+  driver::launch(loaded("append_kernel", file, device),
+                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
+                 &params, current_stream(device));
+}
+
+DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
+  const DLDataType dtype = tensor.dtype();
+  for (const DataType known : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
+    const DLDataType its = dl_dtype(known);
+    if (dtype.code == its.code && dtype.bits == its.bits && dtype.lanes == 1 && !(on_cuda && its.bits == 32))
+      return known;
+  }
+  refuse(std::string(name) + ".dtype", dtype_name(dtype),
+         on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
+}
+
+HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
+
+KvTensor cache_of(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages, Dim page_size,
+                  Dim heads, Dim head_dim) {
+  check_tensor(name, t, device);
+  check_dtype(name, t, dl_dtype(dtype));
+  check_shape(name, t, {pages, page_size, heads, head_dim});
+  check_contiguous_dim(name, t, 3);
+  check_no_overlap(name, t);
+  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+/// Angles: [rotary_dim / 2] frequencies, or [positions, rotary_dim] cosines and sines.
+void set_table(QkvParams& params, const TensorView& t, DLDevice device, DataType dtype) {
+  check_tensor("rotary.table", t, device);
+  const DLDataType was = t.dtype();
+  const bool is_float32 = was.code == kDLFloat && was.bits == 32;
+  const bool has_frequencies = t.ndim() == 1;
+  if (has_frequencies) {
+    check_dtype("rotary.table", t, DLDataType{kDLFloat, 32, 1});
+    check_shape("rotary.table", t, {{"rotary_dim / 2"}});
+  } else {
+    if (!is_float32) check_dtype("rotary.table", t, dl_dtype(dtype));
+    check_shape("rotary.table", t, {{"positions"}, {"rotary_dim"}});
+    if (t.size(0) < 1) refuse("rotary.table.shape[0] (positions)", 0, "at least 1");
+    params.table_stride = t.stride(0);
+    params.num_positions = narrow("rotary.table.shape[0] (positions)", t.size(0), 1);
+  }
+  check_contiguous_dim("rotary.table", t, t.ndim() - 1);
+  const int64_t rotary_dim = has_frequencies ? 2 * t.size(0) : t.size(1);
+  if (rotary_dim < 8 || rotary_dim % 8 != 0 || rotary_dim > params.head_dim)
+    refuse("rotary_dim", rotary_dim, "a multiple of 8 up to head_dim = " + std::to_string(params.head_dim));
+  params.rotary_dim = static_cast<int32_t>(rotary_dim);
+  params.table = t.data_ptr();
+  params.rotary = has_frequencies                             ? RotaryTable::kFrequencies
+                  : is_float32 && dtype != DataType::kFloat32 ? RotaryTable::kCosSinFloat32
+                                                              : RotaryTable::kCosSin;
+}
+
+/// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
+void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<TensorView> v, TensorView q_out,
+                TensorView k_cache, Optional<TensorView> v_cache, Optional<TensorView> slots,
+                Optional<TensorView> positions, Optional<TensorView> table, Optional<TensorView> q_norm,
+                Optional<TensorView> k_norm, String file) {
+  const QkvOptions given = unpack<QkvOptions>(options);
+  const DLDevice device = q.device();
+  const bool on_cuda = device.device_type == kDLCUDA;
+  const DataType dtype = data_type("q", q, on_cuda);
+  check_shape("q", q, {{"tokens"}, {"num_qo_heads"}, {"head_dim"}});
+  check_shape("k", k, {{"tokens"}, {"num_kv_heads"}, {"head_dim", q.size(2)}});
+  const Dim qo_heads{"num_qo_heads", q.size(1)}, kv_heads{"num_kv_heads", k.size(1)}, head_dim{"head_dim", q.size(2)};
+
+  QkvParams params{};
+  params.num_qo_heads = narrow("q.shape[1] (num_qo_heads)", q.size(1), 1, kMaxHeads);
+  params.num_kv_heads = narrow("k.shape[1] (num_kv_heads)", k.size(1), 1, kMaxHeads);
+  constexpr int32_t kMaxHeadDim = 256;
+  params.head_dim = narrow("q.shape[2] (head_dim)", q.size(2), 8, kMaxHeadDim);
+  if (params.head_dim % 8 != 0) refuse("q.shape[2] (head_dim)", params.head_dim, "a multiple of 8");
+  int64_t tokens = q.size(0);
+  if (slots.has_value()) {
+    params.slots = index_array("slots", slots.value(), device, 0);
+    tokens = slots.value().size(0);
+  }
+  params.num_tokens = narrow("tokens", tokens);
+  const auto check_tokens = [&](const char* name, const TensorView& t, Dim heads) {
+    check_rows(name, t, device, dtype, {"tokens"}, heads, head_dim);
+    if (t.size(0) < tokens) refuse(std::string(name) + ".shape[0]", t.size(0), "at least " + std::to_string(tokens));
+  };
+  check_tokens("q", q, qo_heads);
+  check_tokens("k", k, kv_heads);
+  check_tokens("q_out", q_out, qo_heads);
+  check_no_overlap("q_out", q_out);
+  params.q = head_rows(q);
+  params.k = head_rows(k);
+  params.q_out = head_rows(q_out);
+  const bool is_cached = v_cache.has_value();
+  params.k_cache =
+      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
+  if (is_cached) {
+    check_tokens("v", v.value(), kv_heads);
+    params.v = head_rows(v.value());
+    params.v_cache = cache_of("kv.v", v_cache.value(), device, dtype, {"pages", k_cache.size(0)},
+                              {"page_size", k_cache.size(1)}, kv_heads, head_dim);
+  }
+  if (table.has_value()) {
+    params.positions = index_array("positions", positions.value(), device, tokens);
+    set_table(params, table.value(), device, dtype);
+  }
+  const auto weights = [&](const char* name, const Optional<TensorView>& t) -> const void* {
+    if (!t.has_value()) return nullptr;
+    check_tensor(name, t.value(), device);
+    check_dtype(name, t.value(), dl_dtype(dtype));
+    check_shape(name, t.value(), {head_dim});
+    check_contiguous_dim(name, t.value(), 0);
+    return t.value().data_ptr();
+  };
+  params.q_norm = weights("q_norm", q_norm);
+  params.k_norm = weights("k_norm", k_norm);
+  params.norm_eps = given.norm_eps;
+  params.norm_offset = given.norm_offset;
+  params.is_interleaved = given.is_interleaved;
+  if (!on_cuda) {
+    if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
+    return;
+  }
+  // As many lanes as have work: a block takes one token.
+  constexpr int32_t kMaxThreads = 256, kLaneElements = 16;
+  const int32_t heads = params.num_qo_heads + (is_cached ? 2 : 1) * params.num_kv_heads;
+  const int32_t threads = clamp(round_up(ceil_div(params.head_dim, kLaneElements) * heads, 32), 32, kMaxThreads);
+  // Without tokens too: a run() that follows relies on this launch.
+  const uint32_t blocks = static_cast<uint32_t>(max_of(params.num_tokens, 1));
+  driver::launch(loaded("append_qkv_kernel", file, device),
+                 driver::Launch{blocks, 1, static_cast<uint32_t>(threads), -1, true}, &params, current_stream(device));
+}
+
+}  // namespace
+}  // namespace attn
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_qkv, attn::append_qkv);

@@ -1,0 +1,99 @@
+"""The device kernel of append_qkv without a GPU (tests/csrc/device_append.cpp): its threads are fibers."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+from append_problems import HEADS, Problem, random_problem
+from host_planner import COMPILER, ROOT
+from tiers import mostly_slow
+from torch import Tensor
+
+
+class _HeadRows(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
+
+
+class _KvTensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")))
+
+
+class _IndexArray(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("is_int64", ctypes.c_int32))
+
+
+class _FastDivisor(ctypes.Structure):
+    _fields_ = (("divisor", ctypes.c_int32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_int32))
+
+
+class _QkvParams(ctypes.Structure):
+    """QkvParams of csrc/cache/qkv_params.h."""
+
+    _fields_ = (
+        *((name, _HeadRows) for name in ("q", "k", "v", "q_out")),
+        *((name, _KvTensor) for name in ("k_cache", "v_cache")),
+        *((name, _IndexArray) for name in ("slots", "positions")),
+        ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, ctypes.c_int32) for name in ("rotary", "is_interleaved", "rotary_dim", "num_positions")),
+        *((name, ctypes.c_float) for name in ("norm_eps", "norm_offset")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_pages", "num_qo_heads", "num_kv_heads", "head_dim")),
+        ("page_size", _FastDivisor),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path, tests = tmp_path_factory.mktemp("append_qkv") / "libappend.so", ROOT / "tests" / "csrc"
+    options = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-fPIC", "-shared", f"-I{tests / 'emulated'}", f"-I{ROOT / 'csrc'}"]
+    sources = [tests / "device_append.cpp", tests / "emulated" / "cuda_emulation.cpp"]
+    subprocess.run([str(COMPILER), *options, *map(str, sources), "-o", str(path)], check=True)
+    loaded = ctypes.CDLL(str(path))
+    assert loaded.qkv_params_bytes() == ctypes.sizeof(_QkvParams)
+    return loaded
+
+
+def _rows(tensor: Tensor) -> _HeadRows:
+    return _HeadRows(tensor.data_ptr(), *tensor.stride()[:2])
+
+
+def _cache(tensor: Tensor) -> _KvTensor:
+    return _KvTensor(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+def _indices(tensor: Tensor) -> _IndexArray:
+    return _IndexArray(tensor.data_ptr(), tensor.dtype == torch.int64)
+
+
+def _params(problem: Problem) -> _QkvParams:
+    params = _QkvParams(
+        q=_rows(problem.q), k=_rows(problem.k), v=_rows(problem.v), q_out=_rows(problem.written_q), k_cache=_cache(problem.kv.k), v_cache=_cache(problem.kv.v),
+        slots=_indices(problem.slots), norm_eps=problem.norm_eps, norm_offset=problem.norm_offset, num_tokens=len(problem.slots),
+        num_pages=problem.kv.num_pages, num_qo_heads=problem.num_qo_heads, num_kv_heads=HEADS, head_dim=problem.kv.head_dim,
+    )  # fmt: skip
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(problem, name)
+        setattr(params, name, None if weight is None else weight.data_ptr())
+    if problem.rotary is not None:
+        table = problem.rotary.table
+        params.positions, params.table, params.is_interleaved = _indices(problem.positions), table.data_ptr(), problem.rotary.interleaved
+        if table.ndim == 1:
+            params.rotary, params.rotary_dim = 1, 2 * len(table)
+        else:
+            params.rotary = 3 if table.dtype == torch.float32 else 2
+            params.num_positions, params.rotary_dim, params.table_stride = *table.shape, table.stride(0)
+    return params
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("block", mostly_slow(range(6), fast=2))
+def test_random_cases(library: ctypes.CDLL, block: int) -> None:
+    for seed in range(10 * block, 10 * (block + 1)):
+        problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
+        is_bf16, threads = problem.qkv.dtype == torch.bfloat16, [32, 96, 256][seed % 3]
+        library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, is_bf16, threads, 1 + seed % 5)
+        problem.check()
