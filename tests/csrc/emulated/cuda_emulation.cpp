@@ -57,7 +57,7 @@ struct Fiber {
   Waiting waiting;
   const int64_t* counter;
   int64_t value;
-  uint32_t number;                // of the barrier
+  uint32_t number;                 // of the barrier
   std::vector<uint32_t> unfenced;  // granules that it has written since its last fence
 };
 
@@ -272,7 +272,8 @@ const Words* exchange(const Words& given, const char* operation, void (*together
   const int64_t use = warp.uses;
   Words* const words = warp.words[use % 2];
   if (warp.arrived == 0) warp.operation = operation;
-  if (std::strcmp(warp.operation, operation) != 0) fail("the lanes of a warp do different things together");
+  if (warp.operation != operation && std::strcmp(warp.operation, operation) != 0)
+    fail("the lanes of a warp do different things together");
   words[threadIdx.x % 32] = given;
   if (++warp.arrived == 32) {
     if (together != nullptr) together(words);
