@@ -95,7 +95,8 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int,
         dtype, head_dim = FORMS[number % 3]
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1, group_size=group_size, head_dim=head_dim, dtype=dtype, num_ctas=5, padding_rows=2, page_size=5)
         case = case_tensors.build(spec.with_(window_left=60 if number == 1 else -1), CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number)
+        variant = "standard" if head_dim == 128 else "sinks"
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number, variant)
         run_and_check(case, attention, wants_lse=number % 2 == 0)
 
 

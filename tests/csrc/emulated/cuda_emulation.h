@@ -135,6 +135,9 @@ void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes);
 bool mbarrier_test(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
+/// Lets the others go on for a while, now and then: where a thread that is late may find that something has changed.
+void pause();
+
 /// Begins what goes on beside the threads. It is done in any order, at any time, perhaps only when all threads wait.
 void begin_work(std::function<void()> work);
 

@@ -105,13 +105,18 @@ void load_chunk(const char* chunk, float* to, int step) {
   for (int i = 0; i < 8; ++i) to[i * step] = product_element<kType>(bits[i]);
 }
 
-/// Of wgmma_shared(): columns of both are the k dimension.
+/// Of wgmma_shared(): columns of both are the k dimension. A warp may read all rows of A, those of the other warps too:
+/// its products are NaN if one of these is not visible.
 template <MmaType kType>
 void load_shared(const Product& product, Factors& factors) {
   const DescribedMatrix a(product.a), b(product.b);
   for (int k = 0; k < kProductDepth; k += 8) {
-    for (int row = 0; row < kProductRows; ++row)
-      load_chunk<kType>(a.chunk(product.warp * kProductRows + row, k), &factors.a[row][k], 1);
+    bool is_visible = true;
+    for (int row = 0; row < 4 * kProductRows; ++row) is_visible &= a.chunk(row, k) != nullptr;
+    for (int row = 0; row < kProductRows; ++row) {
+      const char* const chunk = a.chunk(product.warp * kProductRows + row, k);
+      load_chunk<kType>(is_visible ? chunk : nullptr, &factors.a[row][k], 1);
+    }
     for (int n = 0; n < product.to->columns; ++n)
       load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMostProductColumns);
   }
@@ -180,6 +185,7 @@ inline void wgmma_commit() {
 
 template <int kPending>
 void wgmma_wait() {
+  if (emulated_lane() == 0) emulation::pause();
   emulation::exchange({}, "wgmma.wait_group", [](const emulation::Words*) {
     WarpProducts& products = own_products();
     products.fenced = false;
