@@ -32,8 +32,8 @@ __device__ __forceinline__ void load_elements(const uint16_t* from, float (&to)[
   }
 #pragma unroll
   for (int32_t i = 0; i < kSize / 2; ++i) {
-    to[2 * i] = Element::low(words[i]);
-    to[2 * i + 1] = Element::high(words[i]);
+    to[2 * i] = Element::unpack(words[i]);
+    to[2 * i + 1] = Element::unpack(words[i] >> 16);
   }
 }
 

@@ -33,13 +33,14 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
-/// The halves of a pair.
-__device__ __forceinline__ float f16_low(uint32_t pair) {
+/// The element in the lower 16 bits.
+__device__ __forceinline__ float unpack_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+__device__ __forceinline__ float unpack_f16(uint32_t pair) {
   float x;
-  asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(x) : "r"(pair));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(pair)));
   return x;
 }
-__device__ __forceinline__ float f16_high(uint32_t pair) { return f16_low(pair >> 16); }
 
 /// base + count * bytes. (From C++ the compiler copies the halves of `base` before each use: prefill with pages of one
 /// token took 7 % longer.)
