@@ -33,6 +33,15 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
+/// The element in the lower 16 bits.
+__device__ __forceinline__ float unpack_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+__device__ __forceinline__ float unpack_f16(uint32_t pair) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(pair)));
+  return x;
+}
+
 /// base + count * bytes. (From C++ the compiler copies the halves of `base` before each use: prefill with pages of one
 /// token took 7 % longer.)
 __device__ __forceinline__ const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
