@@ -23,4 +23,8 @@ inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f1
 inline float unpack_bf16(uint32_t pair) { return emulation::from_bits<float>(pair << 16); }
 inline float unpack_f16(uint32_t pair) { return static_cast<float>(emulation::from_bits<_Float16>(pair & 0xffffu)); }
 
+inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
+  return base + static_cast<uint64_t>(count) * bytes;
+}
+
 }  // namespace attn::ptx
