@@ -1,7 +1,6 @@
 // Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there.
 //
-// A thread keeps to its columns, and goes through the rows: what a transform reads for a column alone is read once for
-// some rows together.
+// A thread keeps to its columns, and goes through the rows.
 #pragma once
 
 #include "attention/kv_tokens.h"
@@ -50,28 +49,50 @@ struct ValueTransform {
   }
 };
 
+/// So many 4-byte words of a row, loaded and stored together.
+template <int kWords>
+struct RowPiece;
+
+template <>
+struct RowPiece<4> {
+  using Stored = uint4;
+};
+
+template <>
+struct RowPiece<2> {
+  using Stored = uint2;
+};
+
 /// Rewrites rows [first_row, end_row) of a tile; `thread` of kThreads. `find(row, place)` says where a row of the tile
-/// is; false: it does not exist, and is left alone. kColumns: of the head. kRows: that a thread has in registers.
-template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kRows, class Find>
+/// is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces of kWords words in
+/// registers, one or, where pairs lie apart, two of a row, and kRows rows at a time.
+template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kRows, int kWords, class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,
                                                const typename Transform::Variant& variant, const Find& find) {
-  constexpr int kChunkColumns = 16 / Element::kBytes;
+  constexpr int kWordColumns = 4 / Element::kBytes;
+  constexpr int kPieceColumns = kWords * kWordColumns;
+  constexpr int kChunkPieces = 4 / kWords;  // of 16 bytes
   constexpr PairLayout kPairs = Transform::kPairs.of_head(kColumns);
   constexpr bool kNeighbours = kPairs.distance == 1;
-  static_assert((kNeighbours || kPairs.distance % kChunkColumns == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
+  static_assert((kNeighbours || kPairs.distance % 8 == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
                     kPairs.columns <= kColumns,
                 "as PairLayout says, and no wider than the head");
-  // Where pairs lie apart, a thread has two chunks, so many chunks apart.
-  constexpr int kApart = kNeighbours ? 0 : kPairs.distance / kChunkColumns;
-  constexpr int kUnits = kNeighbours ? ceil_div(kPairs.columns, kChunkColumns) : kPairs.columns / kChunkColumns / 2;
+  constexpr int kApart = kNeighbours ? kPieceColumns : kPairs.distance;  // columns of a run of pieces
+  constexpr int kPieces = kNeighbours ? 1 : 2;
+  constexpr int kUnits = ceil_div(kPairs.columns, kPieces * kPieceColumns);
   constexpr int kPassRows = kThreads / kUnits;
-  constexpr int kChunks = kNeighbours ? 1 : 2;
-  if (thread >= kPassRows * kUnits) return;
+  if (kThreads % kUnits != 0 && thread >= kPassRows * kUnits) return;
   const int unit = thread % kUnits;
-  const int chunk = kNeighbours ? unit : unit / max_of(kApart, 1) * 2 * kApart + unit % max_of(kApart, 1);
+  const int column = unit * kPieceColumns / kApart * kPieces * kApart + unit * kPieceColumns % kApart;
+  using Piece = typename RowPiece<kWords>::Stored;
+  const auto piece_of = [&](int row, int piece) -> Piece& {
+    const int number = column / kPieceColumns + piece * (kApart / kPieceColumns);
+    return *reinterpret_cast<Piece*>(tile + Tile::offset(row, number / kChunkPieces) +
+                                     number % kChunkPieces * (4 * kWords));
+  };
 #pragma unroll 1
   for (int row = first_row + thread / kUnits; row < end_row; row += kRows * kPassRows) {
-    uint4 chunks[kRows][kChunks];
+    Piece pieces[kRows][kPieces];
     typename Transform::Place place[kRows];
     bool exists[kRows];
 #pragma unroll
@@ -80,27 +101,26 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
       exists[r] = of_tile < end_row && find(of_tile, place[r]);
       if (!exists[r]) continue;
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c)
-        chunks[r][c] = *reinterpret_cast<const uint4*>(tile + Tile::offset(of_tile, chunk + c * kApart));
+      for (int i = 0; i < kPieces; ++i) pieces[r][i] = piece_of(of_tile, i);
     }
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const int32_t column = chunk * kChunkColumns + 2 * word;
-      if (kNeighbours && kPairs.columns % kChunkColumns != 0 && column >= kPairs.columns) break;
+    for (int word = 0; word < kWords; ++word) {
+      const int32_t first = column + word * kWordColumns;
+      if (kPairs.columns % kPieceColumns != 0 && first >= kPairs.columns) break;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (!exists[r]) continue;
-        uint32_t& low = reinterpret_cast<uint32_t*>(&chunks[r][0])[word];
+        uint32_t& low = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
         if constexpr (kNeighbours) {
-          const Pair changed = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(low >> 16)}, column,
-                                                column + 1, place[r]);
+          const Pair changed = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(low >> 16)}, first,
+                                                first + 1, place[r]);
           low = Element::pack(changed.first, changed.second);
         } else {
-          uint32_t& high = reinterpret_cast<uint32_t*>(&chunks[r][kChunks - 1])[word];
-          const Pair even = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(high)}, column,
-                                             column + kPairs.distance, place[r]);
+          uint32_t& high = reinterpret_cast<uint32_t*>(&pieces[r][kPieces - 1])[word];
+          const Pair even = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(high)}, first,
+                                             first + kPairs.distance, place[r]);
           const Pair odd = Transform::apply(variant, Pair{Element::unpack(low >> 16), Element::unpack(high >> 16)},
-                                            column + 1, column + 1 + kPairs.distance, place[r]);
+                                            first + 1, first + 1 + kPairs.distance, place[r]);
           low = Element::pack(even.first, odd.first);
           high = Element::pack(even.second, odd.second);
         }
@@ -110,8 +130,7 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
     for (int r = 0; r < kRows; ++r) {
       if (!exists[r]) continue;
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c)
-        *reinterpret_cast<uint4*>(tile + Tile::offset(row + r * kPassRows, chunk + c * kApart)) = chunks[r][c];
+      for (int i = 0; i < kPieces; ++i) piece_of(row + r * kPassRows, i) = pieces[r][i];
     }
   }
 }

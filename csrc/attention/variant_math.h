@@ -205,12 +205,12 @@ ATTN_HD float tanh(float x) {
 }
 
 /// position * (high + low) turns without the whole ones: what is left lies in [-1/2, 1/2] and is right to 2^-24, for
-/// |position| < 2^24. `high`: the turns of one position, rounded to a float; `low`: what rounding lost.
+/// |position| < 2^24 and |high| <= 1/4. `high`: the turns of one position, rounded to a float; `low`: what rounding
+/// lost.
 ATTN_HD float turns_of(int32_t position, float high, float low) {
 #if defined(__CUDA_ARCH__)
   const float at = static_cast<float>(position);
-  const float whole = ::rintf(at * high);
-  return __fmaf_rn(at, low, __fmaf_rn(at, high, -whole));
+  return __fmaf_rn(at, low, __fmaf_rn(at, high, -round_to_integer(at * high)));
 #else
   const double at = position, turns = at * high + at * low;
   return static_cast<float>(turns - ((turns + 0x1.8p52) - 0x1.8p52));

@@ -273,5 +273,3 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
         assert attention.schedule().errors == PAGE_INDEX_INVALID
         assert not out.isnan().any()
         assert not case.lse.isnan().any()
-
-

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 # Those that differ most; the rest: python -m tests.variant_fuzz.
 ON_A_CPU = ("tree_mask_alibi", "slanted", "sigmoid_document", "gemma", "custom_mask_causal", "bidirectional_spans", "t5_buckets", "many_dtypes", "block_sparse")
 ON_A_CPU += ("prefix_lm_scaled", "gated", "window_of_documents", "forgetting_gate", "pages")
-ON_A_CPU += ("rope", "rope_interleaved", "rope_at", "rope_in_cache", "rope_tree_alibi", "scaled", "by_request")
+ON_A_CPU += ("rope", "rope_interleaved", "rope_at", "rope_in_cache", "rope_tree_mask_alibi", "scaled", "by_request")
 
 needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
 

@@ -304,7 +304,7 @@ def _combinations() -> list[Entry]:
         _entry("mine_streaming", mine & builtin.streaming_llm(64, 16)),
         _entry("rope_streaming", builtin.rope_in_cache(builtin.rope_frequencies(64), 64, 16) & builtin.streaming_llm(64, 16)),
         _entry("rope_gemma", builtin.rope(builtin.rope_frequencies(32)) & builtin.soft_cap(20.0) & causal & builtin.sliding_window(120)),
-        _entry("rope_tree_alibi", builtin.tree_mask() & builtin.alibi() & builtin.rope(builtin.rope_frequencies(64)), both(bits(square=True), slopes)),
+        _entry("rope_tree_mask_alibi", builtin.tree_mask() & builtin.alibi() & builtin.rope(builtin.rope_frequencies(64)), both(bits(square=True), slopes)),
     ]
 
 

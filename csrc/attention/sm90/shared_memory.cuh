@@ -106,9 +106,7 @@ struct SharedMemory {
 
   /// Called by a consumer warp whose share of the next tiles is transformed, and by all that wait for the others'.
   __device__ __forceinline__ void arrive_transformed() const { arrive_as_warp(transformed(), 1); }
-  __device__ __forceinline__ void wait_transformed(uint32_t parity) const {
-    ptx::mbarrier_wait(transformed(), parity);
-  }
+  __device__ __forceinline__ void wait_transformed(uint32_t parity) const { ptx::mbarrier_wait(transformed(), parity); }
 
   /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps.
   __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
