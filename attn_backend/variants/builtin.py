@@ -341,8 +341,8 @@ def rope(frequencies: Tensor, *, interleaved: bool = False) -> Variant:
     those of the request's tokens in its pages, below 2^24.
 
     Args:
-        frequencies: a float tensor [R / 2], of rope_frequencies() or llama3_frequencies() for example. R is at most head_dim, and a multiple of 16 if pairs are
-            not interleaved.
+        frequencies: a float tensor [R / 2] of up to 1.5 radians, of rope_frequencies() or llama3_frequencies() for example. R is at most head_dim, and a
+            multiple of 16 if pairs are not interleaved.
         interleaved: columns 2 i and 2 i + 1 are the pair instead (GPT-J).
     """
     return _rope("rope", frequencies, interleaved, ("row.position", "token.position"), (lambda b, q_idx: q_idx, lambda b, kv_idx: kv_idx))
@@ -410,6 +410,8 @@ def _rope(name: str, frequencies: Tensor, interleaved: bool, places: tuple[str, 
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
+    if not radians.abs().max() <= 1.5:  # turns_of() (csrc/attention/variant_math.h); a NaN is no frequency, either
+        refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
     turns = radians / (2 * math.pi)
     high = turns.float()
     table = torch.cat([high, (turns - high.double()).float()])
