@@ -32,6 +32,9 @@ class Variant:
     mask: Callable[[Pairs], Any] = lambda _pairs: True
     output: Callable[[Tensor, Pairs], Tensor] = lambda o, _pairs: o  # [heads, rows, head_dim]
     uses_softmax: bool = True
+    query: Callable[[Tensor, Pairs], Tensor] = lambda q, _pairs: q  # [heads, rows, head_dim]
+    key: Callable[[Tensor, Pairs], Tensor] = lambda k, _pairs: k  # [KV heads, tokens, head_dim]
+    value: Callable[[Tensor, Pairs], Tensor] = lambda v, _pairs: v
 
 
 def attention(
@@ -61,15 +64,16 @@ def attention(
     if rows == 0:
         return q.new_zeros(q.shape, dtype=torch.float64), q.new_full((rows, num_qo_heads), -torch.inf, dtype=torch.float64)
 
-    # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows, head_dim].
-    queries = q.double().view(rows, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, group_size * rows, head_dim)
-    logits = queries @ k.double().permute(1, 2, 0) * (head_dim**-0.5 if sm_scale is None else sm_scale)
-    if logits_soft_cap > 0:
-        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
-    logits = logits.view(num_qo_heads, rows, tokens)
     index, head = torch.arange(rows, device=q.device)[None, :, None], torch.arange(num_qo_heads, device=q.device)[:, None, None]
     token = torch.arange(tokens, device=q.device)
     pairs = Pairs(request, first_row + index, index, tokens - rows + index, head, head // group_size, token, tokens)
+    # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows, head_dim].
+    queries = _rounded(variant.query, q.transpose(0, 1), pairs).view(num_kv_heads, group_size * rows, head_dim)
+    keys, values = _rounded(variant.key, k.transpose(0, 1), pairs), _rounded(variant.value, v.transpose(0, 1), pairs)
+    logits = queries @ keys.transpose(1, 2) * (head_dim**-0.5 if sm_scale is None else sm_scale)
+    if logits_soft_cap > 0:
+        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+    logits = logits.view(num_qo_heads, rows, tokens)
     logits = variant.logits(logits, pairs)
     hidden = hidden_pairs(rows, tokens, causal, window_left, q.device) | ~torch.as_tensor(variant.mask(pairs), device=q.device)
     if variant.uses_softmax:
@@ -84,9 +88,14 @@ def attention(
     else:
         weights = logits.masked_fill(hidden, 0.0)
         lse = torch.zeros(num_qo_heads, rows, dtype=torch.float64, device=q.device)
-    o = weights.view(num_kv_heads, group_size * rows, tokens) @ v.double().transpose(0, 1)
+    o = weights.view(num_kv_heads, group_size * rows, tokens) @ values
     o = variant.output(o.view(num_qo_heads, rows, head_dim), pairs)
     return o.permute(1, 0, 2).reshape(q.shape), lse.permute(1, 0).reshape(rows, num_qo_heads)
+
+
+def _rounded(transform: Callable[[Tensor, Pairs], Tensor], x: Tensor, pairs: Pairs) -> Tensor:
+    """Rows [heads, rows, head_dim], transformed in float64 and rounded to their dtype, as kernels multiply them; float64 again."""
+    return transform(x.double(), pairs).to(x.dtype).double().contiguous()
 
 
 def hidden_pairs(rows: int, tokens: int, causal: bool, window_left: int, device: torch.device) -> Tensor:

@@ -59,6 +59,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         variant = _imported(place)
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [128]:
+                variant.check_head_dim(head_dim)
                 for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
                     print(entry, flush=True)
 

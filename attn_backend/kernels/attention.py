@@ -50,7 +50,8 @@ class Attention:
         num_ctas: parts that the work is split into; default: what the device holds at once.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
             views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
-            whose rows fill the largest row tile. "always": takes whatever there is room for, for tests.
+            whose rows fill the largest row tile. "always": takes whatever there is room for, for tests. Not under a variant that transforms K or V by the
+            request or its kv_len.
         batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
         kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
@@ -108,6 +109,8 @@ class Attention:
         self._sm_scale = head_dim**-0.5
         check_types(bool, "True or False", sinks=sinks)
         self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device, sinks)
+        if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
+            cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()

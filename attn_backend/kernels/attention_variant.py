@@ -29,7 +29,7 @@ class AttentionVariant:
     """A variant in an Attention of one dtype and head_dim. design: None on a CPU. sinks: whether runs may be given some.
 
     Raises:
-        ValueError: it is no variant, or one that has no softmax, with sinks.
+        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
     """
 
     def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool = False) -> None:
@@ -39,6 +39,7 @@ class AttentionVariant:
             refuse("variant", variant, "a Variant or None")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
+        variant.check_head_dim(head_dim)
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._head_dim = head_dim
@@ -101,9 +102,13 @@ class AttentionVariant:
         """causal and window_left of what a view and the variant both let through.
 
         Raises:
-            ValueError: one of several levels, whose positions are not those in the requests, which does not say these, or under a window of the variant.
+            ValueError: one of several levels, whose positions are not those in the requests, which does not say these, or under a window of the variant, or
+                under a variant that transforms the cache by what tells requests apart.
         """
         if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
+            if self.variant.tells_requests_apart:
+                why = f"1 under variant {self.variant.name}, whose transforms of K and V depend on the request or on its kv_len"
+                refuse("len(composition.levels)", num_levels, why)
             if self.variant.window_left >= 0:
                 refuse("len(composition.levels)", num_levels, f"1 under variant {self.variant.name}, which has a window")
             if self.variant.reads_positions and view.kv_offsets is None and view.positions is None:

@@ -40,6 +40,7 @@ def warn_once(variant: Variant, reason: str) -> None:
 class Pairs:
     """Rows of one request and all of its tokens in one level."""
 
+    request: int  # of the view
     rows: Tensor  # int64 [rows], of Q
     places: Tensor  # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go by
     positions: Tensor  # int64 [rows], what the variant is told
@@ -64,7 +65,7 @@ def run(
     states = _States(q, variant.uses_softmax)
     functions = variant.reference()
     assert functions is not None
-    heads = torch.arange(q.shape[1])[:, None, None]
+    heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
     for view, (causal, window_left) in zip(levels, visibilities, strict=True):
         if len(levels) > 1 and variant.causal and not causal and view.positions is None:
             refuse("positions", None, f"given in levels that are not causal: variant {variant.name}, which is interpreted, hides what comes after a row")
@@ -72,12 +73,17 @@ def run(
             row_tiles = torch.arange(pairs.rows.numel()).split(_TILE_ROWS)
             for tokens in torch.arange(pairs.slots.numel()).split(_TILE_TOKENS):
                 page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
-                k, v = kv.k[page, place].float(), kv.v[page, place].float()
+                token, kv_len = pairs.kv_offset + tokens, torch.tensor(pairs.kv_len)
+                of_tokens = (torch.tensor(pairs.request), kv_heads, token[:, None], args)
+                k = functions.key(kv.k[page, place].float(), *of_tokens, kv_len=kv_len)
+                v = functions.value(kv.v[page, place].float(), *of_tokens, kv_len=kv_len)
+                token = token[None, None, :]
                 for tile in row_tiles:
                     rows, position = pairs.rows[tile], pairs.positions[tile][None, :, None]
-                    request, token = pairs.requests[tile][None, :, None], (pairs.kv_offset + tokens)[None, None, :]
-                    index, kv_len = pairs.indices[tile][None, :, None], torch.tensor(pairs.kv_len)
-                    scores = functions.logits(_scores(q[rows], k) * sm_scale, request, heads, position, token, args)
+                    request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
+                    of_rows = (request[0], heads[:, 0, 0], position[0], args)
+                    queries = functions.query(q[rows].float(), *of_rows, row=rows[:, None], kv_len=kv_len)
+                    scores = functions.logits(_scores(queries, k) * sm_scale, request, heads, position, token, args)
                     distance = pairs.places[tile][:, None] - tokens[None, :]
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
                     seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
@@ -88,7 +94,7 @@ def run(
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """[heads, rows, tokens] of q [rows, heads, head_dim] and k [tokens, KV heads, head_dim]."""
     rows, heads, head_dim = q.shape
-    grouped = q.float().view(rows, k.shape[1], -1, head_dim)
+    grouped = q.reshape(rows, k.shape[1], -1, head_dim)
     return torch.einsum("rkgd,tkd->kgrt", grouped, k).reshape(heads, rows, k.shape[0])
 
 
@@ -148,6 +154,7 @@ def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
         places = slots.numel() - (end - begin) + indices
         kv_offset = 0 if view.kv_offsets is None else int(view.kv_offsets[request])
         yield Pairs(
+            request,
             rows,
             places,
             kv_offset + places if view.positions is None else view.positions[rows].long(),

@@ -28,7 +28,24 @@ HOOKS = {
     "logits": ("float", (("float", "logit"), ("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "mask": ("bool", (("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "output": ("float", (("float", "value"), ("const ScoreRow&", "row"), ("int32_t", "column"))),
+    "query": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const ScoreRow&", "row"))),
+    "key": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token"))),
+    "value": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token"))),
 }
+TRANSFORMS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which elements of a row are transformed together (PairLayout in csrc/attention/variants.h).
+
+    Args:
+        distance: columns between the two elements of a pair; None: half of those of the head.
+        columns: that are transformed, from the first on; None: all.
+    """
+
+    distance: int | None = None
+    columns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ class Body:
         hooks: which of HOOKS it defines.
         uses_softmax: whether its logits go through a softmax.
         code: C++ of the hooks, indented.
+        pairs: which elements the transforms of Q, K and V take.
+        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position.
     """
 
     name: str
@@ -48,6 +67,8 @@ class Body:
     hooks: frozenset[str]
     uses_softmax: bool
     code: str
+    pairs: Pairs = Pairs()
+    tells_requests_apart: bool = False
 
     @property
     def reads_positions(self) -> bool:
@@ -204,7 +225,38 @@ def _struct(name: str, body: Body) -> str:
         struct += "  static constexpr bool kUsesSoftmax = false;\n"
     if not _mask_reads_head(body):
         struct += "  static constexpr bool kMaskReadsHead = false;\n"
+    struct += _pair_layouts([body])
     return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
+
+
+def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
+    """Which elements a transform takes, in several bodies.
+
+    Raises:
+        ValueError: it takes others in one of them.
+    """
+    having = [body for body in bodies if hook_name in body.hooks]
+    for body in having[1:]:
+        if body.pairs != having[0].pairs:
+            raise ValueError(
+                f"variants {having[0].name} and {body.name} both have {hook_name}(), for {_describe(having[0].pairs)} and for {_describe(body.pairs)}, "
+                "must be for the same"
+            )
+    return having[0].pairs if having else Pairs()
+
+
+def _describe(pairs: Pairs) -> str:
+    return f"pair_distance={pairs.distance}, pair_columns={pairs.columns}"
+
+
+def _pair_layouts(bodies: Sequence[Body]) -> str:
+    """Those that VariantBase does not have."""
+    text = ""
+    for hook_name in TRANSFORMS:
+        pairs = pairs_of(hook_name, bodies)
+        if pairs != Pairs():
+            text += f"  static constexpr PairLayout k{hook_name.capitalize()}Pairs{{{pairs.distance or 0}, {pairs.columns or 0}}};\n"
+    return text
 
 
 def _mask_reads_head(body: Body) -> bool:
@@ -229,6 +281,7 @@ def _combined(bodies: Sequence[Body]) -> str:
         text += "  static constexpr bool kUsesSoftmax = false;\n"
     if not any(map(_mask_reads_head, bodies)):
         text += "  static constexpr bool kMaskReadsHead = false;\n"
+    text += _pair_layouts(bodies)
     text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
     initial = [f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)" for name in names]
     text += f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t kv_head)\n      : {', '.join(initial)} {{}}\n\n"

@@ -20,14 +20,20 @@ class Reference:
     """What one variant was made of, or what says the same in Python.
 
     Args:
-        score_mod, mask_mod: in flex_attention's signatures; a mask_mod of six arguments also gets the query's index among those of its request, and kv_len.
+        score_mod, mask_mod: in flex_attention's signatures.
         params: their names are free variables of the functions.
+        wants_row: a mask_mod of six arguments also gets the query's index among those of its request, and kv_len; so do transforms.
+        query: (x, b, h, q_idx) -> a row of Q, transformed; with wants_row (x, b, h, q_idx, row, kv_len), row being that of Q.
+        key, value: (x, b, h, kv_idx) -> a row of K or V, of KV head h, transformed; with wants_row (x, b, h, kv_idx, kv_len).
     """
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     params: tuple[Param, ...] = ()
     wants_row: bool = False
+    query: Callable[..., Any] | None = None
+    key: Callable[..., Any] | None = None
+    value: Callable[..., Any] | None = None
 
     def bound(self, function: Callable[..., Any], args: Mapping[str, Any], dtype: torch.dtype) -> Callable[..., Any]:
         values = {param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype) for param in self.params}
@@ -83,6 +89,41 @@ class ReferenceFunctions:
             seen = seen & _map(part.bound(part.mask_mod, args or {}, torch.float32), *arguments)
         return seen
 
+    def query(
+        self, q: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, args: Mapping[str, Any] | None = None, *, row: Tensor | None = None, kv_len: Tensor | None = None
+    ) -> Tensor:
+        """Transformed rows of Q, not rounded: the functions of all parts, in order.
+
+        Args:
+            q: [..., head_dim], float32 or float64, which decides what is computed in.
+            b, h, q_idx: integers, broadcast with each other to [...].
+            args: parameters that are given at run time.
+            row: of Q; kv_len: tokens of the request. Few variants need them.
+        """
+        return self._transformed("query", q, [b, h, q_idx], args, {"row": row, "kv_len": kv_len})
+
+    def key(self, k: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None, *, kv_len: Tensor | None = None) -> Tensor:
+        """Transformed rows of K [..., head_dim], as `query`; h: the KV head."""
+        return self._transformed("key", k, [b, h, kv_idx], args, {"kv_len": kv_len})
+
+    def value(self, v: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None, *, kv_len: Tensor | None = None) -> Tensor:
+        """Transformed rows of V [..., head_dim], as `query`; h: the KV head."""
+        return self._transformed("value", v, [b, h, kv_idx], args, {"kv_len": kv_len})
+
+    def _transformed(self, hook: str, x: Tensor, at: list[Tensor], args: Mapping[str, Any] | None, more: dict[str, Tensor | None]) -> Tensor:
+        for part in self.parts:
+            function = getattr(part, hook)
+            if function is None:
+                continue
+            arguments = list(at)
+            if part.wants_row:
+                missing = [name for name, value in more.items() if value is None]
+                if missing:
+                    raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; this variant's {hook} depends on them")
+                arguments += [value for value in more.values() if value is not None]
+            x = _map_rows(part.bound(function, args or {}, x.dtype), x, *arguments)
+        return x
+
 
 def _as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -105,3 +146,14 @@ def _map(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
         return as_tensor(*(argument.new_zeros(()) for argument in arguments)).new_empty(shape)
     with torch.no_grad():
         return torch.vmap(as_tensor, chunk_size=_CHUNK)(*flat).reshape(shape)
+
+
+def _map_rows(function: Callable[..., Any], rows: Tensor, *arguments: Tensor) -> Tensor:
+    """A function of a row and 0-d tensors, over all rows [..., columns]."""
+    arguments = torch.broadcast_tensors(rows[..., 0], *arguments)[1:]
+    rows = rows.expand(*arguments[0].shape, rows.shape[-1])
+    if rows.numel() == 0:
+        return rows
+    flat = [argument.reshape(-1) for argument in arguments]
+    with torch.no_grad():
+        return torch.vmap(function, chunk_size=_CHUNK)(rows.reshape(-1, rows.shape[-1]), *flat).reshape(rows.shape)

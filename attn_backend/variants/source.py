@@ -5,32 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .cpp import HOOKS, Body
+from .cpp import HOOKS, TRANSFORMS, Body, Pairs
 from .params import Param, is_cpp_word
 
-_NOT_YET = ("query", "key", "value")
-_KNOWN = (*HOOKS, *_NOT_YET)
+# Of a KvToken, what is the same in all requests that share a token.
+_SHARED = ("position", "kv_head")
 
 
-def body_from(cpp: object, params: Sequence[Param], name: str) -> Body:
+def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> Body:
     """Refuses what no compiler would explain in the user's words; the rest is the compiler's.
 
     Raises:
-        ValueError: no hook, one that is not supported, or one with another signature; names the line.
+        ValueError: no hook, one with another signature, or pairs that no hook takes; names the line.
     """
     if not isinstance(cpp, str):
         raise ValueError(f"cpp is a {type(cpp).__name__}, must be a string of C++: any of the hooks {', '.join(HOOKS)}")
     for param in params:
         if is_cpp_word(param.name):
             raise ValueError(f"params: {param.name!r} means something else in C++ or in a variant, must be another name")
-    outer = _outside_of_braces(_without_comments(cpp), name)
+    code = _without_comments(cpp)
+    outer = _outside_of_braces(code, name)
     found = {}
-    for match in re.finditer(rf"\b({'|'.join(_KNOWN)})\s*\(([^)]*)\)", outer):
+    tells_requests_apart = False
+    for match in re.finditer(rf"\b({'|'.join(HOOKS)})\s*\(([^)]*)\)", outer):
         hook, arguments = match.groups()
         line = cpp.count("\n", 0, match.start()) + 1
         place = f"\n  {source_name(name)}:{line}: {cpp.splitlines()[line - 1].strip()}"
-        if hook in _NOT_YET:
-            raise ValueError(f"{hook}() is not supported yet; a variant has any of {', '.join(HOOKS)}{place}")
         if hook in found:
             raise ValueError(f"{hook}() is defined twice, must be once{place}")
         result = re.search(r"([\w:]+)\s*$", outer[: match.start()])
@@ -40,20 +40,39 @@ def body_from(cpp: object, params: Sequence[Param], name: str) -> Body:
         if result is None or result.group(1) != wanted_result or types != [_type_of(kind) for kind, _ in wanted] or not is_const:
             raise ValueError(f"{hook}() must be `{_signature(hook)}`{place}")
         found[hook] = result.start()
+        if hook in ("key", "value"):
+            # What a macro stands for is not looked into.
+            tells_requests_apart |= "#define" in cpp or _tells_requests_apart(arguments, _inside_of_braces(code, outer, match.end()))
     if not found:
         raise ValueError("cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS))
+    if not found.keys() & set(TRANSFORMS) and pairs != Pairs():
+        raise ValueError(f"pair_distance is {pairs.distance} and pair_columns {pairs.columns}, must be None: cpp has none of {', '.join(TRANSFORMS)}")
     code = cpp
     for start in sorted(found.values(), reverse=True):
         if not re.search(r"\bATTN_HD\s*$", outer[:start]):
             code = f"{code[:start]}ATTN_HD {code[start:]}"
     uses_softmax = not re.search(r"\bkUsesSoftmax\s*(=\s*|\{\s*)false\b", outer)
     lines = f'#line 1 "{source_name(name)}"\n{code}\n#line 1 "<generated for variant {name}>"\n'
-    return Body(name, tuple(params), frozenset(found), uses_softmax, lines)
+    return Body(name, tuple(params), frozenset(found), uses_softmax, lines, pairs, tells_requests_apart)
 
 
 def source_name(name: str) -> str:
     """What compilers call the user's text."""
     return f"<variant {name}>"
+
+
+def _tells_requests_apart(arguments: str, inside: str) -> bool:
+    """Whether a transform of K or V reads of its token what is not the same in all requests, or gives it to another function."""
+    name = re.findall(r"\w+", arguments.rsplit(",", maxsplit=1)[-1])[-1]
+    if name in ("KvToken", "const"):  # the type: it has no name
+        return False
+    return bool(re.search(rf"\b{name}\b(?!\s*\.\s*(?:{'|'.join(_SHARED)})\b)", inside))
+
+
+def _inside_of_braces(code: str, outer: str, begin: int) -> str:
+    """What the first pair of outer braces behind `begin` encloses."""
+    opening = outer.find("{", begin)
+    return "" if opening < 0 else code[opening + 1 : outer.find("}", opening)]
 
 
 def _signature(hook: str) -> str:

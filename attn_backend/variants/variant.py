@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, check_types, describe
-from .cpp import Body, hook, source_of
+from ..metadata.structure import check_int, check_types, describe, refuse
+from .cpp import HOOKS, TRANSFORMS, Body, Pairs, hook, pairs_of, source_of
 from .expressions import SCORE, constant
 from .functions import TracingError, error_at_definition
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
@@ -33,9 +33,11 @@ class Variant:
         source: the C++ that is compiled: defines attn::UserVariant.
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
-        has_logits, has_mask, has_output: which hooks there are.
+        has_logits, has_mask, has_output, has_query, has_key, has_value: which hooks there are.
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether they may depend on where rows and tokens stand in their requests.
+        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position: prefixes that requests have
+            in common are then not sought.
         causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
             mask hook.
         params_bytes: sizeof(UserVariant::Params).
@@ -51,6 +53,10 @@ class Variant:
     has_output: bool
     mask_params: tuple[str, ...]
     reads_positions: bool
+    has_query: bool
+    has_key: bool
+    has_value: bool
+    tells_requests_apart: bool
     causal: bool
     window_left: int
     params_bytes: int
@@ -71,9 +77,10 @@ class Variant:
         fields: dict[str, Any] = {"_bodies": bodies, "_references": references, "causal": causal, "window_left": window_left}
         fields["name"] = _clean(name if name is not None else "_and_".join(body.name for body in bodies))
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
-        for hook_name in ("logits", "mask", "output"):
+        for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
         fields["reads_positions"] = any(body.reads_positions for body in bodies)
+        fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
             raise ValueError(f"the parameters of variant {fields['name']} take {layout.bytes} bytes, must be at most {MAX_BYTES}: put numbers into a tensor")
@@ -95,7 +102,7 @@ class Variant:
 
     def __repr__(self) -> str:
         interval = [*(["causal"] if self.causal else []), *([f"window_left={self.window_left}"] if self.window_left >= 0 else [])]
-        hooks = [name for name in ("logits", "mask", "output") if getattr(self, f"has_{name}")]
+        hooks = [name for name in HOOKS if getattr(self, f"has_{name}")]
         params = [f"{param.name}: {param.describe()}" for param in self.params if param.value is None]
         return f"<Variant {self.name}: {', '.join([*interval, *hooks, *([] if self.uses_softmax else ['no softmax']), *params]) or 'plain attention'}>"
 
@@ -164,6 +171,8 @@ class Variant:
         name: str,
         causal: bool = False,
         window_left: int = -1,
+        pair_distance: int | None = None,
+        pair_columns: int | None = None,
         reference: Reference | None = None,
     ) -> Variant:
         """From hooks in C++: any of
@@ -171,9 +180,13 @@ class Variant:
             float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
             bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row attends to the token
             float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once
+            Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const  two elements of a row of Q, of columns first and second
+            Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const   of K
+            Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const of V
             static constexpr bool kUsesSoftmax = false;                                   logits() returns weights
 
-        row has request, qo_head, position, index (of the query among those of its request), kv_len and row (of Q). Parameters go by their names. Functions of
+        row has request, qo_head, position, index (of the query among those of its request), kv_len and row (of Q); token has request, position, kv_head and
+        kv_len; a Pair has first and second, float32. Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Functions of
         your own need ATTN_HD before them; those of attention/variant_math.h are there (exp, log, tanh, sigmoid, min, max, ...). Hooks are also called for rows
         and tokens that do not exist; what they return is then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
 
@@ -183,6 +196,8 @@ class Variant:
             name: for messages.
             causal: nothing after the query is seen, whatever mask() says.
             window_left: nothing more than so many tokens before the query is seen; -1: no limit.
+            pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8; None: half of head_dim.
+            pair_columns: that are transformed, from the first on: a multiple of 2 * pair_distance; None: all.
             reference: the same in Python.
 
         Raises:
@@ -191,7 +206,7 @@ class Variant:
         check_types(str, "a string", name=name)
         name = _clean(name)
         check_types(bool, "True or False", causal=causal)
-        body = body_from(cpp, params_from(params, "params"), name)
+        body = body_from(cpp, params_from(params, "params"), name, _checked_pairs(pair_distance, pair_columns))
         for param in body.params:
             if param.value is not None:
                 check_value(f"value of {param.name!r}", param, param.value, None)
@@ -254,6 +269,26 @@ class Variant:
         ]
         return self._layout.pack(values)
 
+    def check_head_dim(self, head_dim: int) -> None:
+        """Refuses heads that the transforms do not fit.
+
+        Raises:
+            ValueError: head_dim is odd or too small for the pairs.
+        """
+        for hook_name in TRANSFORMS:
+            if not getattr(self, f"has_{hook_name}"):
+                continue
+            pairs = pairs_of(hook_name, self._bodies)
+            what = f"{hook_name}() of variant {self.name} takes"
+            if pairs.distance is None:
+                if head_dim % 16:
+                    raise ValueError(f"head_dim is {head_dim}, must be a multiple of 16: {what} columns i and i + head_dim / 2 together")
+            elif pairs.columns is not None:
+                if head_dim < pairs.columns:
+                    raise ValueError(f"head_dim is {head_dim}, must be at least {pairs.columns}: {what} so many columns")
+            elif head_dim % (2 * pairs.distance):
+                raise ValueError(f"head_dim is {head_dim}, must be a multiple of {2 * pairs.distance}: {what} columns i and i + {pairs.distance} together")
+
     def reference(self) -> ReferenceFunctions | None:
         """The variant by torch; None if it has C++ of which nothing else is known."""
         known = tuple(reference for reference in self._references if reference is not None)
@@ -277,6 +312,18 @@ class Variant:
                 raise ValueError(f"variant_args: {name!r} is unknown; known of variant {self.name} are {', '.join(params) or 'none'}")
         missing = next(param for name, param in params.items() if name not in args)
         raise ValueError(f"variant_args[{missing.name!r}] of variant {self.name} is missing, must be {missing.describe()}")
+
+
+def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:
+    if distance is not None:
+        distance = check_int("pair_distance", distance, 1)
+        if distance != 1 and distance % 8:
+            refuse("pair_distance", distance, "1 or a multiple of 8, or None")
+    if columns is not None:
+        columns = check_int("pair_columns", columns, 2)
+        if distance is None or columns % (2 * distance):
+            refuse("pair_columns", columns, "None where pair_distance is None" if distance is None else f"a multiple of 2 * pair_distance = {2 * distance}")
+    return Pairs(distance, columns)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -3,6 +3,7 @@
 // them with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
 #pragma once
 
+#include "attention/variants.h"
 #include "common/math.h"
 #include "common/platform.h"
 
@@ -201,6 +202,43 @@ ATTN_HD float tanh(float x) {
 #else
   return tanh_rational(x);
 #endif
+}
+
+/// position * (high + low) turns without the whole ones: what is left lies in [-1/2, 1/2] and is right to 2^-24, for
+/// |position| < 2^24 and |high| <= 1/4. `high`: the turns of one position, rounded to a float; `low`: what rounding
+/// lost.
+ATTN_HD float turns_of(int32_t position, float high, float low) {
+#if defined(__CUDA_ARCH__)
+  const float at = static_cast<float>(position);
+  return __fmaf_rn(at, low, __fmaf_rn(at, high, -round_to_integer(at * high)));
+#else
+  const double at = position, turns = at * high + at * low;
+  return static_cast<float>(turns - ((turns + 0x1.8p52) - 0x1.8p52));
+#endif
+}
+
+/// The pair turned about the origin by -1/2 to 1/2 turns: (first cos - second sin, second cos + first sin).
+ATTN_HD Pair rotated(const Pair& x, float turns) {
+#if defined(__CUDA_ARCH__)
+  // Right to 2^-20 in [-pi, pi].
+  const float angle = turns * 6.2831853071795865f;
+  float sine, cosine;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
+#else
+  // The nearest quarter, and polynomials for the rest, in [-pi / 4, pi / 4].
+  const float quarters = round_to_integer(turns * 4.0f);
+  const float rest = (turns * 4.0f - quarters) * 1.5707963267948966f, s = rest * rest;
+  const float odd =
+      rest + rest * s * ((2.7557319e-6f * s - 1.9841270e-4f) * s + 8.3333333e-3f) * s - rest * s * 0.16666667f;
+  const float even =
+      1.0f + s * ((((-2.7557319e-7f * s + 2.4801587e-5f) * s - 1.3888889e-3f) * s + 4.1666667e-2f) * s - 0.5f);
+  const int32_t quarter = static_cast<int32_t>(quarters);
+  const float swapped_sine = (quarter & 1) != 0 ? even : odd, swapped_cosine = (quarter & 1) != 0 ? odd : even;
+  const float sine = (quarter & 2) != 0 ? -swapped_sine : swapped_sine;
+  const float cosine = ((quarter + 1) & 2) != 0 ? -swapped_cosine : swapped_cosine;
+#endif
+  return Pair{x.first * cosine - x.second * sine, x.second * cosine + x.first * sine};
 }
 
 }  // namespace attn

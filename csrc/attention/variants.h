@@ -7,6 +7,11 @@
 // - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
 // - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
 //   complete;
+// - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: two elements of a row of Q,
+// transformed,
+//   from columns `first` and `second`; PairLayout kQueryPairs says which are a pair;
+// - Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const: the same of a row of K, kKeyPairs;
+// - Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const: of V, kValuePairs;
 // - static constexpr bool kUsesSoftmax = false: logits() returns weights; the output is the sum of weight times value.
 // It is constructed from (const Params&, KV head) for each (row tile, KV head), and must not keep what it is not given:
 // its Params outlive it.
@@ -15,6 +20,10 @@
 // mask only those at its ends. mask() is asked for every score inside it. Both hooks are also called for rows and
 // tokens that do not exist; what they return is then not used, but they must not read outside their tensors
 // (ParamTensor clamps).
+//
+// Rows of Q, K and V are transformed once for each tile that they are in, before it is multiplied, and rounded to
+// elements again. A row of K or V is transformed once for all queries that read it: key() and value() know none of
+// them. Where several requests share a prefix, its tokens have no request.
 #pragma once
 
 #include "common/math.h"
@@ -30,6 +39,32 @@ struct ScoreRow {
   int32_t position;  // of the query among the tokens of its request; where a level says it (RowPositions), that
   int32_t index;     // of the query among those of its request
   int32_t kv_len;    // tokens of its request
+};
+
+/// Coordinates of a row of K or V.
+struct KvToken {
+  int32_t request;   // its place in the batch; -1: of several that share it
+  int32_t position;  // among the tokens of its request
+  int32_t kv_head;
+  int32_t kv_len;  // tokens of its request; nothing where several share it
+};
+
+/// Two elements of a row of Q, K or V.
+struct Pair {
+  float first;
+  float second;
+};
+
+/// Which elements of a row are pairs: those `distance` columns apart, in each run of 2 * distance columns. What lies
+/// behind the first `columns` is left alone.
+struct PairLayout {
+  int32_t distance;  // 1, or a multiple of 8; 0: half of the head's columns
+  int32_t columns;   // a multiple of 2 * distance; 0: all of the head's
+
+  /// What 0 means for heads of so many columns.
+  ATTN_HD constexpr PairLayout of_head(int32_t head_columns) const {
+    return PairLayout{distance == 0 ? head_columns / 2 : distance, columns == 0 ? head_columns : columns};
+  }
 };
 
 /// A variant's Params, whichever it is.
@@ -75,6 +110,9 @@ struct VariantBase {
   static constexpr bool kHasSinks = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
+  static constexpr PairLayout kQueryPairs{0, 0};
+  static constexpr PairLayout kKeyPairs{0, 0};
+  static constexpr PairLayout kValuePairs{0, 0};
 };
 
 /// A variant whose rows may have sinks (AttentionParams::sinks): a kernel of its own, since the code of the plain one
@@ -114,11 +152,38 @@ struct VariantHooks {
   static constexpr bool has_output(...) {
     return false;
   }
+  template <class V>
+  static constexpr bool has_query(decltype(&V::query)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_query(...) {
+    return false;
+  }
+  template <class V>
+  static constexpr bool has_key(decltype(&V::key)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_key(...) {
+    return false;
+  }
+  template <class V>
+  static constexpr bool has_value(decltype(&V::value)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_value(...) {
+    return false;
+  }
 
  public:
   static constexpr bool kLogits = has_logits<Variant>(nullptr);
   static constexpr bool kMask = has_mask<Variant>(nullptr);
   static constexpr bool kOutput = has_output<Variant>(nullptr);
+  static constexpr bool kQuery = has_query<Variant>(nullptr);
+  static constexpr bool kKey = has_key<Variant>(nullptr);
+  static constexpr bool kValue = has_value<Variant>(nullptr);
 };
 
 /// cap * tanh(logit / cap): Gemma 2, Grok.

@@ -246,6 +246,44 @@ def test_a_run_under_another_mask_than_the_plans_is_refused() -> None:
 
 
 @needs_cpp
+def test_rotating_the_cache_within_or_beforehand_is_the_same() -> None:
+    """Against plain attention over queries and keys that were rotated before, rounded once as kernels do."""
+    frequencies = builtin.llama3_frequencies(48)
+    reference = builtin.rope(frequencies).reference()
+    assert reference is not None
+    zero = torch.tensor(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        spec = cases.Spec((1, 3, 40), (700, 20, 45), dtype=dtype, head_dim=64, page_size=16)
+        case = case_tensors.build(spec, "cpu")
+        attention = case.attention(variant=builtin.rope(frequencies))
+        attention.plan(case.view)
+        out = attention.run(case.q, case.kv)
+        row = 0
+        for qo_len, kv_len, slots in zip(spec.qo_lens, spec.kv_lens, case.slots, strict=True):
+            q, k, v = case.q[row : row + qo_len], case.k_slots[slots], case.v_slots[slots]
+            q_idx, kv_idx = torch.arange(kv_len - qo_len, kv_len)[:, None], torch.arange(kv_len)[:, None]
+            before, _ = oracle.attention(reference.query(q.double(), zero, zero, q_idx).to(dtype), reference.key(k.double(), zero, zero, kv_idx).to(dtype), v)
+            error = out[row : row + qo_len].double() - before
+            assert error.norm() <= cases.TOLERANCE[dtype] * before.norm()
+            row += qo_len
+
+
+@needs_cpp
+def test_what_tells_requests_apart_is_not_shared() -> None:
+    spec = cases.Spec((1,) * 6, (700,) * 6, dtype=torch.float32, head_dim=64, sharing=1.0, page_size=16)
+    case = case_tensors.build(spec, "cpu")
+    frequencies = builtin.rope_frequencies(64)
+    positions = {"q_positions": torch.arange(20).int(), "kv_positions": torch.arange(700).expand(6, 700).int()}
+    for variant, args, is_shared in ((builtin.rope(frequencies), {}, True), (builtin.rope_at(frequencies), positions, False)):
+        attention = case.attention(variant=variant, cascade="always")
+        attention.plan(case.view, variant_args=args)
+        assert (attention.schedule().links.shape[1] > 0) == is_shared
+    levels = case.attention(variant=builtin.rope_at(frequencies), max_levels=2)
+    with pytest.raises(ValueError, match=r"len\(composition.levels\) is 2, must be 1 under variant rope_at, whose transforms of K and V depend on the request"):
+        levels.plan(Composition([case.view, case.view]))
+
+
+@needs_cpp
 def test_a_library_of_other_headers_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
     other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")

@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 # Those that differ most; the rest: python -m tests.variant_fuzz.
 ON_A_CPU = ("tree_mask_alibi", "slanted", "sigmoid_document", "gemma", "custom_mask_causal", "bidirectional_spans", "t5_buckets", "many_dtypes", "block_sparse")
 ON_A_CPU += ("prefix_lm_scaled", "gated", "window_of_documents", "forgetting_gate", "pages")
+ON_A_CPU += ("rope", "rope_interleaved", "rope_at", "rope_in_cache", "rope_tree_mask_alibi", "scaled", "by_request")
 
 needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
 
@@ -49,7 +50,7 @@ def test_enough_of_them() -> None:
     assert len({entry.name for entry in known}) == len(known)
     assert len({entry.variant.source for entry in known}) >= 60
     made = " ".join(entry.name for entry in known if entry.is_builtin)
-    assert all(name in made for name in builtin.__all__ if name != "alibi_slopes")
+    assert all(name in made for name in builtin.__all__ if name not in ("alibi_slopes", "rope_frequencies", "llama3_frequencies"))
     chosen = tasks(CPU, 1500)
     assert sum(len(range(task.first, task.last, task.stride)) for task in chosen) == 1500
     assert sum(task.form.sinks for task in chosen) >= 10

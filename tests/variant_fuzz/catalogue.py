@@ -69,7 +69,7 @@ class Entry:
     @property
     def fits_levels(self) -> bool:
         """Whether it means the same in a batch that is cut into levels."""
-        return self.variant.window_left < 0 and not any(name in self.name for name in OF_ONE_LEVEL)
+        return self.variant.window_left < 0 and not self.variant.tells_requests_apart and not any(name in self.name for name in OF_ONE_LEVEL)
 
     @property
     def has_steps(self) -> bool:
@@ -87,7 +87,7 @@ def _entry(name: str, variant: Variant, args: Callable[[numpy.random.Generator, 
 
 
 def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
-    """A variant's Python functions, over all pairs of a request."""
+    """A variant's Python functions, over all pairs of a request, and over its rows."""
     functions = variant.reference()
     assert functions is not None
     parts = functions.parts
@@ -105,7 +105,22 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
                 seen = seen & over_pairs(part.bound(part.mask_mod, args, torch.float32), at, wants_row=part.wants_row)
         return seen
 
-    return oracle.Variant(logits, mask, uses_softmax=variant.uses_softmax)
+    def number(n: int, like: Tensor) -> Tensor:
+        return torch.tensor(n, dtype=torch.int32, device=like.device)
+
+    def query(q: Tensor, at: oracle.Pairs) -> Tensor:
+        coordinates = {"b": number(at.request, q), "h": at.head[..., 0], "q_idx": at.position[..., 0]}
+        return functions.query(q, **coordinates, args=args, row=at.row[..., 0], kv_len=number(at.kv_len, q))
+
+    def of_tokens(transform: Callable[..., Tensor]) -> Callable[[Tensor, oracle.Pairs], Tensor]:
+        def transformed(rows: Tensor, at: oracle.Pairs) -> Tensor:
+            kv_heads = torch.arange(len(rows), device=rows.device)[:, None]
+            return transform(rows, b=number(at.request, rows), h=kv_heads, kv_idx=at.token[None], args=args, kv_len=number(at.kv_len, rows))
+
+        return transformed
+
+    transforms = {"query": query, "key": of_tokens(functions.key), "value": of_tokens(functions.value)}
+    return oracle.Variant(logits, mask, uses_softmax=variant.uses_softmax, **transforms)
 
 
 def over_pairs(function: Callable[..., Any], at: oracle.Pairs, score: Tensor | None = None, wants_row: bool = False) -> Tensor:
@@ -228,6 +243,15 @@ def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
     return make
 
 
+def positions(rng: numpy.random.Generator, sizes: Sizes) -> Args:
+    """Of the rows of Q, some of which are nobody's, and of the tokens of each request: far from where they stand."""
+    first = rng.integers(0, 100_000, (sizes.batch, 1))
+    return {
+        "q_positions": torch.from_numpy(rng.integers(0, 100_000, sum(sizes.qo_lens) + 40)).int(),
+        "kv_positions": torch.from_numpy(first + rng.integers(0, 3, (sizes.batch, sizes.longest)).cumsum(1)).int(),
+    }
+
+
 def _builtins() -> list[Entry]:
     made = [
         _entry("causal", builtin.causal()),
@@ -248,6 +272,10 @@ def _builtins() -> list[Entry]:
         _entry("position_temperature", builtin.position_temperature(), scales),
         _entry("custom_mask", builtin.custom_mask(), bits(square=False)),
         _entry("tree_mask", builtin.tree_mask(), bits(square=True)),
+        _entry("rope", builtin.rope(builtin.llama3_frequencies(64, original_max_position_embeddings=256))),
+        _entry("rope_interleaved", builtin.rope(builtin.rope_frequencies(44), interleaved=True)),
+        _entry("rope_at", builtin.rope_at(builtin.rope_frequencies(48)), positions),
+        _entry("rope_in_cache", builtin.rope_in_cache(builtin.rope_frequencies(16, 500.0), 60, 4)),
     ]
     return [replace(entry, is_builtin=True) for entry in made]
 
@@ -274,6 +302,9 @@ def _combinations() -> list[Entry]:
         _entry("sigmoid_causal_alibi", builtin.soft_cap(9.0) & causal & builtin.alibi() & builtin.sigmoid(-2.0), slopes),
         _entry("sigmoid_document", builtin.document() & builtin.sigmoid(None), both(ids("document_ids"), bias)),
         _entry("mine_streaming", mine & builtin.streaming_llm(64, 16)),
+        _entry("rope_streaming", builtin.rope_in_cache(builtin.rope_frequencies(64), 64, 16) & builtin.streaming_llm(64, 16)),
+        _entry("rope_gemma", builtin.rope(builtin.rope_frequencies(32)) & builtin.soft_cap(20.0) & causal & builtin.sliding_window(120)),
+        _entry("rope_tree_mask_alibi", builtin.tree_mask() & builtin.alibi() & builtin.rope(builtin.rope_frequencies(64)), both(bits(square=True), slopes)),
     ]
 
 
@@ -290,6 +321,27 @@ bool mask(const ScoreRow& row, int32_t kv_position) const {
 GATED_CPP = (
     "float output(float value, const ScoreRow& row, int32_t column) const { return value * gate(row.qo_head) + 0.01f * (column % 8 + row.request % 5); }"
 )
+
+
+SCALED_CPP = """\
+Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const {
+  const float factor = 1.0f + 0.25f * (row.qo_head % 3 + row.position % 2);
+  return {x.first * factor, x.second * factor};
+}
+Pair key(Pair x, int32_t, int32_t, const KvToken& token) const {
+  return {x.first * key_scale(token.kv_head), x.second * key_scale(token.kv_head)};
+}
+Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const {
+  return {x.first * 0.5f + 0.125f * (first % 4), x.second * 0.5f + 0.125f * (second % 4 + token.position % 3)};
+}
+"""
+BY_REQUEST_CPP = """\
+Pair value(Pair x, int32_t first, int32_t, const KvToken& token) const {
+  const float factor = value_scale(token.request, token.position) + 0.001f * (token.kv_len % 5 + first % 7);
+  return {x.first * factor, x.second * factor};
+}
+float output(float value, const ScoreRow& row, int32_t column) const { return value + 0.01f * (column % 8 + row.request % 5); }
+"""
 
 
 def _cpp() -> list[Entry]:
@@ -313,10 +365,41 @@ def _cpp() -> list[Entry]:
 
         return oracle.Variant(output=output)
 
+    def scaled_args(rng: numpy.random.Generator, sizes: Sizes) -> Args:
+        return {"key_scale": torch.from_numpy(rng.uniform(0.5, 2, sizes.heads)).float()}
+
+    def scaled(args: Args) -> oracle.Variant:
+        def query(q: Tensor, at: oracle.Pairs) -> Tensor:
+            return q * (1 + 0.25 * (at.head % 3 + at.position % 2))
+
+        def key(k: Tensor, at: oracle.Pairs) -> Tensor:
+            return k * args["key_scale"].double()[: len(k), None, None]
+
+        def value(v: Tensor, at: oracle.Pairs) -> Tensor:  # neighbours are pairs
+            column = torch.arange(v.shape[-1])
+            return v * 0.5 + 0.125 * (column % 4 + column % 2 * (at.token[:, None] % 3))
+
+        return oracle.Variant(query=query, key=key, value=value)
+
+    def by_request_args(rng: numpy.random.Generator, sizes: Sizes) -> Args:
+        return {"value_scale": torch.from_numpy(rng.uniform(0.5, 2, (sizes.batch, sizes.longest))).float()}
+
+    def by_request(args: Args) -> oracle.Variant:
+        def value(v: Tensor, at: oracle.Pairs) -> Tensor:  # halves are pairs
+            column = torch.arange(v.shape[-1]) % (v.shape[-1] // 2)
+            return v * (args["value_scale"].double()[at.request][at.token][:, None] + 0.001 * (at.kv_len % 5 + column % 7))
+
+        def output(o: Tensor, at: oracle.Pairs) -> Tensor:
+            return o + 0.01 * (torch.arange(o.shape[-1], device=o.device) % 8 + at.request % 5)
+
+        return oracle.Variant(value=value, output=output)
+
     return [
         Entry("slanted", variant_sources.SLANTED, lambda _rng, _sizes: {"slope": slope}, lambda args: variant_sources.slanted_oracle(args["slope"])),
         Entry("alibi_in_cpp", variant_sources.ALIBI, lambda _rng, _sizes: {"slope": slope}, lambda args: variant_sources.alibi_oracle(args["slope"])),
         Entry("squared", variant_sources.SQUARED, lambda _rng, _sizes: {}, lambda _args: variant_sources.SQUARED_ORACLE),
         Entry("pages", Variant.from_source(PAGES_CPP, {"strength": torch.float32, "sink_tokens": int}, name="pages"), pages_args, pages),
         Entry("gated", Variant.from_source(GATED_CPP, {"gate": torch.float32}, name="gated"), gate_args, gated),
+        Entry("scaled", Variant.from_source(SCALED_CPP, {"key_scale": torch.float32}, name="scaled", pair_distance=1), scaled_args, scaled),
+        Entry("by_request", Variant.from_source(BY_REQUEST_CPP, {"value_scale": (torch.float32, 2)}, name="by_request"), by_request_args, by_request),
     ]

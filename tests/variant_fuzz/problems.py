@@ -202,6 +202,7 @@ def _of_forest(
             logits=lambda logits, at: variant.logits(logits, placed(at)),
             mask=lambda at: variant.mask(placed(at)),
             output=lambda o, at: variant.output(o, placed(at)),
+            query=lambda q, at: variant.query(q, placed(at)),
         )
         told = {"causal": batch.causal, "window_left": batch.window_left, "sm_scale": shape.sm_scale, "variant": of_rows, "sinks": sinks}
         memory = problem.memory

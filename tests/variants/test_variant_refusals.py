@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from attn_backend import Attention
 from attn_backend.variants import Param, TracingError, Variant, builtin
 
 # ruff: noqa: F821
@@ -253,8 +254,14 @@ HOOK = "float logits(float logit, const ScoreRow& row, int32_t kv_position) cons
         (
             "\n\n  float query(float q) const { return q; }",
             {},
-            "query() is not supported yet; a variant has any of logits, mask, output\n  <variant mine>:3: float query",
+            "query() must be `Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const`\n  <variant mine>:3: float query",
         ),
+        (
+            "Pair key(Pair x, int32_t first, int32_t second, const ScoreRow& row) const { return x; }",
+            {},
+            "key() must be `Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const`\n  <variant mine>:1",
+        ),
+        (HOOK, {"Pair": float}, "params: 'Pair' means something else in C++"),
         (
             "float logits(float logit) const { return logit; }",
             {},
@@ -273,6 +280,47 @@ def test_wrong_sources(cpp: Any, params: Any, message: str) -> None:
         Variant.from_source(cpp, params, name="mine")
 
 
+TRANSFORM = "Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const { return x; }"
+
+
+@pytest.mark.parametrize(
+    ("cpp", "pairs", "message"),
+    [
+        (TRANSFORM, {"pair_distance": 0}, "pair_distance is 0, must be an int in"),
+        (TRANSFORM, {"pair_distance": 4}, "pair_distance is 4, must be 1 or a multiple of 8, or None"),
+        (TRANSFORM, {"pair_columns": 64}, "pair_columns is 64, must be None where pair_distance is None"),
+        (TRANSFORM, {"pair_distance": 16, "pair_columns": 48}, "pair_columns is 48, must be a multiple of 2 * pair_distance = 32"),
+        (HOOK, {"pair_distance": 1}, "pair_distance is 1 and pair_columns None, must be None: cpp has none of query, key, value"),
+    ],
+)
+def test_wrong_pairs(cpp: str, pairs: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Variant.from_source(cpp, name="mine", **pairs)
+
+
+def test_transforms_that_do_not_fit() -> None:
+    halves, rope = Variant.from_source(TRANSFORM, name="halves"), builtin.rope(builtin.rope_frequencies(96))
+    neighbours, apart = (Variant.from_source(TRANSFORM, name="apart", pair_distance=distance) for distance in (1, 48))
+    for variant, head_dim, message in (
+        (halves, 24, "head_dim is 24, must be a multiple of 16: value() of variant halves takes columns i and i + head_dim / 2 together"),
+        (halves, 33, "head_dim is 33, must be a multiple of 16"),
+        (rope, 64, "head_dim is 64, must be at least 96: query() of variant rope takes so many columns"),
+        (apart, 128, "head_dim is 128, must be a multiple of 96: value() of variant apart takes columns i and i + 48 together"),
+        (neighbours, 33, "head_dim is 33, must be a multiple of 2: value()"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            variant.check_head_dim(head_dim)
+    for variant, head_dim in ((halves, 64), (rope, 96), (rope, 128), (apart, 192), (neighbours, 40)):
+        variant.check_head_dim(head_dim)
+    with pytest.raises(ValueError, match="head_dim is 64, must be at least 96"):
+        Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=3, max_batch=1, variant=rope)
+    with pytest.raises(
+        ValueError,
+        match=r"variants halves and apart both have value\(\), for pair_distance=None, pair_columns=None and for pair_distance=1, .*, must be for the same",
+    ):
+        halves & neighbours
+
+
 def test_cannot_be_changed() -> None:
     with pytest.raises(AttributeError, match="a Variant cannot be changed"):
         builtin.causal().name = "other"
@@ -284,6 +332,13 @@ def test_builtins_check_their_arguments() -> None:
         (lambda: builtin.streaming_llm(0), "window is 0, must be an int in"),
         (lambda: builtin.soft_cap(-2.0), "cap is -2.0, must be a number above 0, or None"),
         (lambda: builtin.chunked_local(0), "chunk is 0, must be an int in"),
+        (lambda: builtin.rope_frequencies(7), "rotary_dim is 7, must be even"),
+        (lambda: builtin.rope_frequencies(8, -1.0), "theta is -1.0, must be a number above 0"),
+        (lambda: builtin.llama3_frequencies(8, high_freq_factor=1.0), "high_freq_factor is 1.0, must be above low_freq_factor = 1.0"),
+        (lambda: builtin.rope(torch.ones(12)), r"len\(frequencies\) is 12, must be a multiple of 8 where pairs are not interleaved"),
+        (lambda: builtin.rope(torch.ones(8) * 2), r"largest of frequencies is 2.0, must be at most 1.5"),
+        (lambda: builtin.rope(torch.ones(8).int()), "frequencies is an int32 tensor .*, must be a float tensor of 1 dimension"),
+        (lambda: builtin.rope_in_cache(torch.ones(8), 0), "window is 0, must be an int in"),
         (lambda: builtin.alibi(torch.zeros(2, 2)), r"value of 'slopes' is a float32 tensor of shape \[2, 2\] .*, must be a float32 tensor of 1 dimension"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention/cpu/kernels.h"
+#include "attention/kv_tokens.h"
 #include "attention/params.h"
 #include "attention/score_row.h"
 #include "attention/variants.h"
@@ -280,8 +281,78 @@ class AttentionKernel {
     for (int r = 0; r < rows_; ++r) {
       RowPlace place = find_row(params_, item_, r);
       if (!place.exists) place.row = 0;  // of a row list with a wrong row: computed for nothing
-      engine_.load_query(r, static_cast<const Element*>(params_.q) + place.row * params_.q_row_stride +
-                                place.head * params_.q_head_stride);
+      const Element* q = static_cast<const Element*>(params_.q) + place.row * params_.q_row_stride +
+                         place.head * params_.q_head_stride;
+      if constexpr (VariantHooks<Variant>::kQuery) {
+        if (place.exists) {
+          Element transformed[kMaxHeadDim];
+          const ScoreRow row = score_row(r);
+          transform_row(q, Variant::kQueryPairs, transformed, [&](const Pair& x, int32_t first, int32_t second) {
+            return variant_.query(x, first, second, row);
+          });
+          engine_.load_query(r, transformed);
+          continue;
+        }
+      }
+      engine_.load_query(r, q);
+    }
+  }
+
+  /// Applies `change` to the pairs of a row of Q, K or V.
+  template <class Change>
+  void transform_row(const Element* row, const PairLayout& pairs, Element* transformed, const Change& change) const {
+    alignas(64) float values[kMaxHeadDim];
+    for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, head_dim_ - i));
+    const PairLayout layout = pairs.of_head(head_dim_);
+    for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
+      for (int32_t first = begin; first < begin + layout.distance; ++first) {
+        const int32_t second = first + layout.distance;
+        const Pair changed = change(Pair{values[first], values[second]}, first, second);
+        values[first] = changed.first;
+        values[second] = changed.second;
+      }
+    }
+    for (int i = 0; i < head_dim_; i += Isa::kWidth)
+      Isa::store_elements(transformed + i, Isa::load(values + i), head_dim_ - i);
+  }
+
+  /// Keys and values that are packed at once.
+  static constexpr int kPackTokens = 16;
+
+  /// Rows of the cache, transformed.
+  struct TransformedRows {
+    Element rows[kPackTokens][kMaxHeadDim];
+  };
+
+  /// Transforms rows [begin, end) of the block, some of which may not exist. `token`: the block's first; `rows`: their
+  /// addresses, which become those of the results.
+  template <class Change>
+  void transform_tokens(const char** rows, const TokenRange& part, int32_t token, const PairLayout& pairs,
+                        TransformedRows& transformed, const Change& change) const {
+    const KvTokens tokens(group_, item_.head);
+    for (int i = part.begin; i < part.end; ++i) {
+      Element* to = transformed.rows[i - part.begin];
+      const KvToken at = tokens.at(token + i);
+      transform_row(reinterpret_cast<const Element*>(rows[i]), pairs, to,
+                    [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
+
+  /// Transforms the keys and values of tokens [begin, end) of the block.
+  void transform_cache(TokenRows& tokens, const TokenRange& part, int32_t token, TransformedRows& keys,
+                       TransformedRows& values) const {
+    if constexpr (VariantHooks<Variant>::kKey) {
+      transform_tokens(tokens.keys, part, token, Variant::kKeyPairs, keys,
+                       [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
+                         return variant_.key(x, first, second, at);
+                       });
+    }
+    if constexpr (VariantHooks<Variant>::kValue) {
+      transform_tokens(tokens.values, part, token, Variant::kValuePairs, values,
+                       [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
+                         return variant_.value(x, first, second, at);
+                       });
     }
   }
 
@@ -289,10 +360,13 @@ class AttentionKernel {
     const int padded = ceil_div(tokens.count, Engine::kColumnStep) * Engine::kColumnStep;
     for (int i = tokens.count; i < padded; ++i)
       tokens.keys[i] = tokens.values[i] = reinterpret_cast<const char*>(s_.no_token);
-    constexpr int kPackTokens = 16;
+    constexpr bool kTransforms = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
     for (int begin = 0; begin < padded; begin += kPackTokens) {
       const int end = min_of(begin + kPackTokens, padded);
       prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
+      TransformedRows keys, values;
+      if constexpr (kTransforms)
+        transform_cache(tokens, TokenRange{begin, min_of(end, tokens.count)}, block.begin, keys, values);
       engine_.pack_keys(tokens, begin, end);
       engine_.pack_values(tokens, begin, end);
     }

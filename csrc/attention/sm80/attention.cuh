@@ -12,6 +12,7 @@
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
 #include "attention/traits.cuh"
+#include "attention/transform_tile.cuh"
 #include "attention/variants.h"
 #include "attention/warp_state.cuh"
 #include "attention/work_cursor.cuh"
@@ -75,6 +76,23 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
   }
 }
 
+/// Transforms the tokens of a KV tile that a warp multiplies, if there is such a transform: by the warp itself if no
+/// other multiplies them, else by all warps. Then all may read them.
+template <class Transform, class Tile, class Element, class Layout, int kColumns>
+__device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
+                                                 const typename Transform::Variant& variant, const TileTokens& find) {
+  if constexpr (Transform::kExists) {
+    if constexpr (Layout::kKvWarps == kWarps) {
+      transform_rows<Transform, Tile, Element, kColumns, 32, 2, 4>(
+          tile, warp.first_token, warp.first_token + Layout::kTokens, ptx::lane_id(), variant, find);
+      __syncwarp();
+    } else {
+      transform_rows<Transform, Tile, Element, kColumns, kThreads, 1, 4>(tile, 0, kKvTile, threadIdx.x, variant, find);
+      __syncthreads();
+    }
+  }
+}
+
 /// The consumer's place in the ring of KV tiles, shared by all work items of a CTA.
 struct RingCursor {
   int32_t tile = 0;  // KV tile of the interval
@@ -113,11 +131,27 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
   state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
 
+  using Keyed = KeyTransform<Variant>;
+  using Valued = ValueTransform<Variant>;
+  TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0},
+                    row_tile.kv_begin + cursor.now.kv_tile * kKvTile};
+
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
   {
     const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
     __syncthreads();  // the previous item's output has left the Q tile
     load_q<Traits, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
+    if constexpr (QueryTransform<Variant>::kExists) {
+      __syncthreads();
+      transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 1, 4>(
+          shared + layout.q, 0, tile_rows(kKind), threadIdx.x, variant,
+          TileRows<RowTileRows<kManyLevels>>{params, rows, row_tile.group, cursor.now.head});
+    }
+    if constexpr (Keyed::kExists || Valued::kExists) {
+      const TokenRange all{0, params.num_pages > 0 ? row_tile.kv_end : 0};
+      tokens.readable = visibility().seen_by_any(rows.position(0, params.group_size),
+                                                 rows.position(rows.count - 1, params.group_size), all);
+    }
     unmasked = visibility().seen_by_all(rows.position(warp.first_row, params.group_size),
                                         rows.position(warp.first_row + Layout::kRows - 1, params.group_size),
                                         TokenRange{0, row_tile.kv_end});
@@ -142,6 +176,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
+    char* const keys = shared + layout.kv + 2 * ring.pair * layout.kv_slot_bytes;
+    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk>(keys, warp, variant, tokens);
     state.template scores<Shape::kQk, Layout::kTokens, Query, Keys>(s, q,
                                                                     k_slot + first_key + Keys::columns_first(lane));
 
@@ -160,10 +196,12 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
+    transform_tokens<Valued, Values, Element, Layout, Shape::kV>(keys + layout.kv_slot_bytes, warp, variant, tokens);
     state.template accumulate<Layout::kTokens, Values>(
         p, k_slot + layout.kv_slot_bytes + first_value + Values::rows_first(lane));
 
     token += kKvTile;
+    tokens.first_token += kKvTile;
     ++ring.tile;
     ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
   }

@@ -9,6 +9,10 @@
 //
 // The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
 //
+// Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
+// memory what it multiplies next, while the tensor cores work. Both warpgroups of the largest row tiles rewrite half of
+// each tile, and wait for the other's half when they need it: they stay up to half a KV tile apart.
+//
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
 #pragma once
@@ -19,6 +23,7 @@
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/swizzled_tile.cuh"
 #include "attention/sm90/work_item.cuh"
+#include "attention/transform_tile.cuh"
 #include "attention/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/named_barrier.cuh"
@@ -85,11 +90,16 @@ struct Consumer {
   using State = WarpState<Element, kVColumns, 1>;
   using Rows = LaneRows<Variant, 1>;
   using Target = OutputTarget<Element, true, Variant>;
+  using OfQuery = QueryTransform<Variant>;
+  using OfKey = KeyTransform<Variant>;
+  using OfValue = ValueTransform<Variant>;
+  static constexpr bool kTransformsCache = OfKey::kExists || OfValue::kExists;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
   const Shared shared;
   typename Shared::KvPlace kv;  // next part of the ring
+  uint32_t transformed_parity = 0;
 
   __device__ __forceinline__ Consumer(const HopperParams& hopper_params_, const Shared& shared_)
       : hopper_params(hopper_params_), params(hopper_params_.attention), shared(shared_) {}
@@ -146,6 +156,89 @@ struct Consumer {
       wait_for_tile(kv);
       free_tile(kv);
       next_tile();
+    }
+  }
+
+  // --- transforms of variants
+
+  __device__ __forceinline__ TileTokens tokens_of(const WorkItem& item, int32_t first_token) const {
+    return TileTokens{KvTokens(params.schedule.groups[item.group], item.kv_head), item.readable, first_token};
+  }
+
+  /// Transforms rows [first_row, end_row) of the Q tile; `thread` of kLanes. Then these may read them.
+  template <int kLanes>
+  __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
+                                                  int thread) const {
+    transform_rows<OfQuery, Query, Element, kQkColumns, kLanes, 1, 2>(
+        shared.q(slot), first_row, end_row, thread, variant(item.kv_head),
+        TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
+    ptx::fence_async_proxy();
+  }
+
+  /// Transforms this warpgroup's share of a KV tile of an item.
+  template <class Transform, class Tile, int kColumns>
+  __device__ __forceinline__ void transform_share(const WorkItem& item, const typename Shared::KvPlace& place,
+                                                  int32_t first_token) const {
+    if constexpr (Transform::kExists) {
+      const bool is_half = item.kind == kMaxKind;
+      const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
+      wait_for_tile(place);
+      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, 1, 2>(
+          shared.kv(place.slot), first_row, first_row + (is_half ? kTokens / 2 : kTokens),
+          consumer_thread() % kWarpgroupThreads, variant(item.kv_head), tokens_of(item, first_token));
+      ptx::fence_async_proxy();
+    }
+  }
+
+  /// Says that this warp's part of the shares is done.
+  __device__ __forceinline__ void arrive_transformed(const WorkItem& item) const {
+    if constexpr (kTransformsCache) {
+      if (item.kind == kMaxKind) shared.arrive_transformed();
+    }
+  }
+
+  /// Waits for the shares of all that multiply the item.
+  __device__ __forceinline__ void wait_transformed(const WorkItem& item) {
+    if constexpr (kTransformsCache) {
+      if (item.kind != kMaxKind) return sync_warpgroup();
+      shared.wait_transformed(transformed_parity);
+      transformed_parity ^= 1;
+    }
+  }
+
+  /// Transforms what the first product of an item takes: its Q tile, and its first K tile, at `kv`.
+  __device__ __forceinline__ void transform_first(const WorkItem& item, int q_slot) {
+    if constexpr (OfQuery::kExists) {
+      const int first_row = warpgroup() * 64;
+      transform_query<kWarpgroupThreads>(item, q_slot, first_row, first_row + 64,
+                                         consumer_thread() % kWarpgroupThreads);
+      sync_warpgroup();
+    }
+    if constexpr (OfKey::kExists) {
+      transform_share<OfKey, Keys, kQkColumns>(item, kv, item.first_token);
+      arrive_transformed(item);
+      wait_transformed(item);
+    }
+  }
+
+  /// Once the product of Q and the K tile at `kv` has been started, transforms what comes behind it: its V tile, and
+  /// the next K tile, if the item has `more`. `token`: of the tile.
+  __device__ __forceinline__ void transform_next(const WorkItem& item, int32_t token, bool more) const {
+    if constexpr (kTransformsCache) {
+      transform_share<OfValue, Values, kVColumns>(item, kv.behind(Shared::kParts), token);
+      if (more) transform_share<OfKey, Keys, kQkColumns>(item, kv.behind(2 * Shared::kParts), token + kTokens);
+      arrive_transformed(item);
+    }
+  }
+
+  /// Transforms the rows of a KV tile that only this warp multiplies.
+  template <class Transform, class Tile, int kColumns>
+  __device__ __forceinline__ void transform_own(const WorkItem& item, int slot, int row, int32_t token) const {
+    if constexpr (Transform::kExists) {
+      transform_rows<Transform, Tile, Element, kColumns, 32, 2, 4>(
+          shared.kv(slot), row, row + kMmaTokens, ptx::lane_id(), variant(item.kv_head), tokens_of(item, token - row));
+      ptx::fence_async_proxy();  // before TMA writes it again
+      __syncwarp();
     }
   }
 
@@ -352,6 +445,7 @@ struct Consumer {
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
     wait_for_tile(kv);
+    transform_first(shared.item(place.slot), place.slot);
     ptx::wgmma_fence();
     multiply_keys(s, query(place.slot), kv.slot);
 
@@ -367,6 +461,7 @@ struct Consumer {
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
+      transform_next(item, token, item.num_kv_tiles > 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
@@ -410,10 +505,12 @@ struct Consumer {
         next_tile();
         if (--left == 0) break;
         wait_for_tiles(kv, values);
+        wait_transformed(item);
         clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
+        transform_next(item, token + kTokens, left > 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }
@@ -426,6 +523,8 @@ struct Consumer {
         more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
       }
       wait_for_tiles(more ? kv : values, values);
+      wait_transformed(item);
+      if (more) transform_first(shared.item(next.slot), next.slot);
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();
       multiply_values(state, p, values.slot);
@@ -475,6 +574,10 @@ struct Consumer {
     const int part = kParts == 2 ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
 
+    if constexpr (OfQuery::kExists) {
+      transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
+      Consumers::sync();
+    }
     int32_t token = item.first_token + row;
     for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
       const typename Shared::KvPlace keys = kv.behind(part);
@@ -487,6 +590,7 @@ struct Consumer {
         continue;
       }
       shared.wait_kv_full(keys);
+      transform_own<OfKey, Keys, kQkColumns>(item, keys.slot, row, token);
       float s[1][kMmaTokens / 8][4];
       uint32_t p[1][kMmaTokens / 8][2];
       state.template scores<kQkColumns, kMmaTokens, Query, Keys>(
@@ -499,6 +603,7 @@ struct Consumer {
         State::pack_weights(s, p);
 
       shared.wait_kv_full(values);
+      transform_own<OfValue, Values, kVColumns>(item, values.slot, row, token);
       if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
         zero_rows<Values, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
                               item.readable.end - token + row, lane);

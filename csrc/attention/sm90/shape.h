@@ -71,7 +71,7 @@ struct SharedLayout {
   int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
   int32_t items;       // WorkItem [q_slots]
   int32_t queued;      // int32 [2]: pairs from the work queue
-  int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts]
+  int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
@@ -88,7 +88,7 @@ struct SharedLayout {
         items(row_states + 2 * kConsumerWarps * 16 * 4),
         queued(items + tuning.q_slots * kWorkItemBytes),
         barriers(queued + 2 * 4),
-        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8) {}
+        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + 8) {}
 };
 
 static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&

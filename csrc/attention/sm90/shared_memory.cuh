@@ -4,6 +4,7 @@
 
 #include "attention/sm90/shape.h"
 #include "attention/sm90/work_item.cuh"
+#include "attention/variants.h"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -66,6 +67,9 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
+  /// Of variants that transform K or V.
+  __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
+
   /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
   /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
@@ -77,6 +81,8 @@ struct SharedMemory {
       ptx::mbarrier_init(kv_full(part), 2 / kParts * lanes);
       ptx::mbarrier_init(kv_free(part), kConsumerWarps);
     }
+    using Hooks = VariantHooks<typename Traits::Variant>;
+    if constexpr (Hooks::kKey || Hooks::kValue) ptx::mbarrier_init(transformed(), kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
 
@@ -97,6 +103,10 @@ struct SharedMemory {
   __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const {
     ptx::mbarrier_wait(kv_full(place.slot), place.parity);
   }
+
+  /// Called by a consumer warp whose share of the next tiles is transformed, and by all that wait for the others'.
+  __device__ __forceinline__ void arrive_transformed() const { arrive_as_warp(transformed(), 1); }
+  __device__ __forceinline__ void wait_transformed(uint32_t parity) const { ptx::mbarrier_wait(transformed(), parity); }
 
   /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps.
   __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }

@@ -1,0 +1,167 @@
+// Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there.
+//
+// A thread keeps to its columns, and goes through the rows.
+#pragma once
+
+#include "attention/kv_tokens.h"
+#include "attention/output.cuh"
+#include "attention/variants.h"
+
+namespace attn {
+
+// What the three hooks have in common.
+template <class Variant_>
+struct QueryTransform {
+  using Variant = Variant_;
+  using Place = ScoreRow;
+  static constexpr bool kExists = VariantHooks<Variant>::kQuery;
+  static constexpr PairLayout kPairs = Variant::kQueryPairs;
+
+  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
+                                               const ScoreRow& row) {
+    return variant.query(x, first, second, row);
+  }
+};
+
+template <class Variant_>
+struct KeyTransform {
+  using Variant = Variant_;
+  using Place = KvToken;
+  static constexpr bool kExists = VariantHooks<Variant>::kKey;
+  static constexpr PairLayout kPairs = Variant::kKeyPairs;
+
+  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
+                                               const KvToken& token) {
+    return variant.key(x, first, second, token);
+  }
+};
+
+template <class Variant_>
+struct ValueTransform {
+  using Variant = Variant_;
+  using Place = KvToken;
+  static constexpr bool kExists = VariantHooks<Variant>::kValue;
+  static constexpr PairLayout kPairs = Variant::kValuePairs;
+
+  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
+                                               const KvToken& token) {
+    return variant.value(x, first, second, token);
+  }
+};
+
+/// So many 4-byte words of a row, loaded and stored together.
+template <int kWords>
+struct RowPiece;
+
+template <>
+struct RowPiece<4> {
+  using Stored = uint4;
+};
+
+template <>
+struct RowPiece<2> {
+  using Stored = uint2;
+};
+
+/// Rewrites rows [first_row, end_row) of a tile; `thread` of kThreads. `find(row, place)` says where a row of the tile
+/// is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces of kWords words in
+/// registers, one or, where pairs lie apart, two of a row, and kRows rows at a time.
+template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kRows, int kWords, class Find>
+__device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,
+                                               const typename Transform::Variant& variant, const Find& find) {
+  constexpr int kWordColumns = 4 / Element::kBytes;
+  constexpr int kPieceColumns = kWords * kWordColumns;
+  constexpr int kChunkPieces = 4 / kWords;  // of 16 bytes
+  constexpr PairLayout kPairs = Transform::kPairs.of_head(kColumns);
+  constexpr bool kNeighbours = kPairs.distance == 1;
+  static_assert((kNeighbours || kPairs.distance % 8 == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
+                    kPairs.columns <= kColumns,
+                "as PairLayout says, and no wider than the head");
+  constexpr int kApart = kNeighbours ? kPieceColumns : kPairs.distance;  // columns of a run of pieces
+  constexpr int kPieces = kNeighbours ? 1 : 2;
+  constexpr int kUnits = ceil_div(kPairs.columns, kPieces * kPieceColumns);
+  constexpr int kPassRows = kThreads / kUnits;
+  if (kThreads % kUnits != 0 && thread >= kPassRows * kUnits) return;
+  const int unit = thread % kUnits;
+  const int column = unit * kPieceColumns / kApart * kPieces * kApart + unit * kPieceColumns % kApart;
+  using Piece = typename RowPiece<kWords>::Stored;
+  const auto piece_of = [&](int row, int piece) -> Piece& {
+    const int number = column / kPieceColumns + piece * (kApart / kPieceColumns);
+    return *reinterpret_cast<Piece*>(tile + Tile::offset(row, number / kChunkPieces) +
+                                     number % kChunkPieces * (4 * kWords));
+  };
+#pragma unroll 1
+  for (int row = first_row + thread / kUnits; row < end_row; row += kRows * kPassRows) {
+    Piece pieces[kRows][kPieces];
+    typename Transform::Place place[kRows];
+    bool exists[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int of_tile = row + r * kPassRows;
+      exists[r] = of_tile < end_row && find(of_tile, place[r]);
+      if (!exists[r]) continue;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) pieces[r][i] = piece_of(of_tile, i);
+    }
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const int32_t first = column + word * kWordColumns;
+      if (kPairs.columns % kPieceColumns != 0 && first >= kPairs.columns) break;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!exists[r]) continue;
+        uint32_t& low = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
+        if constexpr (kNeighbours) {
+          const Pair changed = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(low >> 16)}, first,
+                                                first + 1, place[r]);
+          low = Element::pack(changed.first, changed.second);
+        } else {
+          uint32_t& high = reinterpret_cast<uint32_t*>(&pieces[r][kPieces - 1])[word];
+          const Pair even = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(high)}, first,
+                                             first + kPairs.distance, place[r]);
+          const Pair odd = Transform::apply(variant, Pair{Element::unpack(low >> 16), Element::unpack(high >> 16)},
+                                            first + 1, first + 1 + kPairs.distance, place[r]);
+          low = Element::pack(even.first, odd.first);
+          high = Element::pack(even.second, odd.second);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (!exists[r]) continue;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) piece_of(row + r * kPassRows, i) = pieces[r][i];
+    }
+  }
+}
+
+/// Where the rows of a KV tile are: row r is token `first_token` + r of the row group. Those outside of `readable` do
+/// not exist.
+struct TileTokens {
+  KvTokens tokens;
+  TokenRange readable;
+  int32_t first_token;
+
+  __device__ __forceinline__ bool operator()(int row, KvToken& token) const {
+    const int32_t of_group = first_token + row;
+    token = tokens.at(of_group);
+    return of_group >= readable.begin && of_group < readable.end;
+  }
+};
+
+/// Where the rows of a row tile are.
+template <class Rows>
+struct TileRows {
+  const AttentionParams& params;
+  const Rows& rows;  // RowTileRows
+  int32_t group;
+  int32_t kv_head;
+
+  __device__ __forceinline__ bool operator()(int row, ScoreRow& place) const {
+    if (row >= rows.count) return false;
+    place = score_row(params, rows, group, kv_head, row);
+    return true;
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,131 @@
+"""Transforms of Q, K and V in the attention kernels' shared memory, without a GPU: every kind of row tile, every way that caches are loaded, prefixes, chunks.
+
+The emulation gives wgmma NaN for what was written without a fence, and reports threads that wait for ever.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import case_tensors
+import cases
+import device_attention
+import forests
+import host_planner
+import numpy
+import pytest
+import torch
+from compositions import Shape
+from device_attention import DeviceAttention
+from variant_fuzz.catalogue import Entry, Sizes, entries
+
+from attn_backend.kernels import cpp_compiler, cubins, manifest
+from attn_backend.kernels.build import fault
+from attn_backend.variants import builtin
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(host_planner.COMPILER is None or cpp_compiler.compiler() is None, reason="needs g++"),
+]
+
+CPU = torch.device("cpu")
+KERNELS = device_attention.KERNELS
+# What differs: halves and neighbours as pairs, some columns and all, Q, K and V, all requests alike or each by itself, beside a mask and a score function.
+FORMS = {
+    "rope": (torch.bfloat16, 128),
+    "rope_interleaved": (torch.float16, 64),
+    "rope_at": (torch.bfloat16, 64),
+    "rope_streaming": (torch.float16, 128),
+    "rope_tree_mask_alibi": (torch.bfloat16, 64),
+    "scaled": (torch.bfloat16, 256),
+    "by_request": (torch.float16, 64),
+}
+
+
+def entry_of(name: str) -> Entry:
+    return next(entry for entry in entries() if entry.name == name)
+
+
+def device(folder: Path, attention: Any, kernel: str, seed: int, entry: Entry) -> DeviceAttention:
+    """Variants of one name have folders of their own."""
+    own = folder / entry.name
+    own.mkdir(exist_ok=True)
+    return DeviceAttention(own, attention, kernel, seed, entry.variant)
+
+
+def check_case(folder: Path, entry: Entry, spec: cases.Spec, kernel: str) -> DeviceAttention:
+    case = case_tensors.build(spec, CPU)
+    heads = spec.num_kv_heads * spec.group_size
+    args = entry.args(numpy.random.default_rng(spec.seed), Sizes(spec.qo_lens, spec.kv_lens, heads))
+    attention = device(folder, case.attention(kernel=kernel, cascade=False, variant=entry.variant), kernel, spec.seed, entry)
+    attention.plan(case.view, variant_args=args if spec.seed % 2 else None)
+    case.run(attention, out=case.out, lse=case.lse, variant_args=args)  # type: ignore[arg-type]
+    case_tensors.check(case, case.out, case.lse, case.expected(variant=entry.oracle(args)))
+    case_tensors.check_padding(case)
+    return attention
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
+    entry, (dtype, head_dim) = entry_of(name), FORMS[name]
+    lens = (((200,), (200,)), ((40, 5, 130, 20), (90, 500, 200, 45)), ((1, 2, 1, 3), (70, 300, 0, 129)))
+    for seed, (qo_lens, kv_lens) in enumerate(lens):
+        for group_size in (1, 4):
+            sizes = {"num_kv_heads": 2, "group_size": group_size, "head_dim": head_dim, "num_ctas": 5, "padding_rows": 2, "page_size": 5}
+            spec = cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, causal=entry.is_plain or entry.variant.causal, **sizes)
+            check_case(emulated, entry, spec, kernel)
+
+
+CACHES = {
+    "pages": {"page_size": 16},
+    "large pages": {"page_size": 256, "layout": "HND"},
+    "small pages": {"page_size": 3},
+    "tokens in runs": {"page_size": 1, "run_pages": 1000},
+    "tokens": {"page_size": 1, "run_pages": 1},
+    "ragged": {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_form_of_cache(emulated: Path, kernel: str, cache: str) -> None:
+    for seed, name in enumerate(("rope", "by_request")):
+        dtype, head_dim = FORMS[name]
+        sizes = {"num_kv_heads": 2, "group_size": 2, "head_dim": head_dim, "num_ctas": 3}
+        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), dtype=dtype, aligned=True, seed=seed, window_left=90 if seed else -1, **sizes)
+        attention = check_case(emulated, entry_of(name), spec.with_(**CACHES[cache]), kernel)
+        if kernel == "hopper":
+            assert attention.launched == ("attention" if cache in ("pages", "large pages", "ragged") else "attention_rows")
+
+
+@pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
+    """A rotated prefix is shared; one that is transformed by request is not."""
+    for name in ("rope", "scaled", "by_request", "rope_streaming"):
+        entry, (dtype, head_dim) = entry_of(name), FORMS[name]
+        merged = 0
+        for seed in range(3):
+            rng = numpy.random.default_rng([seed, 47])
+            shape = Shape(num_kv_heads=2, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
+            batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
+            problem = forests.make_problem(rng, shape, batch, CPU)
+            args = entry.args(rng, Sizes(batch.qo_lens, batch.kv_lens, 4))
+            made = problem.attention(kernel=kernel, variant=entry.variant, **options)
+            attention = device(emulated, made, kernel, seed, entry)
+            problem.run(attention, batch.view(rng, CPU), variant_args=args)  # type: ignore[arg-type]
+            problem.check(problem.expected(variant=entry.oracle(args)))
+            merged += attention.schedule().links.shape[1]
+        if "cascade" in options:
+            assert (merged > 0) == (not entry.variant.tells_requests_apart)
+
+
+@pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("design", ["sm80", "sm90"])
+def test_they_compile_into_each_kernel(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + manifest.attention_source(design, "bf16", 128, manifest.USER_VARIANT)
+    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"rope": text})
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
