@@ -1,93 +1,22 @@
-"""Device kernels on a CPU (tests/csrc/device_kernels.cpp), in the place of the CPU's own: the schedule is what `plan` made."""
+"""Append and sampling on a CPU by the device's kernels (tests/csrc/device_kernels.cpp)."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import emulation
 import torch
-from host_planner import COMPILER, ROOT
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, Composition, KVCache, Samples, SpeculativeSamples
-
-# What the generic attention kernel is compiled for there.
-GENERIC = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256))
-VARIANTS = ("standard", "slanted", "squared", "placed")
+from attn_backend import Samples, SpeculativeSamples
 
 
 def build(folder: Path) -> ctypes.CDLL:
-    library, tests = folder / "libkernels.so", ROOT / "tests" / "csrc"
-    includes = [tests / "emulated", ROOT / "csrc"]
-    options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared", *(f"-I{include}" for include in includes)]
-    sources = [tests / "device_kernels.cpp", tests / "emulated" / "cuda_emulation.cpp"]
-    subprocess.run([str(COMPILER), *options, *map(str, sources), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        ("pointers", ctypes.c_void_p * 7),
-        ("strides", ctypes.c_int64 * 10),
-        ("sizes", ctypes.c_int64 * 4),
-        ("sm_scale", ctypes.c_double),
-        ("variant_value", ctypes.c_double),
-        ("is_bf16", ctypes.c_int64),
-        ("variant", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
-    )
-
-
-class DeviceAttention:
-    """`plan` and `run` of an Attention object on the CPU, run by device kernels: the generic kernel, or a walk over the schedule as the Hopper kernel's."""
-
-    def __init__(self, library: ctypes.CDLL, attention: Attention, kernel: str, seed: int = 0) -> None:
-        self._library, self._attention, self._generic, self._seed = library, attention, kernel == "generic", seed
-        self._page_size = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
-
-    def plan(self, composition: BSRView | Composition) -> None:
-        self._attention.plan(composition)
-        view = composition.levels[0] if isinstance(composition, Composition) else composition
-        self._page_size = view.table.page_size
-
-    def run(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        *,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        variant: str = "standard",
-        slope: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """variant: one of VARIANTS (tests/csrc/slanted_variant.h). slope: of the slanted one. sinks: float32 [heads]."""
-        attention = self._attention
-        out = torch.empty_like(q) if out is None else out
-        config = attention._library.schedule_config(attention._handle)
-        partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
-        pointers = [None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse)]
-        passed = _Attention(
-            (ctypes.c_void_p * 7)(*pointers),
-            (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
-            (ctypes.c_int64 * 4)(q.shape[0], kv.k.shape[0], q.shape[2], self._page_size),
-            q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-            slope if variant in ("slanted", "placed") else logits_soft_cap,
-            q.dtype == torch.bfloat16,
-            VARIANTS.index(variant),
-            None if sinks is None else sinks.data_ptr(),
-        )
-        workspace = ctypes.c_void_p(attention._schedule.data_ptr())
-        blocks_y = 1 + self._seed % 4
-        self._library.device_attention(config, workspace, ctypes.byref(passed), self._generic, blocks_y, self._seed)
-        return out
+    library = emulation.build(folder, "device_kernels", emulation.TESTS / "device_kernels.cpp", options=["-O2"])
+    library.device_append.restype = library.device_sample.restype = ctypes.c_char_p
+    return library
 
 
 def append_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, blocks: int) -> None:
@@ -95,7 +24,7 @@ def append_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cac
     pointers = (ctypes.c_void_p * 5)(*(t.data_ptr() for t in (k, v, k_cache, v_cache, slots)))
     strides = (ctypes.c_int64 * 10)(*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     sizes = (ctypes.c_int64 * 7)(slots.shape[0], *k_cache.shape, k.element_size(), slots.dtype == torch.int64)
-    library.device_append(pointers, strides, sizes, blocks)
+    emulation.check(library.device_append(pointers, strides, sizes, blocks))
 
 
 class _RowFloat(ctypes.Structure):
@@ -156,7 +85,7 @@ class DeviceSampling:
             else:
                 setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
         element = 2 if of_probs else int(values.dtype == torch.bfloat16)
-        self._library.device_sample(ctypes.byref(params), element, ctas, unfiltered, run_seed)
+        emulation.check(self._library.device_sample(ctypes.byref(params), element, ctas, unfiltered, run_seed))
 
     def sample(
         self, values: Tensor, *, token_mask: Tensor | None = None, filter_order: str = "top_k_first", logprobs_of: str = "logits", **given: Any

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/kernel_code.h"
+#include "common/ptx/prefetch.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace attn {
@@ -16,7 +17,7 @@ __device__ char unknown_code;
 __device__ __forceinline__ void prefetch_code(const KernelCode& code, uint32_t thread) {
   constexpr uint32_t kLineBytes = 128;
   const uint32_t offset = (thread * ptx::num_blocks() + ptx::block_id()) * kLineBytes;
-  if (offset < code.bytes) asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(code.address + offset));
+  if (offset < code.bytes) ptx::prefetch_to_l2(code.address + offset);
 }
 
 }  // namespace attn

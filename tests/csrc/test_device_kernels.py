@@ -1,33 +1,22 @@
-"""Device kernels without a GPU (tests/csrc/device_kernels.cpp): append, the generic attention kernel, merge and sampling on fibers, and the
-Hopper kernel's walk over the schedule. What is emulated is CUDA; their arithmetic of addresses, rows, tiles, parts and states is their own."""
+"""Append and sampling on a GPU, without one: the kernels of tests/csrc/device_kernels.cpp, on fibers. What is emulated is CUDA; the kernels are their own."""
 
 from __future__ import annotations
 
 import ctypes
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import case_tensors
-import cases
 import device_kernels
-import forests
 import host_planner
 import numpy
-import oracle
 import pytest
 import torch
-from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
-from device_kernels import DeviceAttention, DeviceSampling
+from device_kernels import DeviceSampling
 from sampling_oracle import bits
 from sampling_problems import ROW_KINDS, TOP_P_KINDS, draw_settings, random_logits, random_settings, row_about_its_threshold, rows_of
 
 from attn_backend import (
-    BSRView,
-    Composition,
-    KVCache,
-    PageTable,
     Samples,
     chain_speculative_sampling,
     sample,
@@ -37,245 +26,15 @@ from attn_backend import (
     top_k_renorm_probs,
     top_p_renorm_probs,
 )
-from attn_backend.kernels import cubins, manifest
-from attn_backend.kernels.build import fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 CPU = torch.device("cpu")
-KERNELS = ("generic", "hopper")
-PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/planner/schedule.h
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder: Path = tmp_path_factory.mktemp("kernels")
-    return device_kernels.build(folder)
-
-
-def form_of(kernel: str, number: int) -> tuple[torch.dtype, int]:
-    """dtype and head_dim of case number `number`."""
-    return device_kernels.GENERIC[number % 3] if kernel == "generic" else [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)][number % 3]
-
-
-def small_specs(kernel: str, first: int, count: int) -> list[cases.Spec]:
-    """Random cases of no more work than the emulation has time for."""
-    specs: list[cases.Spec] = []
-    for seed in range(first, first + 10**4):
-        dtype, head_dim = form_of(kernel, len(specs))
-        spec = cases.random_spec(seed, "cuda").with_(dtype=dtype, head_dim=head_dim, aligned=True)
-        spec = spec.with_(num_ctas=spec.num_ctas if spec.num_ctas and spec.num_ctas < 40 else 11)
-        pairs = sum(q * max(n, 1) for q, n in zip(spec.qo_lens, spec.kv_lens, strict=True)) * spec.num_kv_heads * spec.group_size * head_dim
-        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16  # a row tile has 16 rows at least
-        if work < 2e7:
-            specs.append(spec)
-        if len(specs) == count:
-            break
-    return specs
-
-
-@pytest.mark.parametrize("block", range(4))
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_random_cases(library: ctypes.CDLL, kernel: str, block: int) -> None:
-    for number, spec in enumerate(small_specs(kernel, 10**6 * (block + 1), 10)):
-        case = case_tensors.build(spec, CPU)
-        attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel, number)
-        attention.plan(case.view)
-        case.run(attention, out=case.out, lse=case.lse)
-        case_tensors.check(case, case.out, case.lse)
-        case_tensors.check_padding(case)
-        assert attention.schedule().errors == 0
-
-
-@pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kind_of_row_tile(library: ctypes.CDLL, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
-    for number, group_size in enumerate((1, 3, 4, 16)):
-        dtype, head_dim = form_of(kernel, number)
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1, group_size=group_size, head_dim=head_dim, dtype=dtype, num_ctas=5, padding_rows=2, page_size=5)
-        case = case_tensors.build(spec.with_(window_left=60 if number == 1 else -1), CPU)
-        attention = DeviceAttention(library, case.attention(kernel=kernel), kernel, number)
-        attention.plan(case.view)
-        case.run(attention, out=case.out, lse=case.lse)
-        case_tensors.check(case, case.out, case.lse)
-        case_tensors.check_padding(case)
-
-
-def test_pairs_from_the_work_queue(library: ctypes.CDLL) -> None:
-    """Each pair once, whoever takes it."""
-    for number, (qo_lens, kv_lens) in enumerate((((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))):
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=4, num_ctas=8)
-        case = case_tensors.build(spec, CPU)
-        attention = DeviceAttention(library, case.attention(kernel="hopper"), "hopper", number)
-        attention.plan(case.view)
-        assert attention.schedule().uses_queue
-        case.run(attention, out=case.out, lse=case.lse)
-        case_tensors.check(case, case.out, case.lse)
-
-
-def random_shape(rng: numpy.random.Generator, kernel: str, number: int) -> Shape:
-    dtype, head_dim = form_of(kernel, number)
-    sizes = {"num_kv_heads": int(rng.integers(1, 3)), "group_size": int(rng.choice([1, 2, 3, 4])), "page_size": int(rng.choice([1, 3, 16, 64]))}
-    return Shape(**sizes, head_dim=head_dim, dtype=dtype, num_ctas=int(rng.choice([2, 7, 19])), logits_soft_cap=float(rng.choice([0, 20])))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compositions(library: ctypes.CDLL, kernel: str) -> None:
-    """Rows of several row groups, row lists, states."""
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 40])
-        shape = random_shape(rng, kernel, seed)
-        problem = tree_problem(rng, shape, CPU) if seed % 2 else cascade_problem(rng, shape, CPU, 2 + seed % 3)
-        problem.run(DeviceAttention(library, problem.attention(kernel=kernel), kernel, seed))  # type: ignore[arg-type]
-        problem.check()
-
-
-@pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_forests_and_chunks(library: ctypes.CDLL, kernel: str, options: dict[str, object]) -> None:
-    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant plan."""
-    merged = 0
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 41])
-        shape = random_shape(rng, kernel, seed)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=24, max_rows=80)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        attention = DeviceAttention(library, problem.attention(kernel=kernel, **options), kernel, seed)
-        problem.run(attention, batch.view(rng, CPU))  # type: ignore[arg-type]
-        problem.check()
-        merged += attention.schedule().links.shape[1]
-    assert merged > 0
-
-
-SLOPE = 0.02
-# The variants of slanted_variant.h for the oracle.
-VARIANTS = {
-    "slanted": oracle.Variant(
-        logits=lambda logits, at: logits + SLOPE * (at.head + 1) * (at.token - at.position),
-        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
-        output=lambda o, at: o + at.request % 4 + torch.arange(o.shape[-1]) % 3,
-    ),
-    "squared": oracle.Variant(logits=lambda logits, _at: logits * logits, uses_softmax=False),
-}
-
-
-def batch_for(rng: numpy.random.Generator, shape: Shape, seed: int, options: dict[str, object]) -> forests.Batch:
-    """A random batch; the first of a batch invariant plan has requests that are cut into chunks."""
-    if seed > 0 or options != {"batch_invariant": True}:
-        cost = shape.num_kv_heads * shape.head_dim * 16
-        return forests.random_batch(rng, shape.page_size, kv_cost=cost, budget=1e7, max_requests=24, max_rows=80)
-    kv_lens = [1700, 40, 2900]
-    counts = [-(-length // shape.page_size) for length in kv_lens]
-    free = iter(rng.permutation(sum(counts)).tolist())
-    return forests.Batch(shape.page_size, [1, 2, 1], kv_lens, [[next(free) for _ in range(count)] for count in counts], sum(counts))
-
-
-@pytest.mark.parametrize("options", [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_know_requests_and_positions(library: ctypes.CDLL, variant: str, options: dict[str, object]) -> None:
-    """In plain batches, behind and inside shared prefixes, and in the chunks of a batch invariant plan."""
-    merged = 0
-    for seed in range(8):
-        rng = numpy.random.default_rng([seed, 43])
-        shape = replace(random_shape(rng, "generic", 0), logits_soft_cap=0.0)
-        batch = batch_for(rng, shape, seed, options)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        attention = DeviceAttention(library, problem.attention(kernel="generic", **options), "generic", seed)
-        problem.run(attention, batch.view(rng, CPU), variant=variant, slope=SLOPE)  # type: ignore[arg-type]
-        expected, lse = problem.expected(logits_soft_cap=0.0, variant=VARIANTS[variant])
-        if variant == "squared":  # has none
-            problem.lse[: len(lse)] = lse
-        problem.check((expected, lse))
-        merged += attention.schedule().links.shape[1]
-    assert (merged > 0) == (options != {"cascade": False})
-
-
-def test_levels_say_where_their_tokens_and_rows_stand(library: ctypes.CDLL) -> None:
-    """A batch as a composition of two levels, cut anywhere: the same as its own view."""
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 45])
-        shape = replace(random_shape(rng, "generic", 0), logits_soft_cap=0.0)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
-        batch = replace(batch, causal=False, window_left=-1)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        cuts = [int(rng.integers(0, length // batch.page_size + 1)) for length in batch.kv_lens]
-        qo_indptr = torch.tensor(prefix_sum(batch.qo_lens), dtype=torch.int32)
-        positions = torch.cat([torch.arange(kv_len - qo_len, kv_len) for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)]).int()
-        requests = torch.arange(len(cuts)).repeat_interleave(torch.tensor(batch.qo_lens)).int()
-        fronts = [pages[:cut] for pages, cut in zip(batch.pages, cuts, strict=True)], [cut * batch.page_size for cut in cuts]
-        backs = [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)], [n - front for n, front in zip(batch.kv_lens, fronts[1], strict=True)]
-        levels = []
-        for (pages, lens), offsets in ((fronts, None), (backs, torch.tensor(fronts[1], dtype=torch.int32))):
-            table = random_table(rng, CPU, batch.page_size, pages, lens)
-            levels.append(BSRView(qo_indptr, table, causal=False, kv_offsets=offsets, positions=positions, requests=requests))
-        attention = DeviceAttention(library, problem.attention(kernel="generic", max_levels=2), "generic", seed)
-        variant = replace(VARIANTS["slanted"], mask=lambda at: (at.token + at.row + 5 * at.request + at.kv_head) % 3 != 0)
-        problem.run(attention, Composition(levels), variant="placed", slope=SLOPE)  # type: ignore[arg-type]
-        problem.check(problem.expected(variant=variant))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sinks_join_the_sum_of_each_row_once(library: ctypes.CDLL, kernel: str) -> None:
-    for seed, options in enumerate([{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}] * 3):
-        rng = numpy.random.default_rng([seed, 44])
-        shape = random_shape(rng, kernel, seed)
-        batch = batch_for(rng, shape, seed, options)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        sinks = torch.from_numpy(rng.normal(0, 4, shape.num_kv_heads * shape.group_size)).float()
-        sinks[seed % len(sinks)] = [-torch.inf, 5.0, -200.0][seed % 3]
-        attention = DeviceAttention(library, problem.attention(kernel=kernel, **options), kernel, seed)
-        problem.run(attention, batch.view(rng, CPU), sinks=sinks)  # type: ignore[arg-type]
-        problem.check(problem.expected(sinks=sinks))
-        problem.run(attention, batch.view(rng, CPU), sinks=torch.full_like(sinks, 200.0))  # type: ignore[arg-type]
-        assert (problem.out[: batch.rows] == 0).all(), "a sink that outweighs everything, without overflow"
-        assert (problem.lse[: batch.rows] == 200).all()
-
-
-@pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("design", ["sm80", "sm90"])
-def test_a_variant_compiles_into_each_kernel(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    standard = manifest.kernels("sm_90a")[manifest.attention_name(design, "bf16", 128)].source
-    header = Path(__file__).with_name("slanted_variant.h").read_text().replace("#pragma once", "")
-    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"slanted": header + standard.replace("StandardVariant", "SlantedVariant")})
-    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    assert fault(cubins.compile_kernel("slanted", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_wrong_pages_are_clamped_and_reported(library: ctypes.CDLL, kernel: str) -> None:
-    """The cache ends where its tensors do: a page beyond it would be seen in the output."""
-    dtype, head_dim = form_of(kernel, 0)
-    case = case_tensors.build(cases.Spec((1, 3), (40, 25), dtype=dtype, head_dim=head_dim, num_kv_heads=1), CPU)
-    num_pages = case.kv.num_pages
-    for wrong, right in ((-1, 0), (-(2**31), 0), (num_pages, num_pages - 1), (2**31 - 1, num_pages - 1)):
-        results = []
-        for page in (wrong, right):
-            pages = torch.tensor([[2, 0, 0], [1, 1, 0]], dtype=torch.int32)
-            view = BSRView(case.view.qo_indptr, PageTable.block_table(pages, torch.tensor([40, 35], dtype=torch.int32), 16))
-            cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
-            attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel)
-            attention.plan(view)
-            pages[0, 1] = pages[1, 2] = page  # which a CPU's plan would refuse
-            results.append(attention.run(case.q[:4], cache))
-            assert attention.schedule().errors == (0 if page == right else PAGE_INDEX_INVALID)
-        assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_ragged_lengths_beyond_the_tensor(library: ctypes.CDLL, kernel: str) -> None:
-    """Nothing behind K's last row is read, where there is NaN, and it is reported."""
-    for number, rows in enumerate((1, 64, 129, 300, 500)):
-        dtype, head_dim = form_of(kernel, number)
-        spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)
-        case = case_tensors.build(spec.with_(causal=False), CPU)
-        attention = DeviceAttention(library, case.attention(kernel=kernel, cascade=False), kernel, number)
-        attention.plan(case.view)
-        k, v = case.kv.k, case.kv.v
-        k[rows:], v[rows:] = torch.nan, torch.nan
-        out = attention.run(case.q, KVCache(k[:rows], v[:rows]), lse=case.lse)
-        assert attention.schedule().errors == PAGE_INDEX_INVALID
-        assert not out.isnan().any()
-        assert not case.lse.isnan().any()
+def library(emulated: Path) -> ctypes.CDLL:
+    return device_kernels.build(emulated)
 
 
 def strided(rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:

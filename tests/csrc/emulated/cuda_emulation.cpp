@@ -4,9 +4,10 @@
 #include <ucontext.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_emulation.h"
@@ -18,9 +19,12 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int32_t kMaxThreads = 1024;
+constexpr int32_t kMaxWarps = kMaxThreads / 32;
+constexpr uint32_t kGranule = 16;  // bytes of shared memory of which one thread is the last that wrote them
 
 struct Barrier {
   int32_t arrived;
+  int32_t threads;
   int64_t uses;
   int32_t saying;
   int32_t result;
@@ -30,15 +34,18 @@ struct Warp {
   int32_t arrived;
   int64_t uses;
   const char* operation;
-  uint64_t given[32];
-  uint64_t taken[32];
+  Words words[2][32];  // of this use and the one before, which some lanes may still read
 };
 
-/// What is still to come.
+/// Of the phase that is not complete.
 struct Mbarrier {
-  int32_t arrivals;
-  int64_t bytes;
+  int32_t arrivals_of_phase;
+  int32_t arrivals;  // that are still to come
+  int64_t bytes;     // that are still to come
+  int64_t phase;
 };
+
+enum class Waiting { kForNothing, kAtBarrier, kForLanes, kForCluster, kAtMbarrier, kForRegisters };
 
 struct Fiber {
   ucontext_t begin;
@@ -46,19 +53,34 @@ struct Fiber {
   bool begun;
   bool ended;
   int64_t cluster_use;  // of the cluster's barrier, to which it has come
+  // What it waits for: that `*counter` is no longer `value`.
+  Waiting waiting;
+  const int64_t* counter;
+  int64_t value;
+  uint32_t number;                // of the barrier
+  std::vector<uint32_t> unfenced;  // granules that it has written since its last fence
 };
 
 jmp_buf scheduler;
 Fiber fibers[kMaxThreads];
-Barrier barriers[kMaxThreads / 32][16];  // of each CTA
+Barrier barriers[kMaxWarps][16];  // of each CTA
 Barrier cluster_barrier;
 std::map<uint32_t, Mbarrier> mbarriers;
+std::vector<std::function<void()>> works;  // under way
+std::vector<uint16_t> writers;  // of each granule: 1 + the thread whose write no fence has followed yet, or 0
+int64_t free_registers;
 int32_t current;  // fiber
 int32_t num_ctas;
-Warp warps[kMaxThreads / 32];
-int64_t progress;
+bool in_fiber;
+std::string failure;
+Warp warps[kMaxWarps];
 uint32_t state = 1;
 void (*body)();
+
+std::vector<Unit>& units() {
+  static std::vector<Unit> all;
+  return all;
+}
 
 __attribute__((noinline)) void give_way() {
   if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
@@ -66,29 +88,130 @@ __attribute__((noinline)) void give_way() {
 
 /// Returns when the fiber gives way.
 __attribute__((noinline)) void resume(Fiber& fiber) {
-  if (_setjmp(scheduler) != 0) return;
-  if (fiber.begun) _longjmp(fiber.place, 1);
-  fiber.begun = true;
-  setcontext(&fiber.begin);
+  in_fiber = true;
+  if (_setjmp(scheduler) == 0) {
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.begin);
+  }
+  in_fiber = false;
 }
 
 void run_thread() {
   body();
   fibers[current].ended = true;
-  ++progress;
   give_way();
+}
+
+void wait(Waiting what, const int64_t& counter, int64_t value, uint32_t number = 0) {
+  Fiber& fiber = fibers[current];
+  fiber.waiting = what;
+  fiber.counter = &counter;
+  fiber.value = value;
+  fiber.number = number;
+  while (counter == value) give_way();
+  fiber.waiting = Waiting::kForNothing;
+}
+
+bool can_go_on(const Fiber& fiber) {
+  return !fiber.ended && (fiber.waiting == Waiting::kForNothing || *fiber.counter != fiber.value);
+}
+
+Mbarrier& mbarrier(uint32_t address) {
+  const auto known = mbarriers.find(address);
+  if (known == mbarriers.end()) fail("no mbarrier");
+  return known->second;
+}
+
+std::string described(int32_t number) {
+  const Fiber& fiber = fibers[number];
+  char text[200] = "";
+  if (fiber.waiting == Waiting::kAtBarrier) {
+    const Barrier& b = barriers[number / blockDim.x][fiber.number];
+    std::snprintf(text, sizeof(text), "at barrier %u, to which %d of %d threads have come", fiber.number, b.arrived,
+                  b.threads);
+  } else if (fiber.waiting == Waiting::kForLanes) {
+    const Warp& warp = warps[number / 32];
+    std::snprintf(text, sizeof(text), "at %s, to which %d of 32 lanes have come", warp.operation, warp.arrived);
+  } else if (fiber.waiting == Waiting::kForCluster) {
+    std::snprintf(text, sizeof(text), "for the cluster, of which %d threads have come", cluster_barrier.arrived);
+  } else if (fiber.waiting == Waiting::kAtMbarrier) {
+    const Mbarrier& m = mbarriers.at(fiber.number);
+    std::snprintf(text, sizeof(text), "at mbarrier %#x, whose phase %lld lacks %d of %d arrivals and %lld bytes",
+                  fiber.number, static_cast<long long>(m.phase), m.arrivals, m.arrivals_of_phase,
+                  static_cast<long long>(m.bytes));
+  } else if (fiber.waiting == Waiting::kForRegisters) {
+    std::snprintf(text, sizeof(text), "for registers, of which %lld are free", static_cast<long long>(free_registers));
+  }
+  return text;
+}
+
+/// Where all threads wait.
+std::string deadlock() {
+  std::string text = "everybody waits:";
+  const int32_t all = num_ctas * blockDim.x;
+  for (int32_t first = 0, next; first < all; first = next) {
+    next = first + 1;
+    if (fibers[first].ended) continue;
+    const std::string what = described(first);
+    while (next < all && next % blockDim.x != 0 && !fibers[next].ended && described(next) == what) ++next;
+    char threads[100];
+    std::snprintf(threads, sizeof(threads), "\n  CTA %d, threads %d to %d: ", blockIdx.x + first / blockDim.x,
+                  first % blockDim.x, (next - 1) % blockDim.x);
+    text += threads + what;
+  }
+  return text;
+}
+
+/// Does one of the works that are under way.
+void finish_some_work() {
+  std::swap(works[random() % works.size()], works.back());
+  const std::function<void()> work = std::move(works.back());
+  works.pop_back();
+  work();
+}
+
+/// Lets each warp go on, or all but some of them. Returns whether any thread could.
+bool run_round(int32_t all, bool leaves_some_out) {
+  bool anyone = false;
+  const int32_t num_warps = all / 32, first = static_cast<int32_t>(random()) % num_warps;
+  for (int32_t w = 0; w < num_warps; ++w) {
+    const int32_t warp = (first + w) % num_warps;
+    if (leaves_some_out && random() % 4 == 0) continue;
+    const int32_t first_lane = static_cast<int32_t>(random()) % 32;
+    for (int32_t i = 0; i < 32; ++i) {
+      Fiber& fiber = fibers[warp * 32 + (first_lane + i) % 32];
+      if (!can_go_on(fiber)) continue;
+      current = static_cast<int32_t>(&fiber - fibers);
+      threadIdx.x = current % blockDim.x;
+      resume(fiber);
+      if (!failure.empty()) throw Failure(std::exchange(failure, std::string()));
+      anyone = true;
+    }
+  }
+  return anyone;
 }
 
 }  // namespace
 
 void fail(const char* what) {
-  std::fprintf(stderr, "CTA %d, thread %d: %s\n", blockIdx.x, threadIdx.x, what);
-  std::abort();
+  char where[100];
+  std::snprintf(where, sizeof(where), "CTA %d, thread %d: ", blockIdx.x, threadIdx.x);
+  if (!in_fiber) throw Failure(what);
+  failure = std::string(where) + what;
+  _longjmp(scheduler, 1);
 }
+
+void set_random(uint32_t seed) { state = seed * 2654435761u + 1; }
 
 uint32_t random() {
   state = state * 1664525u + 1013904223u;
   return state >> 8;
+}
+
+bool add_unit(Unit unit) {
+  units().push_back(unit);
+  return true;
 }
 
 int32_t fiber() { return current; }
@@ -101,99 +224,144 @@ void cluster_arrive() {
   if (++b.arrived == num_ctas * blockDim.x) {
     b.arrived = 0;
     ++b.uses;
-    ++progress;
   }
 }
 
-void cluster_wait() {
-  while (cluster_barrier.uses == fibers[current].cluster_use) give_way();
-}
+void cluster_wait() { wait(Waiting::kForCluster, cluster_barrier.uses, fibers[current].cluster_use); }
 
 void mbarrier_init(uint32_t address, int32_t arrivals) {
-  if (!mbarriers.emplace(address, Mbarrier{arrivals, 0}).second) fail("an mbarrier is initialised twice");
+  if (!mbarriers.emplace(address, Mbarrier{arrivals, arrivals, 0, 0}).second) fail("an mbarrier is initialised twice");
 }
 
 void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes) {
-  const auto known = mbarriers.find(address);
-  if (known == mbarriers.end()) fail("no mbarrier");
-  known->second.arrivals -= arrivals;
-  known->second.bytes += bytes;
-  ++progress;
-  if (known->second.arrivals < 0) fail("more arrivals than the mbarrier was initialised for");
+  Mbarrier& m = mbarrier(address);
+  m.arrivals -= arrivals;
+  m.bytes += bytes;
+  if (m.arrivals < 0) fail("more arrivals than the mbarrier was initialised for");
+  if (m.arrivals == 0 && m.bytes == 0) {
+    m.arrivals = m.arrivals_of_phase;
+    ++m.phase;
+  }
 }
 
-void mbarrier_wait(uint32_t address) {
-  const auto known = mbarriers.find(address);
-  if (known == mbarriers.end()) fail("no mbarrier");
-  while (known->second.arrivals > 0 || known->second.bytes != 0) give_way();
+bool mbarrier_test(uint32_t address, uint32_t parity) { return (mbarrier(address).phase & 1) != parity; }
+
+void mbarrier_wait(uint32_t address, uint32_t parity) {
+  const Mbarrier& m = mbarrier(address);
+  while ((m.phase & 1) == parity) wait(Waiting::kAtMbarrier, m.phase, m.phase, address);
 }
 
 int32_t barrier(int32_t id, int32_t threads, bool value) {
   Barrier& b = barriers[cluster_rank()][id];
   const int64_t use = b.uses;
+  if (b.arrived == 0) b.threads = threads;
+  if (b.threads != threads || threads % 32 != 0) fail("threads come to a barrier with another number of them");
   b.saying += value ? 1 : 0;
   if (++b.arrived == threads) {
     b.result = b.saying;
     b.saying = 0;
     b.arrived = 0;
     ++b.uses;
-    ++progress;
   }
-  while (b.uses == use) give_way();
+  wait(Waiting::kAtBarrier, b.uses, use, static_cast<uint32_t>(id));
   return b.result;
 }
 
-const uint64_t* exchange(uint64_t value, const char* operation) {
+const Words* exchange(const Words& given, const char* operation, void (*together)(const Words* lanes)) {
   Warp& warp = warps[current / 32];
   const int64_t use = warp.uses;
+  Words* const words = warp.words[use % 2];
   if (warp.arrived == 0) warp.operation = operation;
   if (std::strcmp(warp.operation, operation) != 0) fail("the lanes of a warp do different things together");
-  warp.given[threadIdx.x % 32] = value;
+  words[threadIdx.x % 32] = given;
   if (++warp.arrived == 32) {
-    std::memcpy(warp.taken, warp.given, sizeof(warp.given));
+    if (together != nullptr) together(words);
     warp.arrived = 0;
     ++warp.uses;
-    ++progress;
   }
-  while (warp.uses == use) give_way();
-  return warp.taken;
+  wait(Waiting::kForLanes, warp.uses, use);
+  return words;
+}
+
+void begin_work(std::function<void()> work) { works.push_back(std::move(work)); }
+
+void add_registers(int32_t count) { free_registers += count; }
+
+void take_registers(int32_t count) {
+  while (free_registers < count) wait(Waiting::kForRegisters, free_registers, free_registers);
+  free_registers -= count;
+}
+
+void wrote_shared(const void* memory, size_t bytes) {
+  const auto offset = static_cast<uint32_t>(static_cast<const char*>(memory) - shared_memory);
+  for (uint32_t granule = offset / kGranule; granule * kGranule < offset + bytes; ++granule) {
+    const auto writer = static_cast<uint16_t>(current + 1);
+    if (writers[granule] != writer) fibers[current].unfenced.push_back(granule);
+    writers[granule] = writer;
+  }
+}
+
+void fence_shared() {
+  for (const uint32_t granule : fibers[current].unfenced) {
+    if (writers[granule] == current + 1) writers[granule] = 0;
+  }
+  fibers[current].unfenced.clear();
+}
+
+void replace_shared(uint32_t address, size_t bytes) {
+  for (uint32_t granule = address / kGranule; granule * kGranule < address + bytes; ++granule) writers[granule] = 0;
+}
+
+int32_t unfenced_writer(uint32_t address, size_t bytes) {
+  for (uint32_t granule = address / kGranule; granule * kGranule < address + bytes; ++granule) {
+    if (writers[granule] != 0) return writers[granule] - 1;
+  }
+  return -1;
 }
 
 void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)()) {
   static std::vector<char> stacks(kMaxThreads * kStackBytes);
+  const int32_t all = ctas * threads;
+  if (all > kMaxThreads || threads % 32 != 0) fail("a cluster of too many threads, or of no whole warps");
   std::memset(barriers, 0, sizeof(barriers));
   std::memset(&cluster_barrier, 0, sizeof(cluster_barrier));
   std::memset(warps, 0, sizeof(warps));
   mbarriers.clear();
-  std::memset(shared_memory, 0xab, shared_bytes);
+  works.clear();
+  writers.assign(shared_bytes / kGranule, 0);
+  free_registers = 0;
+  std::memset(shared_memory, kUnwritten, shared_bytes);
   body = thread;
   state ^= seed;
   blockDim.x = threads;
   num_ctas = ctas;
-  const int32_t all = ctas * threads;
-  if (all > kMaxThreads) fail("a cluster of too many threads");
+  for (const Unit& unit : units()) unit.begin();
   for (int32_t i = 0; i < all; ++i) {
     Fiber& fiber = fibers[i];
     fiber.begun = fiber.ended = false;
+    fiber.waiting = Waiting::kForNothing;
+    fiber.unfenced.clear();
     getcontext(&fiber.begin);
     fiber.begin.uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * kStackBytes];
     fiber.begin.uc_stack.ss_size = kStackBytes;
     fiber.begin.uc_link = nullptr;
     makecontext(&fiber.begin, run_thread, 0);
   }
-  for (int32_t left = all; left > 0;) {
-    const int64_t before = progress;
-    const int32_t first = static_cast<int32_t>(random()) % (all / 32) * 32;  // the warp that is the first to go on
-    for (int32_t i = 0; i < all; ++i) {
-      current = (first + i) % all;
-      threadIdx.x = current % threads;
-      Fiber& fiber = fibers[current];
-      if (fiber.ended) continue;
-      resume(fiber);
-      left -= fiber.ended;
+  // Work beside the threads is done now and then, or only when nobody can go on without it.
+  const bool is_late = random() % 2 == 0;
+  while (true) {
+    if (!works.empty() && !is_late && random() % 2 == 0) finish_some_work();
+    if (run_round(all, true) || run_round(all, false)) continue;
+    if (!works.empty()) {
+      finish_some_work();
+      continue;
     }
-    if (progress == before) fail("everybody waits");
+    bool done = true;
+    for (int32_t i = 0; i < all; ++i) done &= fibers[i].ended;
+    if (done) break;
+    fail(deadlock().c_str());
   }
+  for (const Unit& unit : units()) unit.end();
 }
 
 void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)()) {

@@ -1,7 +1,7 @@
 // As csrc/common/ptx/cluster_mbarrier.cuh. What is stored is seen at once; the receiver counts it.
 #pragma once
 
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/shared_address.h"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
@@ -32,7 +32,7 @@ inline void cluster_mbarrier_arrive_expect(uint32_t mbarrier, uint32_t bytes) {
 }
 
 inline bool cluster_mbarrier_wait(uint32_t mbarrier) {
-  emulation::mbarrier_wait(mbarrier);
+  emulation::mbarrier_wait(mbarrier, 0);
   return true;
 }
 

@@ -1,57 +1,69 @@
-// As csrc/common/ptx/cp_async.cuh. A copy is done at once, or not before its thread waits for it: who reads too early,
-// and who writes what is still read, is found out.
+// As csrc/common/ptx/cp_async.cuh. A copy is done when its thread waits for it, or when nobody can go on without it;
+// until then its target holds NaN: who reads too early, and who writes what is still read, is found out.
 #pragma once
 
-#include <deque>
 #include <vector>
 
+#include "common/ptx/shared_address.h"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
 
-struct CopyUnderWay {
-  char* to;
-  const void* from;
+constexpr uint32_t kCopyBytes = 16;
+
+/// Of one thread, in their order.
+struct Copies {
+  struct Copy {
+    uint32_t to;
+    const void* from;  // nullptr: zeros
+  };
+  std::vector<Copy> all;
+  std::vector<size_t> groups;  // where each commit group ends
+  size_t done;
+
+  void finish(size_t count) {
+    for (; done < count; ++done) {
+      char* const to = shared_pointer(all[done].to, kCopyBytes);
+      if (all[done].from != nullptr)
+        std::memcpy(to, all[done].from, kCopyBytes);
+      else
+        std::memset(to, 0, kCopyBytes);
+    }
+  }
 };
 
-/// Commit groups of each thread of a cluster, the last one open.
-inline std::deque<std::vector<CopyUnderWay>> copies_under_way[1024];
+/// Of each thread of a cluster.
+inline Copies copies_of_threads[1024];
+inline Copies& own_copies() { return copies_of_threads[emulation::fiber()]; }
 
-inline std::deque<std::vector<CopyUnderWay>>& own_copies() {
-  auto& groups = copies_under_way[emulation::fiber()];
-  if (groups.empty()) groups.emplace_back();
-  return groups;
+inline const bool kHasCopies = emulation::add_unit({[] {
+                                                      for (Copies& copies : copies_of_threads) copies = Copies{};
+                                                    },
+                                                    [] {
+                                                      for (const Copies& copies : copies_of_threads)
+                                                        if (copies.done < copies.all.size())
+                                                          emulation::fail("a thread has ended before its cp.async");
+                                                    }});
+
+inline void copy_later(uint32_t shared, const void* global) {
+  if (reinterpret_cast<uintptr_t>(global) % kCopyBytes != 0)
+    emulation::fail("16 bytes are copied that do not lie together");
+  std::memset(shared_pointer(shared, kCopyBytes), emulation::kUnwritten, kCopyBytes);
+  emulation::replace_shared(shared, kCopyBytes);
+  own_copies().all.push_back({shared, global});
 }
 
-inline uint32_t shared_address(const void* pointer) {
-  const auto offset = static_cast<size_t>(static_cast<const char*>(pointer) - emulation::shared_memory);
-  if (offset >= emulation::shared_bytes) emulation::fail("this is no shared memory");
-  return static_cast<uint32_t>(offset);
+inline void cp_async_16(uint32_t shared, const void* global) { copy_later(shared, global); }
+inline void cp_async_16_or_zero(uint32_t shared, const void* global, bool exists) {
+  copy_later(shared, exists ? global : nullptr);
 }
 
-inline char* shared_pointer(uint32_t address, size_t bytes) {
-  if (address % bytes != 0 || address + bytes > emulation::shared_bytes)
-    emulation::fail("a wrong address of shared memory");
-  return emulation::shared_memory + address;
-}
-
-inline void cp_async_16(uint32_t shared, const void* global) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("16 bytes are copied that do not lie together");
-  char* to = shared_pointer(shared, 16);
-  if (emulation::random() % 2 == 0)
-    std::memcpy(to, global, 16);
-  else
-    own_copies().back().push_back({to, global});
-}
-
-inline void cp_async_commit() { own_copies().emplace_back(); }
+inline void cp_async_commit() { own_copies().groups.push_back(own_copies().all.size()); }
 
 template <int kPending>
 void cp_async_wait() {
-  auto& groups = own_copies();
-  for (; groups.size() > kPending + 1; groups.pop_front()) {
-    for (const CopyUnderWay& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
-  }
+  Copies& copies = own_copies();
+  if (copies.groups.size() > kPending) copies.finish(copies.groups[copies.groups.size() - 1 - kPending]);
 }
 
 }  // namespace attn::ptx

@@ -1,24 +1,25 @@
 // As csrc/common/ptx/ldmatrix.cuh.
 #pragma once
 
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/shared_address.h"
+#include "cuda_emulation.h"
 
 namespace attn::ptx {
 
 /// Two elements of row `row` of matrix number i, from element `first` on.
-inline uint32_t matrix_pair(const uint64_t* rows, int i, int row, int first) {
+inline uint32_t matrix_pair(const emulation::Lanes<uint32_t>& rows, int i, int row, int first) {
   uint32_t pair;
-  std::memcpy(&pair, shared_pointer(static_cast<uint32_t>(rows[i * 8 + row]), 16) + first * 2, 4);
+  std::memcpy(&pair, shared_pointer(rows[i * 8 + row], 16) + first * 2, 4);
   return pair;
 }
 
 inline void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
-  const uint64_t* rows = emulation::exchange(shared, "ldmatrix");
+  const emulation::Lanes<uint32_t> rows(shared, "ldmatrix");
   for (int i = 0; i < 4; ++i) d[i] = matrix_pair(rows, i, emulated_lane() / 4, emulated_lane() % 4 * 2);
 }
 
 inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
-  const uint64_t* rows = emulation::exchange(shared, "ldmatrix.trans");
+  const emulation::Lanes<uint32_t> rows(shared, "ldmatrix.trans");
   const int column = emulated_lane() / 4, row = emulated_lane() % 4 * 2;
   for (int i = 0; i < 4; ++i) {
     uint32_t element[2];
@@ -28,10 +29,12 @@ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
 }
 
 inline void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
-  const uint64_t* rows = emulation::exchange(shared, "stmatrix");
-  for (int i = 0; i < 4; ++i)
-    std::memcpy(shared_pointer(static_cast<uint32_t>(rows[i * 8 + emulated_lane() / 4]), 16) + emulated_lane() % 4 * 4,
-                &d[i], 4);
+  const emulation::Lanes<uint32_t> rows(shared, "stmatrix");
+  for (int i = 0; i < 4; ++i) {
+    char* const pair = shared_pointer(rows[i * 8 + emulated_lane() / 4], 16) + emulated_lane() % 4 * 4;
+    std::memcpy(pair, &d[i], sizeof(d[i]));
+    emulation::wrote_shared(pair, sizeof(d[i]));
+  }
 }
 
 }  // namespace attn::ptx

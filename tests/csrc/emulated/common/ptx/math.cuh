@@ -25,4 +25,8 @@ inline float f16_low(uint32_t pair) {
 }
 inline float f16_high(uint32_t pair) { return f16_low(pair >> 16); }
 
+inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
+  return base + static_cast<uint64_t>(count) * bytes;
+}
+
 }  // namespace attn::ptx

@@ -7,4 +7,9 @@ namespace attn::ptx {
 
 inline void barrier_sync(int32_t id, int32_t threads) { emulation::barrier(id, threads, false); }
 
+template <int kBarrier, int kThreads>
+void barrier_sync() {
+  barrier_sync(kBarrier, kThreads);
+}
+
 }  // namespace attn::ptx

@@ -1,0 +1,149 @@
+// The attention kernels of one design, and merge, on a CPU, for ctypes: the manifest's sources with emulated/ in the
+// place of CUDA. tests/device_attention.py writes kernels.h: these sources, and
+//   constexpr auto kKernels: the design's attention kernels, in the order of KernelDesign::kernels.
+// DESIGN is the design's namespace. CTAs run one after another.
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <vector>
+
+#include "cuda_emulation.h"
+
+namespace attn {
+alignas(1024) char shared[256 << 10];  // shared memory of the running CTA
+namespace sm80 {
+extern char shared[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
+}
+namespace sm90 {
+extern char memory[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
+}
+}  // namespace attn
+
+namespace emulation {
+
+char* const shared_memory = attn::shared;
+const size_t shared_bytes = sizeof(attn::shared);
+
+uint64_t time() { return 0; }
+bool loses_messages() { return false; }
+
+}  // namespace emulation
+
+#include "attention/merge/shape.h"
+#include "attention/sm80/design.h"
+#include "attention/sm90/design.h"
+#include "common/ptx/tensor_copy.cuh"
+#include "kernels.h"
+#include "planner/params.h"
+
+namespace {
+
+using namespace attn;
+
+/// What ctypes passes. strides, in elements: row and head of q, of o; page, token and head of k, of v. sizes: rows of
+/// q, pages, head_dim, page_size, levels that were planned.
+struct PassedAttention {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* o;
+  float* lse;
+  float* partial_o;
+  float* partial_lse;
+  const float* sinks;
+  int64_t strides[10];
+  int64_t sizes[5];
+  double sm_scale;
+  int64_t is_bf16;
+  int64_t uses_softmax;
+  int64_t variant_bytes;  // of the variant's Params
+  const void* variant;
+  int64_t launched;  // the kernel that was launched, a number among the design's
+};
+
+AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
+  const int64_t* s = passed.strides;
+  AttentionParams params{};
+  params.schedule = Schedule(workspace, ScheduleLayout(config));
+  params.q = passed.q;
+  params.q_row_stride = s[0];
+  params.q_head_stride = s[1];
+  params.o = passed.o;
+  params.o_row_stride = s[2];
+  params.o_head_stride = s[3];
+  params.k = KvTensor{passed.k, s[4], s[5], s[6]};
+  params.v = KvTensor{passed.v, s[7], s[8], s[9]};
+  params.lse = passed.lse;
+  params.partial_o = passed.partial_o;
+  params.partial_lse = passed.partial_lse;
+  params.num_rows = static_cast<int32_t>(passed.sizes[0]);
+  params.num_pages = static_cast<int32_t>(passed.sizes[1]);
+  params.head_dim = static_cast<int32_t>(passed.sizes[2]);
+  params.page_size = FastDivisor(static_cast<int32_t>(passed.sizes[3]));
+  params.max_merge_rows = config.max_merge_rows;
+  params.num_kv_heads = config.num_kv_heads;
+  params.num_ctas = config.num_ctas;
+  params.max_tile_rows = tile_rows(config.max_kind);
+  params.kv_tile = config.kv_tile;
+  params.group_size = FastDivisor(config.group_size);
+  params.sm_scale = static_cast<float>(passed.sm_scale);
+  params.sinks = passed.sinks;
+  params.adds_up = passed.uses_softmax == 0;
+  std::memcpy(params.variant.bytes, passed.variant, static_cast<size_t>(passed.variant_bytes));
+  return params;
+}
+
+template <class Arguments>
+Arguments arguments_of(void (*kernel)(Arguments));
+using Arguments = decltype(arguments_of(kKernels[0]));
+
+// Of the running launch.
+KernelArguments launched;
+size_t launched_kernel;
+AttentionParams launched_merge;
+
+void run_attention(PassedAttention& passed, uint32_t seed) {
+  constexpr KernelDesign design = DESIGN::kDesign;
+  const AttentionParams& params = launched_merge;
+  std::vector<PlanLevel> levels(static_cast<size_t>(passed.sizes[4]));
+  for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
+  const KernelCode codes[kMaxDesignKernels] = {};
+  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), passed.is_bf16 != 0, codes, {},
+                              ptx::encode};
+  passed.launched = design.make_arguments(params, context, launched);
+  launched_kernel = static_cast<size_t>(passed.launched);
+  std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
+  const int32_t bytes = design.shared_bytes(params.head_dim);
+  for (const int32_t cta : order) {
+    emulation::run_cta(cta, params.num_ctas, design.threads, seed,
+                       [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });
+    if (std::any_of(shared + bytes, std::end(shared), [](char byte) { return byte != emulation::kUnwritten; }))
+      emulation::fail("more shared memory is used than asked for");
+  }
+  if (params.schedule.header->queue_head != 0) emulation::fail("the work queue's counter is not 0 at the end");
+}
+
+void run_merge(int32_t rows_of_blocks, uint32_t seed) {
+  gridDim.y = rows_of_blocks;
+  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+    for (int32_t cta = 0; cta < launched_merge.num_ctas; ++cta)
+      emulation::run_cta(cta, launched_merge.num_ctas, kMergeThreads, seed, [] { merge_kernel(launched_merge); });
+  }
+}
+
+}  // namespace
+
+/// Attention and merge of what `workspace` holds. rows_of_blocks: blocks of the merge kernel for each CTA. Returns what
+/// failed, or nullptr.
+extern "C" const char* device_attention(const ScheduleConfig* config, void* workspace, PassedAttention* passed,
+                                        int32_t rows_of_blocks, uint32_t seed) {
+  blockIdx.y = 0;
+  gridDim.y = 1;
+  return emulation::failure_of(seed, [&] {
+    launched_merge = passed_attention(*config, workspace, *passed);
+    run_attention(*passed, seed);
+    run_merge(rows_of_blocks, seed);
+  });
+}

@@ -1,0 +1,26 @@
+// Addresses of shared memory, as PTX has them: bytes from its beginning.
+#pragma once
+
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+inline uint32_t shared_address(const void* pointer) {
+  const auto offset = static_cast<size_t>(static_cast<const char*>(pointer) - emulation::shared_memory);
+  if (offset >= emulation::shared_bytes) emulation::fail("this is no shared memory");
+  return static_cast<uint32_t>(offset);
+}
+
+/// Aligned to as many bytes.
+inline char* shared_pointer(uint32_t address, size_t bytes) {
+  if (address % bytes != 0 || address + bytes > emulation::shared_bytes)
+    emulation::fail("a wrong address of shared memory");
+  return emulation::shared_memory + address;
+}
+
+/// Where what an unpermuted tile has at `address` lies, with the swizzle of 128 bytes: the eight 16-byte chunks of 128
+/// bytes are permuted by the number of these 128 bytes, modulo 8 (PTX ISA, "Swizzling Modes"; the address counts, not
+/// the offset in the tile).
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+
+}  // namespace attn::ptx

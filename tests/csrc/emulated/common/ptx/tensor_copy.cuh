@@ -1,0 +1,144 @@
+// As csrc/common/ptx/tensor_copy.cuh. A box is loaded at any time behind the instruction; until then its target holds
+// NaN. A box is stored when its thread waits for it, or at once.
+#pragma once
+
+#include <vector>
+
+#include "common/ptx/cache_policy.cuh"
+#include "common/ptx/shared_address.h"
+#include "common/tensor_map.h"
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+/// What the emulation keeps in a TensorMap.
+struct EncodedTensor {
+  uint64_t mark;
+  Tensor4d tensor;
+};
+static_assert(sizeof(EncodedTensor) <= sizeof(TensorMap));
+constexpr uint64_t kEncodedMark = 0x7e4506;
+constexpr uint32_t kBoxRowBytes = 128;
+
+/// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
+inline bool encode(const Tensor4d& tensor, TensorMap& map) {
+  constexpr uint64_t kUnit = 16, kMostSize = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
+  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * 2 != kBoxRowBytes) return false;
+  for (int i = 0; i < 4; ++i) {
+    if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMostSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.strides[i] < 0) return false;
+    const uint64_t bytes = static_cast<uint64_t>(tensor.strides[i]) * 2;
+    if (tensor.sizes[i + 1] > 1 && (bytes % kUnit != 0 || bytes >= kMostStride)) return false;
+  }
+  const EncodedTensor encoded{kEncodedMark, tensor};
+  std::memcpy(&map, &encoded, sizeof(encoded));
+  return true;
+}
+
+inline Tensor4d decoded(const TensorMap& map) {
+  EncodedTensor encoded;
+  std::memcpy(&encoded, &map, sizeof(encoded));
+  if (encoded.mark != kEncodedMark) emulation::fail("TMA is given what is no tensor map");
+  return encoded.tensor;
+}
+
+/// A box of a tensor and its place in shared memory.
+struct Box {
+  Tensor4d tensor;
+  int64_t first[4];
+  uint32_t shared;
+
+  Box(const TensorMap& map, uint32_t shared_, int32_t c0, int32_t c1, int32_t c2, int32_t c3)
+      : tensor(decoded(map)), first{c0, c1, c2, c3}, shared(shared_) {
+    shared_pointer(shared, kBoxRowBytes);
+    if (shared + bytes() > emulation::shared_bytes) emulation::fail("a box reaches beyond shared memory");
+  }
+
+  uint32_t bytes() const { return kBoxRowBytes * tensor.box[1] * tensor.box[2] * tensor.box[3]; }
+
+  /// Calls visit(address of an element in shared memory, element of the tensor or nullptr) for each.
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    uint32_t address = shared;
+    int64_t i[4] = {};
+    for (; i[3] < tensor.box[3]; ++i[3], i[2] = 0) {
+      for (; i[2] < tensor.box[2]; ++i[2], i[1] = 0) {
+        for (; i[1] < tensor.box[1]; ++i[1], i[0] = 0) {
+          for (; i[0] < tensor.box[0]; ++i[0], address += 2) visit(swizzled(address), element(i));
+        }
+      }
+    }
+  }
+
+ private:
+  char* element(const int64_t (&i)[4]) const {
+    int64_t offset = first[0] + i[0];
+    for (int dim = 0; dim < 4; ++dim) {
+      const int64_t at = first[dim] + i[dim];
+      if (at < 0 || at >= static_cast<int64_t>(tensor.sizes[dim])) return nullptr;
+      if (dim > 0) offset += at * tensor.strides[dim - 1];
+    }
+    return static_cast<char*>(const_cast<void*>(tensor.data)) + offset * 2;
+  }
+};
+
+inline void prefetch_tensor_map(const TensorMap&) {}
+
+inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, int32_t c0, int32_t c1, int32_t c2,
+                     int32_t c3, CachePolicy) {
+  const Box box(map, shared, c0, c1, c2, c3);
+  std::memset(emulation::shared_memory + shared, emulation::kUnwritten, box.bytes());
+  emulation::replace_shared(shared, box.bytes());
+  emulation::begin_work([box, barrier] {
+    box.for_each([](uint32_t address, const char* element) {
+      const uint16_t zero = 0;
+      std::memcpy(emulation::shared_memory + address, element == nullptr ? reinterpret_cast<const char*>(&zero) : element,
+                  sizeof(zero));
+    });
+    emulation::mbarrier_add(barrier, 0, -static_cast<int64_t>(box.bytes()));
+  });
+}
+
+/// Boxes that a thread stores, and how many of them belong to its commit groups.
+struct Stores {
+  std::vector<Box> boxes;
+  size_t committed;
+};
+inline Stores stores_of_threads[1024];
+
+inline const bool kHasStores =
+    emulation::add_unit({[] {
+                           for (Stores& stores : stores_of_threads) stores = Stores{};
+                         },
+                         [] {
+                           for (const Stores& stores : stores_of_threads)
+                             if (!stores.boxes.empty())
+                               emulation::fail("a thread has ended before TMA has read what it stores");
+                         }});
+
+inline void store_box(const TensorMap& map, uint32_t shared, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  const Box box(map, shared, c0, c1, c2, c3);
+  if (emulation::unfenced_writer(shared, box.bytes()) >= 0)
+    emulation::fail("TMA stores what no fence.proxy.async has followed");
+  stores_of_threads[emulation::fiber()].boxes.push_back(box);
+}
+
+inline void bulk_commit() {
+  Stores& stores = stores_of_threads[emulation::fiber()];
+  stores.committed = stores.boxes.size();
+}
+
+inline void bulk_wait_read() {
+  Stores& stores = stores_of_threads[emulation::fiber()];
+  for (size_t i = 0; i < stores.committed; ++i) {
+    stores.boxes[i].for_each([](uint32_t address, char* element) {
+      if (element != nullptr) std::memcpy(element, emulation::shared_memory + address, 2);
+    });
+  }
+  stores.boxes.erase(stores.boxes.begin(), stores.boxes.begin() + static_cast<ptrdiff_t>(stores.committed));
+  stores.committed = 0;
+}
+
+}  // namespace attn::ptx

@@ -1,0 +1,264 @@
+// As csrc/common/ptx/wgmma.cuh. A warp's part of a product, 16 rows of it, is computed when the warp waits for it, or
+// at once: operands must be there when it begins, and stay until it is waited for. Until then the accumulators hold
+// NaN; and what a thread has written to shared memory without a fence is NaN to a product.
+#pragma once
+
+#include <list>
+#include <vector>
+
+#include "common/ptx/matrix_descriptor.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/mma_type.cuh"
+#include "common/ptx/shared_address.h"
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+constexpr int kProductRows = 16, kProductDepth = 16, kMostProductColumns = 128;
+
+/// What a warp accumulates in, while products are under way that do.
+struct Accumulators {
+  float (*of_lanes[32])[4];  // [columns / 8]
+  int columns;
+  int products;  // under way
+  float sums[kProductRows][kMostProductColumns];
+
+  /// Calls visit(what a lane holds, its place in `sums`). As C in mma.cuh.
+  template <class Visit>
+  void for_each(const Visit& visit) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int n = 0; n < columns / 8; ++n) {
+        for (int i = 0; i < 4; ++i)
+          visit(of_lanes[lane][n][i], sums[lane / 4 + i / 2 * 8][n * 8 + lane % 4 * 2 + i % 2]);
+      }
+    }
+  }
+};
+
+/// A matrix in shared memory, as the PTX ISA describes it ("Asynchronous Warpgroup Level Matrix Shared Memory Layout").
+struct DescribedMatrix {
+  uint32_t start;
+  uint32_t leading_bytes;  // where columns are not the k dimension: from 64 of them to the next
+  uint32_t stride_bytes;   // from 8 rows to the next
+
+  explicit DescribedMatrix(uint64_t descriptor)
+      : start(field(descriptor, 0)), leading_bytes(field(descriptor, 16)), stride_bytes(field(descriptor, 32)) {
+    constexpr uint64_t kSwizzle128 = 1;
+    if (descriptor >> 62 != kSwizzle128 || (descriptor >> 49 & 7) != 0)
+      emulation::fail("only the swizzle of 128 bytes is emulated, without a base offset");
+  }
+
+  /// Eight elements of a row, from column `column` on; nullptr: they are not visible.
+  const char* chunk(int row, int column) const {
+    const uint32_t address = start + static_cast<uint32_t>(column / 64) * leading_bytes +
+                             static_cast<uint32_t>(row / 8) * stride_bytes + static_cast<uint32_t>(row % 8) * 128 +
+                             static_cast<uint32_t>(column % 64) * 2;
+    const uint32_t at = swizzled(address);
+    const char* const elements = shared_pointer(at, 16);
+    return emulation::unfenced_writer(at, 16) < 0 ? elements : nullptr;
+  }
+
+ private:
+  static uint32_t field(uint64_t descriptor, int shift) { return (descriptor >> shift & 0x3fff) << 4; }
+};
+
+template <MmaType kType>
+float product_element(uint16_t bits) {
+  return kType == MmaType::kBFloat16 ? bf16_element(bits, 0) : f16_element(bits, 0);
+}
+
+/// sums = A B (+ sums). Depth first: A's columns are B's rows.
+struct Factors {
+  float a[kProductRows][kProductDepth];
+  float b[kProductDepth][kMostProductColumns];
+};
+
+struct Product {
+  Accumulators* to;
+  uint64_t a, b;                    // descriptors
+  const uint32_t* a_of_lanes[32];   // a[0]: not in registers
+  int warp;                         // of the warpgroup
+  bool accumulates;
+  void (*load)(const Product& product, Factors& factors);
+
+  void compute() const {
+    static Factors factors;
+    load(*this, factors);
+    for (int row = 0; row < kProductRows; ++row) {
+      float* const sums = to->sums[row];
+      for (int n = 0; n < to->columns && !accumulates; ++n) sums[n] = 0.0f;
+      for (int k = 0; k < kProductDepth; ++k) {
+        const float a = factors.a[row][k];
+        for (int n = 0; n < to->columns; ++n) sums[n] += a * factors.b[k][n];
+      }
+    }
+  }
+};
+
+template <MmaType kType>
+void load_chunk(const char* chunk, float* to, int step) {
+  uint16_t bits[8];
+  std::memset(bits, emulation::kUnwritten, sizeof(bits));
+  if (chunk != nullptr) std::memcpy(bits, chunk, sizeof(bits));
+  for (int i = 0; i < 8; ++i) to[i * step] = product_element<kType>(bits[i]);
+}
+
+/// Of wgmma_shared(): columns of both are the k dimension.
+template <MmaType kType>
+void load_shared(const Product& product, Factors& factors) {
+  const DescribedMatrix a(product.a), b(product.b);
+  for (int k = 0; k < kProductDepth; k += 8) {
+    for (int row = 0; row < kProductRows; ++row)
+      load_chunk<kType>(a.chunk(product.warp * kProductRows + row, k), &factors.a[row][k], 1);
+    for (int n = 0; n < product.to->columns; ++n)
+      load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMostProductColumns);
+  }
+}
+
+/// Of wgmma_registers(): A is in registers, as in mma.cuh; B's rows are the k dimension.
+template <MmaType kType>
+void load_registers(const Product& product, Factors& factors) {
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      float* const pair = &factors.a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8];
+      for (int half = 0; half < 2; ++half)
+        pair[half] = product_element<kType>(static_cast<uint16_t>(product.a_of_lanes[lane][i] >> half * 16));
+    }
+  }
+  const DescribedMatrix b(product.b);
+  for (int k = 0; k < kProductDepth; ++k) {
+    for (int n = 0; n < product.to->columns; n += 8) load_chunk<kType>(b.chunk(k, n), &factors.b[k][n], 1);
+  }
+}
+
+/// Of one warp.
+struct WarpProducts {
+  bool fenced;                                    // since the last wait
+  std::vector<std::vector<Product>> groups{1};    // that have not been waited for; the last one is open
+  size_t computed;                                // of all their products, the first
+  std::list<Accumulators> accumulators;
+  std::vector<uint64_t> issued;                   // what all warps of a warpgroup must agree on
+};
+
+inline WarpProducts products_of_warps[32];
+inline WarpProducts& own_products() { return products_of_warps[emulation::fiber() / 32]; }
+
+inline const bool kHasProducts =
+    emulation::add_unit({[] {
+                           for (WarpProducts& products : products_of_warps) products = WarpProducts{};
+                         },
+                         [] {
+                           for (int warp = 0; warp < 32; ++warp) {
+                             const WarpProducts& products = products_of_warps[warp];
+                             if (!products.accumulators.empty()) emulation::fail("a warp has ended before its wgmma");
+                             if (products.issued != products_of_warps[warp / 4 * 4].issued)
+                               emulation::fail("the warps of a warpgroup have issued different wgmma");
+                           }
+                         }});
+
+/// Computes what has been issued, but for the last `groups` groups and the open one.
+inline void compute_products(WarpProducts& products, size_t groups) {
+  size_t number = 0;
+  for (size_t i = 0; i + groups < products.groups.size(); ++i) {
+    for (const Product& product : products.groups[i]) {
+      if (number++ < products.computed) continue;
+      product.compute();
+      ++products.computed;
+    }
+  }
+}
+
+inline void wgmma_fence() {
+  emulation::exchange({}, "wgmma.fence", [](const emulation::Words*) { own_products().fenced = true; });
+}
+
+inline void wgmma_commit() {
+  emulation::exchange({}, "wgmma.commit_group", [](const emulation::Words*) { own_products().groups.emplace_back(); });
+}
+
+template <int kPending>
+void wgmma_wait() {
+  emulation::exchange({}, "wgmma.wait_group", [](const emulation::Words*) {
+    WarpProducts& products = own_products();
+    products.fenced = false;
+    compute_products(products, kPending + 1);
+    while (products.groups.size() > kPending + 1) {
+      for (const Product& product : products.groups.front()) {
+        if (--product.to->products == 0) {
+          product.to->for_each([](float& held, float sum) { held = sum; });
+          products.accumulators.remove_if([&](const Accumulators& a) { return &a == product.to; });
+        }
+        --products.computed;
+      }
+      products.groups.erase(products.groups.begin());
+    }
+  });
+}
+
+template <int kBlocks>
+void wgmma_fence_operand(float (&)[kBlocks][4]) {}
+
+/// Accumulators that products under way have, or new ones.
+inline Accumulators& accumulators_of(WarpProducts& products, const emulation::Words* lanes, int columns) {
+  for (Accumulators& known : products.accumulators) {
+    if (known.of_lanes[0] == reinterpret_cast<float (*)[4]>(lanes[0].word[0])) return known;
+  }
+  Accumulators& made = products.accumulators.emplace_back();
+  made.columns = columns;
+  made.products = 0;
+  for (int lane = 0; lane < 32; ++lane) made.of_lanes[lane] = reinterpret_cast<float (*)[4]>(lanes[lane].word[0]);
+  made.for_each([](float& held, float& sum) {
+    sum = held;
+    held = NAN;
+  });
+  return made;
+}
+
+/// One warp issues its part of a product. Words of the lanes: accumulators; A, a descriptor or registers; B;
+/// `accumulates`.
+template <int kColumns, bool kInRegisters>
+void issue_product(const emulation::Words* lanes, void (*load)(const Product&, Factors&)) {
+  WarpProducts& products = own_products();
+  if (!products.fenced) emulation::fail("wgmma without wgmma.fence behind what changed registers");
+  for (int lane = 1; lane < 32; ++lane) {
+    if ((!kInRegisters && lanes[lane].word[1] != lanes[0].word[1]) || lanes[lane].word[2] != lanes[0].word[2] ||
+        lanes[lane].word[3] != lanes[0].word[3])
+      emulation::fail("the lanes of a warp multiply different matrices");
+  }
+  Product product{};
+  product.to = &accumulators_of(products, lanes, kColumns);
+  ++product.to->products;
+  if constexpr (kInRegisters) {
+    for (int lane = 0; lane < 32; ++lane)
+      product.a_of_lanes[lane] = reinterpret_cast<const uint32_t*>(lanes[lane].word[1]);
+  } else {
+    product.a = lanes[0].word[1];
+    products.issued.push_back(product.a);
+  }
+  product.b = lanes[0].word[2];
+  product.accumulates = lanes[0].word[3] != 0;
+  product.warp = emulation::fiber() / 32 % 4;
+  product.load = load;
+  products.issued.push_back(product.b);
+  products.groups.back().push_back(product);
+  if (emulation::random() % 2 == 0) compute_products(products, 0);
+}
+
+/// c = a * b^T (+ c if `accumulates`): the columns of both are the k dimension.
+template <MmaType kType, int kBlocks>
+void wgmma_shared(float (&c)[kBlocks][4], MatrixDescriptor a, MatrixDescriptor b, int32_t accumulates) {
+  emulation::exchange({{reinterpret_cast<uint64_t>(c), a.value(), b.value(), accumulates != 0}}, "wgmma",
+                      [](const emulation::Words* lanes) {
+                        issue_product<kBlocks * 8, false>(lanes, load_shared<kType>);
+                      });
+}
+
+/// c = a * b (+ c if `accumulates`): a in registers, b's rows are the k dimension.
+template <MmaType kType, int kBlocks>
+void wgmma_registers(float (&c)[kBlocks][4], const uint32_t (&a)[4], MatrixDescriptor b, int32_t accumulates) {
+  emulation::exchange(
+      {{reinterpret_cast<uint64_t>(c), reinterpret_cast<uint64_t>(a), b.value(), accumulates != 0}}, "wgmma",
+      [](const emulation::Words* lanes) { issue_product<kBlocks * 8, true>(lanes, load_registers<kType>); });
+}
+
+}  // namespace attn::ptx

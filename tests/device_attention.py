@@ -1,0 +1,134 @@
+"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp), in the place of the CPU's own: the schedule is what `plan` made."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import emulation
+import torch
+from torch import Tensor
+
+from attn_backend import Attention, BSRView, Composition, KVCache, Variant
+from attn_backend.kernels import manifest
+
+KERNELS = ("generic", "hopper")
+# Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.
+TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
+
+
+class _Passed(ctypes.Structure):
+    """PassedAttention of device_attention.cpp."""
+
+    _fields_ = (
+        ("pointers", ctypes.c_void_p * 7),
+        ("sinks", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 10),
+        ("sizes", ctypes.c_int64 * 5),
+        ("sm_scale", ctypes.c_double),
+        ("is_bf16", ctypes.c_int64),
+        ("uses_softmax", ctypes.c_int64),
+        ("variant_bytes", ctypes.c_int64),
+        ("variant", ctypes.c_char_p),
+        ("launched", ctypes.c_int64),
+    )
+
+
+def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: int, variant: str | Variant) -> ctypes.CDLL:
+    """The kernels of a design for one dtype, head_dim and variant: "sinks", the standard one with sinks; one of TEST_VARIANTS; or any other. Compiled into
+    `folder`, or found there."""
+    design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
+    if isinstance(variant, Variant):
+        text, variant_type, name = manifest.variant_text(variant), manifest.USER_VARIANT, variant.name
+    elif variant in TEST_VARIANTS:
+        text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
+    else:
+        text, variant_type, name = "", manifest.VARIANTS[variant], variant
+    for cubin, stem in design.cubins.items():
+        text += manifest.attention_source(stem, element, head_dim, variant_type).replace("attention_kernel", f"{cubin}_kernel")
+    text += manifest.merge_source(element, variant_type)
+    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in design.cubins)}}};\n"
+    name = manifest.attention_name(design.name, element, head_dim, name)
+    headers = folder / name
+    headers.mkdir(exist_ok=True)
+    source = headers / "kernels.h"
+    if not source.exists() or source.read_text() != text:
+        source.write_text(text)
+    made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", includes=[headers], options=["-O1", f"-DDESIGN=attn::{design.name}"])
+    made.device_attention.restype = ctypes.c_char_p
+    return made
+
+
+class DeviceAttention:
+    """`plan` and `run` of an Attention object on the CPU, whose runs are those of its `kernel`.
+
+    Args:
+        folder: for the compiled kernels.
+        attention: plans; made with the same `kernel`, for a variant with it.
+        seed: the order of threads, CTAs and copies follows from it.
+        variant: as in library().
+
+    Attributes:
+        launched: the attention kernel of the last run, one of manifest.Design.cubins.
+    """
+
+    def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
+        self._library = library(folder, kernel, attention.dtype, attention.head_dim, variant)
+        self._attention, self._seed, self._variant = attention, seed, variant
+        self._levels: tuple[BSRView, ...] = ()
+        self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
+        self.launched = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def plan(self, composition: BSRView | Composition, **options: Any) -> None:
+        self._attention.plan(composition, **options)
+        self._levels = tuple(composition.levels) if isinstance(composition, Composition) else (composition,)
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        slope: float = 0.0,
+        sinks: Tensor | None = None,
+        variant_args: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """As Attention.run. slope: of "slanted" and "placed".
+
+        Raises:
+            emulation.DeviceError: a kernel does something wrong.
+        """
+        attention = self._attention
+        out = torch.empty_like(q) if out is None else out
+        config = attention._library.schedule_config(attention._handle)
+        partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
+        if isinstance(self._variant, Variant):
+            params = self._variant.pack({} if variant_args is None else variant_args, torch.device("cpu"))
+        else:
+            params = struct.pack("f", slope if self._variant in TEST_VARIANTS else logits_soft_cap)
+        uses_softmax = self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
+        passed = _Passed(
+            (ctypes.c_void_p * 7)(*(None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse))),
+            None if sinks is None else sinks.data_ptr(),
+            (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
+            (ctypes.c_int64 * 5)(q.shape[0], kv.k.shape[0], q.shape[2], self._levels[0].table.page_size, len(self._levels)),
+            q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
+            q.dtype == torch.bfloat16,
+            uses_softmax,
+            len(params),
+            params,
+            -1,
+        )
+        workspace = ctypes.c_void_p(attention._schedule.data_ptr())
+        emulation.check(self._library.device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed))
+        self.launched = self._kernels[passed.launched]
+        return out

@@ -1,0 +1,42 @@
+"""Device code, compiled for this CPU with tests/csrc/emulated/ in the place of CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from host_planner import COMPILER, ROOT
+
+TESTS = ROOT / "tests" / "csrc"
+
+
+class DeviceError(AssertionError):
+    """What the emulation found wrong with a kernel: threads that wait for ever, memory that is read too early, ..."""
+
+
+def build(folder: Path, name: str, source: Path, *, includes: Sequence[Path] = (), options: Sequence[str] = ()) -> ctypes.CDLL:
+    """The library NAME.so in `folder`, compiled from `source` unless it is there: once for all processes that share the folder."""
+    library = folder / f"{name}.so"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            compiled = library.with_suffix(".tmp")
+            flags = ["-std=c++17", "-w", "-fPIC", "-shared", *options]
+            paths = [f"-I{path}" for path in (TESTS / "emulated", ROOT / "csrc", TESTS, *includes)]
+            sources = [str(source), str(TESTS / "emulated" / "cuda_emulation.cpp")]
+            subprocess.run([str(COMPILER), *flags, *paths, *sources, "-o", str(compiled)], check=True)
+            compiled.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+def check(failure: bytes | None) -> None:
+    """failure: what a function of a library returns, whose `restype` is c_char_p.
+
+    Raises:
+        DeviceError: it is not None.
+    """
+    if failure is not None:
+        raise DeviceError(failure.decode())
