@@ -75,8 +75,8 @@ struct Consumer {
   using Values = VTile<Traits>;
   using Output = OTile<Traits>;
   static constexpr int kTokens = Shared::kTuning.kv_tile;
-  static constexpr int kQkColumns = Traits::Shape::kQk;
-  static constexpr int kVColumns = Traits::Shape::kV;
+  static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
+  static constexpr int kVColumns = Values::kBlocks * kBlockColumns;
   /// Not where a variant's logits may grow from KV tile to KV tile, as with ALiBi: rows would outgrow their maxima all
   /// the time (a prefill of 4 x 4096 took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
@@ -163,7 +163,7 @@ struct Consumer {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
-    constexpr int kColumns = min_of(kVColumns, 128);  // of one product
+    constexpr int kColumns = kVColumns % 128 == 0 ? 128 : 64;  // of one product
     const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(shared.kv(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
@@ -511,8 +511,8 @@ struct Consumer {
 
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
     const int halves = item.rows.count <= 8 ? 1 : 2;
-    write_merged_warps<Consumers, MmaLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves,
-                                                                           shared.q(q_slot), shared.row_states());
+    write_merged_warps<Consumers, MmaLayout, Output::kHeadColumns, Shared::kLayout.q_slot_bytes>(
+        state, target, warp, halves, shared.q(q_slot), shared.row_states());
   }
 };
 
