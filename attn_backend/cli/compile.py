@@ -8,7 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..kernels import build, manifest
+from ..kernels import build, cubins, manifest
 
 if TYPE_CHECKING:
     from ..variants import Variant
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
-    variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128")
+    variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128. Without --variant: the standard kernels for these heads")
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
 
@@ -35,10 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     try:
-        if not arguments.variant:
-            _check_archs(arguments.arch or [], [*manifest.ARCHS])
+        if arguments.variant:
+            _compile_variants(arguments)
+            return 0
+        _check_archs(arguments.arch or [], [*manifest.ARCHS])
+        if not arguments.head_dim:
             return build.run(arguments)
-        _compile_variants(arguments)
+        _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -62,6 +65,19 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
                 variant.check_head_dim(head_dim)
                 for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
                     print(entry, flush=True)
+
+
+def _compile_head_dims(arguments: argparse.Namespace) -> None:
+    """The standard kernels for other head dims than those in the package."""
+    for head_dim in arguments.head_dim:
+        if head_dim not in manifest.CUDA_HEAD_DIMS:
+            raise ValueError(f"--head-dim is {head_dim}, must be a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)}")
+    elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
+    for arch in arguments.arch or manifest.ARCHS:
+        for head_dim in arguments.head_dim:
+            for kernel in (kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim)):
+                if arch in kernel.archs:
+                    print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 
 
 def _own_arch() -> str:

@@ -31,7 +31,7 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torc
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
         if head_dim not in manifest.CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"one of {manifest.CUDA_HEAD_DIMS} on CUDA")
+            refuse("head_dim", head_dim, f"a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)} on CUDA")
         if dtype not in DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:

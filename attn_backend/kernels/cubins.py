@@ -33,8 +33,21 @@ def source_root() -> Path:
 
 
 def kernel_sources(arch: str) -> dict[str, str]:
-    """Every kernel's name and source."""
+    """Name and source of every kernel that is built ahead of time."""
     return {name: kernel.source for name, kernel in manifest.kernels(arch).items()}
+
+
+def _source_of(name: str, arch: str) -> str:
+    """Of a kernel that is built ahead of time, or of another head_dim.
+
+    Raises:
+        ValueError: no kernel of that name.
+    """
+    sources = kernel_sources(arch)
+    source = sources[name] if name in sources else manifest.source_of(name, arch)
+    if source is None:
+        raise ValueError(f"kernel is {name!r}, must be one of {', '.join(sources)}, or of another head_dim")
+    return source
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -94,7 +107,7 @@ def content_key(source: str, how: Sequence[str]) -> str:
 
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
     """Where the cache holds a kernel, whether or not it is there, and whole."""
-    return cache_dir() / arch / f"{name}-{cache_key(kernel_sources(arch)[name], arch, compiler)}.cubin"
+    return cache_dir() / arch / f"{name}-{cache_key(_source_of(name, arch), arch, compiler)}.cubin"
 
 
 def shipped_kernel(name: str, arch: str) -> Path:
@@ -118,9 +131,7 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
         ValueError: no kernel of that name.
         RuntimeError: no compiler, or it failed; carries its output. Or the result cannot be kept.
     """
-    sources = kernel_sources(arch)
-    if name not in sources:
-        raise ValueError(f"kernel is {name!r}, must be one of {', '.join(sources)}")
+    source = _source_of(name, arch)
     path = nvcc()
     if path is None:
         raise RuntimeError(f"kernel {name} for {arch} is neither in the package nor compilable: {cuda_compiler.no_nvcc()}")
@@ -133,7 +144,7 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
         what = f"kernel {name} for {arch}"
         with kernel_cache.locked(target, cuda_compiler.TIME_LIMIT, lambda: logger.info("attn_backend: waiting for another process that compiles %s", what)):
             if kernel_cache.fault(target):
-                kernel_cache.store(target, *compile_source(name, sources[name], flags(arch), path, what))
+                kernel_cache.store(target, *compile_source(name, source, flags(arch), path, what))
     return target, kernel_cache.report(target)
 
 
@@ -184,7 +195,8 @@ def _cached_or_compiled(name: str, arch: str) -> Path:
     cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
     fault = kernel_cache.fault(cached)
     if fault:
-        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}` compiles it ahead")
+        head_dim = "" if name in kernel_sources(arch) else f" --head-dim {name.rsplit('_d', maxsplit=1)[-1].split('_', maxsplit=1)[0]}"
+        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}{head_dim}` compiles it ahead")
     return cached
 
 

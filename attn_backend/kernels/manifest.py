@@ -5,6 +5,7 @@ A kernel's source is generated here: a wrapper that instantiates a template of c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,8 @@ SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-CUDA_HEAD_DIMS = (64, 128, 256)
+SHIPPED_HEAD_DIMS = (64, 128, 256)
+CUDA_HEAD_DIMS = tuple(range(8, 257, 8))  # kernels of the others are compiled when they are first needed, or ahead
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
@@ -185,14 +187,31 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 """)
 
 
+def attention_kernels(element: str, head_dim: int) -> list[Kernel]:
+    """The standard kernels for heads of head_dim columns, of CUDA_HEAD_DIMS."""
+    made = []
+    for variant, variant_type in VARIANTS.items():
+        for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
+            name = attention_name(design, element, head_dim, variant)
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
+    return made
+
+
+def source_of(name: str, arch: str) -> str | None:
+    """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
+    if name in kernels(arch):
+        return kernels(arch)[name].source
+    shape = re.fullmatch(r"attention_.*_(bf16|f16)_d(\d+)_.*", name)
+    if shape is None or int(shape[2]) not in CUDA_HEAD_DIMS:
+        return None
+    return next((kernel.source for kernel in attention_kernels(shape[1], int(shape[2])) if kernel.name == name and arch in kernel.archs), None)
+
+
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
-        for head_dim in CUDA_HEAD_DIMS:
-            for variant, variant_type in VARIANTS.items():
-                for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
-                    name = attention_name(design, element, head_dim, variant)
-                    made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
+        for head_dim in SHIPPED_HEAD_DIMS:
+            made += attention_kernels(element, head_dim)
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

@@ -179,7 +179,7 @@ def compile_ahead(
             continue
         arch = arch_of(target)
         if dtype not in manifest.ELEMENT_NAMES or head_dim not in manifest.CUDA_HEAD_DIMS:
-            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim of {', '.join(map(str, manifest.CUDA_HEAD_DIMS))} on a GPU"
+            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)} on a GPU"
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
         designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
         if design_name is not None and design_name not in designs:

@@ -256,7 +256,8 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
         }
 #pragma unroll
         for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
-          if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+          const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
+          if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
         }
       }
     } else {
@@ -265,7 +266,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
         char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
         if (to == nullptr) continue;
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
+        for (int n = 0; n < Tile::kHeadColumns / 8; ++n) {
           *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
               make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
         }
@@ -278,14 +279,15 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
-template <class Block, class Layout, int kBytes, class Element, int kColumns, class Target>
+/// kHeadColumns: that are written.
+template <class Block, class Layout, int kHeadColumns, int kBytes, class Element, int kColumns, class Target>
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
   constexpr int kChunks = kColumns / 4;                // of 16 bytes
   constexpr int kStride = Block::kWarps * 32;
-  static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes, "they fit");
+  static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes && kChunks % 8 == 0, "they fit, permuted");
   struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
     float of_warp[kKvWarps];
   };
@@ -346,6 +348,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
       char* const to = target.place(of_tile).o;
       if (to == nullptr) continue;
       const int chunk = i % kChunks;
+      if (kHeadColumns < kColumns && chunk * 4 >= kHeadColumns) continue;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int w = 0; w < kKvWarps; ++w) {

@@ -2,8 +2,11 @@
 // that the eight rows of an ldmatrix, and the chunks of a row that cp.async writes, fall into different banks.
 #pragma once
 
+#include "attention/head_shape.h"
 #include "common/elements.cuh"
+#include "common/math.h"
 #include "common/platform.h"
+#include "common/ptx/cp_async.cuh"
 
 namespace attn {
 
@@ -27,10 +30,13 @@ struct PermutedRows {
   }
 };
 
-template <class Element, int kColumns>
-struct SharedTile : PermutedRows<SharedTile<Element, kColumns>> {
-  static constexpr int kRowBytes = kColumns * Element::kBytes;
+/// kHeadColumns: of a head; a row has room for tile_columns() of them.
+template <class Element, int kHeadColumns_>
+struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
+  static constexpr int kHeadColumns = kHeadColumns_;
+  static constexpr int kRowBytes = tile_columns(kHeadColumns) * Element::kBytes;
   static constexpr int kRowChunks = kRowBytes / 16;
+  static constexpr int kHeadChunks = kHeadColumns * Element::kBytes / 16;
 
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
@@ -43,5 +49,18 @@ struct SharedTile : PermutedRows<SharedTile<Element, kColumns>> {
     return (first ^ columns * 32) + rows * 16 * kRowBytes;
   }
 };
+
+/// Copies chunk number `chunk` of a head's row to a tile. Of those behind the head's, products may take the first (16
+/// columns are multiplied at a time): it becomes zeros, the others are left alone.
+template <class Tile>
+__device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int chunk) {
+  if constexpr (Tile::kHeadChunks == Tile::kRowChunks) {
+    ptx::cp_async_16(to, from);
+  } else {
+    const bool is_there = chunk < Tile::kHeadChunks;
+    if (chunk < round_up(Tile::kHeadChunks, 2))
+      ptx::cp_async_16_or_zero(to, is_there ? from : from - chunk * 16, is_there);
+  }
+}
 
 }  // namespace attn

@@ -121,3 +121,17 @@ def test_copies_what_it_compiled_and_says_what_failed(tmp_path: Path, monkeypatc
     sources["wrong"] = "no C++\n"
     assert main(["compile", "--arch", "sm_80"]) == 1
     assert "wrong                        FAILED\nnvcc failed on kernel wrong for sm_80:" in capsys.readouterr().out
+
+
+def test_kernels_of_other_heads_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["compile", "--head-dim", "96", "--arch", "sm_80", "--dtype", "float16"]) == 0
+    names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
+    assert names == ["attention_sm80_f16_d96_standard", "attention_sm80_f16_d96_sinks"]
+    assert fake.runs() == 2
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    assert cubins.find_kernel(names[0], "sm_80").exists()
+    with pytest.raises(RuntimeError, match=r"`attn-backend compile --arch sm_80 --head-dim 104` compiles it ahead"):
+        cubins.find_kernel("attention_sm80_f16_d104_standard", "sm_80")
+    for wrong in ("84", "264"):
+        assert main(["compile", "--head-dim", wrong]) == 1
+        assert f"--head-dim is {wrong}, must be a multiple of 8 up to 256" in capsys.readouterr().err

@@ -88,6 +88,24 @@ def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, cache
         assert attention.launched == ("attention" if cache in ("pages", "large pages", "ragged") else "attention_rows")
 
 
+@pytest.mark.parametrize("head_dim", [40, 72, 96, 192])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, head_dim: int) -> None:
+    """By TMA and gathered; whole rows, rows that several warps share, parts of split tiles, states. Behind a head's columns is the next head, or NaN."""
+    caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged")]
+    for number, cache in enumerate(caches):
+        dtype = (torch.bfloat16, torch.float16)[head_dim // 8 % 2]
+        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=1 + 2 * (number % 2), head_dim=head_dim, dtype=dtype, num_ctas=5)
+        case = case_tensors.build(spec.with_(**cache, aligned=True, seed=number), CPU)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
+        run_and_check(case, attention, wants_lse=number % 2 == 0)
+    rng = numpy.random.default_rng([head_dim, 40])
+    shape = Shape(num_kv_heads=1, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
+    problem = cascade_problem(rng, shape, CPU, 2)
+    problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, head_dim))  # type: ignore[arg-type]
+    problem.check()
+
+
 @pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:

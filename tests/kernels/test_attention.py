@@ -45,6 +45,15 @@ def test_mixed_batch(device: torch.device, head_dim: int, group_size: int, dtype
     check(run(spec, device))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 72, 80, 96, 112, 192])
+def test_heads_that_do_not_fill_a_row_of_a_tile(head_dim: int, kernel: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for page_size, seed in ((16, 0), (3, 1), (1, 2)):
+            spec = Spec((1, 70, 130, 0, 1, 1), (300, 200, 130, 0, 0, 1025), head_dim=head_dim, dtype=dtype, page_size=page_size, seed=seed, padding_rows=3)
+            check(run(spec.with_(sharing=0.5 if seed else 0.0), torch.device("cuda")))
+
+
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim_of_a_cpu(head_dim: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

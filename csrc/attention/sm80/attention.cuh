@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
   for (int i = 0; i < kPasses; ++i) {
     const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
     values[i] = make_uint4(0, 0, 0, 0);
-    if (row.exists) {
+    if (row.exists && (Tile::kHeadChunks == kChunks || chunk < Tile::kHeadChunks)) {
       const int64_t element =
           row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
       values[i] =
@@ -126,7 +126,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   };
   const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
-  WarpState<Element, Shape::kV, Layout::kRowBlocks> state;
+  // Outputs of warps that share rows meet in memory whose chunks are permuted by eights (write_merged_warps).
+  WarpState<Element, round_up(Shape::kV, 32), Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
   state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
@@ -178,8 +179,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + 2 * ring.pair * layout.kv_slot_bytes;
     transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk>(keys, warp, variant, tokens);
-    state.template scores<Shape::kQk, Layout::kTokens, Query, Keys>(s, q,
-                                                                    k_slot + first_key + Keys::columns_first(lane));
+    state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(
+        s, q, k_slot + first_key + Keys::columns_first(lane));
 
     if (has_logits) transform_logits(variant, params.sm_scale, s, token, lane_rows);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
@@ -213,8 +214,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
   } else {
-    write_merged_warps<WholeBlock, Layout, layout.kv - layout.q>(state, target, warp, 2, shared + layout.q,
-                                                                 reinterpret_cast<float*>(shared + layout.row_states));
+    write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
+        state, target, warp, 2, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));
   }
 }
 

@@ -164,8 +164,8 @@ struct KvLoader {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
-          ptx::cp_async_16(target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, chunk),
-                           row + chunk * 16);
+          const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, chunk);
+          copy_chunk<Tile>(to, row + chunk * 16, chunk);
         }
       }
     }

@@ -56,8 +56,8 @@ struct SharedLayout {
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
-        kv(tile_rows(tuning(dims).max_kind) * dims.widest() * element_bytes),
-        kv_slot_bytes(kKvTile * dims.widest() * kv_element_bytes),
+        kv(tile_rows(tuning(dims).max_kind) * tile_columns(dims.widest()) * element_bytes),
+        kv_slot_bytes(kKvTile * tile_columns(dims.widest()) * kv_element_bytes),
         row_addresses(kv + tuning(dims).kv_slots * kv_slot_bytes),
         row_states(row_addresses + 2 * 2 * kKvTile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),

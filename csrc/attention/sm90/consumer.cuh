@@ -80,8 +80,9 @@ struct Consumer {
   using Values = VTile<Traits>;
   using Output = OTile<Traits>;
   static constexpr int kTokens = Shared::kTuning.kv_tile;
-  static constexpr int kQkColumns = Traits::Shape::kQk;
-  static constexpr int kVColumns = Traits::Shape::kV;
+  // That products take: of the head, and perhaps some behind.
+  static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
+  static constexpr int kVColumns = Values::kBlocks * kBlockColumns;
   /// Not where a variant's logits may grow from KV tile to KV tile, as with ALiBi: rows would outgrow their maxima all
   /// the time (a prefill of 4 x 4096 took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
@@ -169,7 +170,7 @@ struct Consumer {
   template <int kLanes>
   __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
                                                   int thread) const {
-    transform_rows<OfQuery, Query, Element, kQkColumns, kLanes, 1, 2>(
+    transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, 1, 2>(
         shared.q(slot), first_row, end_row, thread, variant(item.kv_head),
         TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
     ptx::fence_async_proxy();
@@ -215,7 +216,7 @@ struct Consumer {
       sync_warpgroup();
     }
     if constexpr (OfKey::kExists) {
-      transform_share<OfKey, Keys, kQkColumns>(item, kv, item.first_token);
+      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, item.first_token);
       arrive_transformed(item);
       wait_transformed(item);
     }
@@ -225,8 +226,8 @@ struct Consumer {
   /// the next K tile, if the item has `more`. `token`: of the tile.
   __device__ __forceinline__ void transform_next(const WorkItem& item, int32_t token, bool more) const {
     if constexpr (kTransformsCache) {
-      transform_share<OfValue, Values, kVColumns>(item, kv.behind(Shared::kParts), token);
-      if (more) transform_share<OfKey, Keys, kQkColumns>(item, kv.behind(2 * Shared::kParts), token + kTokens);
+      transform_share<OfValue, Values, Traits::Shape::kV>(item, kv.behind(Shared::kParts), token);
+      if (more) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv.behind(2 * Shared::kParts), token + kTokens);
       arrive_transformed(item);
     }
   }
@@ -256,7 +257,7 @@ struct Consumer {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
-    constexpr int kColumns = min_of(kVColumns, 128);  // of one product
+    constexpr int kColumns = kVColumns % 128 == 0 ? 128 : 64;  // of one product
     const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(shared.kv(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
@@ -590,7 +591,7 @@ struct Consumer {
         continue;
       }
       shared.wait_kv_full(keys);
-      transform_own<OfKey, Keys, kQkColumns>(item, keys.slot, row, token);
+      transform_own<OfKey, Keys, Traits::Shape::kQk>(item, keys.slot, row, token);
       float s[1][kMmaTokens / 8][4];
       uint32_t p[1][kMmaTokens / 8][2];
       state.template scores<kQkColumns, kMmaTokens, Query, Keys>(
@@ -603,7 +604,7 @@ struct Consumer {
         State::pack_weights(s, p);
 
       shared.wait_kv_full(values);
-      transform_own<OfValue, Values, kVColumns>(item, values.slot, row, token);
+      transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);
       if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
         zero_rows<Values, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
                               item.readable.end - token + row, lane);
@@ -616,8 +617,8 @@ struct Consumer {
 
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
     const int halves = item.rows.count <= 8 ? 1 : 2;
-    write_merged_warps<Consumers, MmaLayout, Shared::kLayout.q_slot_bytes>(state, target, warp, halves,
-                                                                           shared.q(q_slot), shared.row_states());
+    write_merged_warps<Consumers, MmaLayout, Output::kHeadColumns, Shared::kLayout.q_slot_bytes>(
+        state, target, warp, halves, shared.q(q_slot), shared.row_states());
   }
 };
 

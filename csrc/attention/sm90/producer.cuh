@@ -42,9 +42,8 @@ struct Share {
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
-  __device__ __forceinline__ int row_bytes() const {
-    return (is_v ? Traits::Shape::kV : Traits::Shape::kQk) * Traits::KvElement::kBytes;
-  }
+  /// Of a row that TMA loads: it fills columns behind the head's with zeros.
+  __device__ __forceinline__ int row_bytes() const { return blocks() * kBlockColumns * Traits::KvElement::kBytes; }
 };
 
 /// Loads a warp's share of a KV tile by TMA; lane i knows box i.
@@ -225,7 +224,7 @@ struct RowCopier {
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
         if (from[i] == kNotWanted) continue;
-        ptx::cp_async_16(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes));
+        copy_chunk<Tile>(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes), chunk);
       }
     }
   }
@@ -257,9 +256,9 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
     for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
       const int row = pass + lane / Tile::kRowChunks;
       const char* const source = shuffle_pointer(from, row);
+      const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
       ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
-                               source == nullptr ? static_cast<const char*>(params.q) : source + chunk * 16,
-                               source != nullptr);
+                               is_there ? source + chunk * 16 : static_cast<const char*>(params.q), is_there);
     }
   }
 }
@@ -270,7 +269,7 @@ template <class Traits>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
-  ptx::mbarrier_expect(full, kQRows * Traits::Shape::kQk * Traits::Element::kBytes);
+  ptx::mbarrier_expect(full, kQRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
     ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns,
@@ -289,7 +288,7 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
   const int32_t all_rows =
       item.kind == 0 ? num_rows : group_size.divide(multiplied_rows(item.kind) + group_size.divisor - 1);
   if (ptx::lane_id() == 0)
-    ptx::mbarrier_expect(full, all_rows * group_size.divisor * Traits::Shape::kQk * Traits::Element::kBytes);
+    ptx::mbarrier_expect(full, all_rows * group_size.divisor * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
   __syncwarp();
 #pragma unroll 1
   for (int32_t i = ptx::lane_id(); i < all_rows; i += 32) {

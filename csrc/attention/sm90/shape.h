@@ -75,8 +75,8 @@ struct SharedLayout {
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
-      : SharedLayout(tuning(dims), kQRows * dims.widest() * element_bytes,
-                     tuning(dims).kv_tile * dims.widest() * kv_element_bytes) {}
+      : SharedLayout(tuning(dims), kQRows * tile_columns(dims.widest()) * element_bytes,
+                     tuning(dims).kv_tile * tile_columns(dims.widest()) * kv_element_bytes) {}
 
  private:
   ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes)

@@ -9,10 +9,13 @@
 
 namespace attn::sm90 {
 
-template <class Element, int kColumns, int kRows>
-struct SwizzledTile : PermutedRows<SwizzledTile<Element, kColumns, kRows>> {
-  static constexpr int kRowChunks = kColumns * Element::kBytes / 16;
-  static constexpr int kBlocks = kColumns / kBlockColumns;
+/// kHeadColumns: of a head; a row has room for tile_columns() of them.
+template <class Element, int kHeadColumns_, int kRows>
+struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> {
+  static constexpr int kHeadColumns = kHeadColumns_;
+  static constexpr int kRowChunks = tile_columns(kHeadColumns) * Element::kBytes / 16;
+  static constexpr int kHeadChunks = kHeadColumns * Element::kBytes / 16;
+  static constexpr int kBlocks = ceil_div(kHeadColumns, kBlockColumns);   // that have columns of the head
   static constexpr uint32_t kRowBytes = kBlockColumns * Element::kBytes;  // of a block
   static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
 
