@@ -20,6 +20,7 @@ from . import manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
+from .errors import InUseError, MissingKernelError
 from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
 from .schedule import Schedule, describe_errors
@@ -210,7 +211,7 @@ class Attention:
                 level = -1
                 raise ValueError(describe_errors(errors))
         except BaseException as error:
-            if isinstance(error, RuntimeError) and str(error).startswith("this Attention is in use"):
+            if isinstance(error, InUseError):
                 raise  # the plan is the other thread's
             self._library.abandon_plan(self._handle)
             if level >= 0 and isinstance(error, RuntimeError):
@@ -276,7 +277,8 @@ class Attention:
                 check_plain("sinks", sinks)
                 errors = self._library.run_with_sinks(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, sinks)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
-            if self._variant is not None and self._load_late(self._variant.late_kernel(error)):
+            if self._variant is not None and isinstance(error, MissingKernelError):
+                self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
                 return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args, sinks=sinks)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
@@ -317,12 +319,6 @@ class Attention:
         variant.remember_mask((variant_args or {}) if asks else None)
         return asks
 
-    def _load_late(self, kernel: str) -> bool:
-        """Loads a kernel that a run found missing, if it names one."""
-        if kernel and self._variant is not None:
-            self._library.load_attention_kernel(self._handle, kernel, self._variant.file_of(kernel))
-        return bool(kernel)
-
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""
         config = unpack("ScheduleConfig", self._library.schedule_config(self._handle))
@@ -360,7 +356,7 @@ class _DebugAttention(Attention):
     @contextmanager
     def _until_done(self) -> Iterator[None]:
         if not self._in_use_until_done.acquire(blocking=False):
-            raise RuntimeError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
+            raise InUseError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
         try:
             yield
             self.raise_for_errors()

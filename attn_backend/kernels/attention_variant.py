@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..variants import Variant
 
 VariantArgs = Mapping[str, Tensor | float | int]
-_NOT_LOADED = "kernel is not loaded: "  # Attention::run (csrc/runtime/attention.cpp)
 
 
 class AttentionVariant:
@@ -93,10 +92,6 @@ class AttentionVariant:
         """
         jit = Settings.read().jit
         return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(jit), jit))
-
-    def late_kernel(self, error: Exception) -> str:
-        """The kernel that a run found not to be loaded; "" if the error is another one."""
-        return str(error).removeprefix(_NOT_LOADED) if str(error).startswith(_NOT_LOADED) else ""
 
     def visibility(self, view: BSRView, num_levels: int) -> tuple[bool, int]:
         """causal and window_left of what a view and the variant both let through.

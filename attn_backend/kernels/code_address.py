@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..settings import Settings
+from .errors import RejectedKernelError
 
 logger = logging.getLogger("attn_backend")
 
@@ -140,7 +141,7 @@ def do_without(error: RuntimeError) -> None:
     Raises:
         RuntimeError: the same error, where completed cubins were not in use or it is not about loading.
     """
-    if _rejected or not Settings.read().prefetch_code or not str(error).startswith("loading "):
+    if _rejected or not Settings.read().prefetch_code or not isinstance(error, RejectedKernelError):
         raise error
     _rejected.append(str(error))
     _warn(f"kernels are used without addresses of their code, since the driver rejects them ({error})")

@@ -9,6 +9,8 @@ from typing import Any
 
 import tvm_ffi
 
+from . import errors
+
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -29,5 +31,7 @@ def library_path() -> Path:
 
 @cache
 def library() -> Any:
-    """The loaded host library; its functions are those exported in csrc/runtime/bindings.cpp."""
+    """The loaded host library; its functions are those that csrc/runtime/ exports."""
+    for error in errors.OF_THE_LIBRARY:
+        tvm_ffi.register_error(error)
     return tvm_ffi.load_module(str(library_path()))

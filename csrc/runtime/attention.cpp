@@ -185,8 +185,8 @@ void Attention::enter() {
   uintptr_t user = 0;
   const uintptr_t self = static_cast<uintptr_t>(pthread_self());
   if (user_.compare_exchange_strong(user, self, std::memory_order_acquire) || user == self) return;
-  TVM_FFI_THROW(RuntimeError) << "this Attention is in use by another thread: plan() and run() of one object must "
-                                 "follow one another; give each thread an object of its own";
+  TVM_FFI_THROW(InUseError) << "this Attention is in use by another thread: plan() and run() of one object must "
+                               "follow one another; give each thread an object of its own";
 }
 
 void Attention::begin_plan() {
@@ -267,8 +267,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   if (kernel == kRowsTooFarApart)
     refuse("k.stride(0)", params.k.page_stride,
            "smaller, or of a larger power of two: a row lies too far from the first");
-  if (!attention_kernels_[kernel])
-    TVM_FFI_THROW(RuntimeError) << "kernel is not loaded: " << design_.kernels[kernel];  // Python loads it
+  if (!attention_kernels_[kernel]) TVM_FFI_THROW(MissingKernelError) << design_.kernels[kernel];  // Python loads it
   driver::launch(attention_kernels_[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
                  &arguments, stream);
   driver::launch(

@@ -100,11 +100,14 @@ const Driver& driver() {
   return loaded;
 }
 
-void check(Result result, const std::string& doing) {
-  if (result == 0) return;
+std::string describe(Result result, const std::string& doing) {
   const char* name = nullptr;
   driver().error_name(result, &name);
-  TVM_FFI_THROW(RuntimeError) << doing << ": " << (name ? name : "unknown CUDA error") << " (" << result << ")";
+  return doing + ": " + (name ? name : "unknown CUDA error") + " (" + std::to_string(result) + ")";
+}
+
+void check(Result result, const std::string& doing) {
+  if (result != 0) TVM_FFI_THROW(RuntimeError) << describe(result, doing);
 }
 
 /// Makes the primary context of `device` (the one that torch uses) current on this thread.
@@ -146,7 +149,10 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   use_device(device);
   std::lock_guard<std::mutex> lock(mutex);
   Module& module = modules[{file, device}];
-  if (module == nullptr) check(driver().module_load(&module, file.c_str()), "loading " + file);
+  if (module == nullptr) {
+    const Result result = driver().module_load(&module, file.c_str());
+    if (result != 0) TVM_FFI_THROW(RejectedKernelError) << describe(result, "loading " + file);
+  }
   Kernel kernel;
   kernel.module = module;
   kernel.device = device;

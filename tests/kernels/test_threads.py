@@ -11,6 +11,7 @@ import torch
 from test_gate import Problem
 
 from attn_backend import Attention
+from attn_backend.kernels.errors import InUseError
 
 
 def test_two_threads_are_refused_or_served_rightly() -> None:
@@ -46,7 +47,7 @@ def test_a_refused_thread_leaves_the_others_plan() -> None:
     plan_level = problem.attention._plan_level
 
     def refused(*_: object) -> int:
-        raise RuntimeError("this Attention is in use by another thread: ...")
+        raise InUseError("this Attention is in use by another thread: ...")
 
     problem.attention._plan_level = refused
     with pytest.raises(RuntimeError, match="in use by another thread"):
