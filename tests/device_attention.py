@@ -38,8 +38,11 @@ class _Passed(ctypes.Structure):
 
 
 def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: int, variant: str | Variant) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, head_dim and variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other. Compiled
-    into `folder`, or found there."""
+    """The kernels of a design for one dtype, head_dim and variant, compiled into `folder`, or found there.
+
+    Args:
+        variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
+    """
     design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
     if isinstance(variant, Variant):
         text, variant_type, name = manifest.variant_text(variant), manifest.USER_VARIANT, variant.name

@@ -246,7 +246,8 @@ void cluster_wait() { wait(Waiting::kForCluster, cluster_barrier.uses, fibers[cu
 
 void pause() {
   Fiber& fiber = fibers[current];
-  if (random() % 8 == 0) fiber.pause_end = rounds + random() % 128;
+  constexpr uint32_t kRounds = 128, kManyRounds = 4096;  // in which others multiply a few fragments, or whole tiles
+  if (random() % 8 == 0) fiber.pause_end = rounds + random() % (random() % 8 == 0 ? kManyRounds : kRounds);
   while (rounds < fiber.pause_end) give_way();
 }
 

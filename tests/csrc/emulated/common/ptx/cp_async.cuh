@@ -36,14 +36,15 @@ struct Copies {
 inline Copies copies_of_threads[1024];
 inline Copies& own_copies() { return copies_of_threads[emulation::fiber()]; }
 
-inline const bool kHasCopies = emulation::add_unit({[] {
-                                                      for (Copies& copies : copies_of_threads) copies = Copies{};
-                                                    },
-                                                    [] {
-                                                      for (const Copies& copies : copies_of_threads)
-                                                        if (copies.done < copies.all.size())
-                                                          emulation::fail("a thread has ended before its cp.async");
-                                                    }});
+inline void begin_copies() {
+  for (Copies& copies : copies_of_threads) copies = Copies{};
+}
+inline void end_copies() {
+  for (const Copies& copies : copies_of_threads) {
+    if (copies.done < copies.all.size()) emulation::fail("a thread has ended before its cp.async");
+  }
+}
+inline const bool kHasCopies = emulation::add_unit({begin_copies, end_copies});
 
 inline void copy_later(uint32_t shared, const void* global) {
   if (reinterpret_cast<uintptr_t>(global) % kCopyBytes != 0)

@@ -108,15 +108,15 @@ struct Stores {
 };
 inline Stores stores_of_threads[1024];
 
-inline const bool kHasStores =
-    emulation::add_unit({[] {
-                           for (Stores& stores : stores_of_threads) stores = Stores{};
-                         },
-                         [] {
-                           for (const Stores& stores : stores_of_threads)
-                             if (!stores.boxes.empty())
-                               emulation::fail("a thread has ended before TMA has read what it stores");
-                         }});
+inline void begin_stores() {
+  for (Stores& stores : stores_of_threads) stores = Stores{};
+}
+inline void end_stores() {
+  for (const Stores& stores : stores_of_threads) {
+    if (!stores.boxes.empty()) emulation::fail("a thread has ended before TMA has read what it stores");
+  }
+}
+inline const bool kHasStores = emulation::add_unit({begin_stores, end_stores});
 
 inline void store_box(const TensorMap& map, uint32_t shared, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   const Box box(map, shared, c0, c1, c2, c3);

@@ -150,18 +150,18 @@ struct WarpProducts {
 inline WarpProducts products_of_warps[32];
 inline WarpProducts& own_products() { return products_of_warps[emulation::fiber() / 32]; }
 
-inline const bool kHasProducts =
-    emulation::add_unit({[] {
-                           for (WarpProducts& products : products_of_warps) products = WarpProducts{};
-                         },
-                         [] {
-                           for (int warp = 0; warp < 32; ++warp) {
-                             const WarpProducts& products = products_of_warps[warp];
-                             if (!products.accumulators.empty()) emulation::fail("a warp has ended before its wgmma");
-                             if (products.issued != products_of_warps[warp / 4 * 4].issued)
-                               emulation::fail("the warps of a warpgroup have issued different wgmma");
-                           }
-                         }});
+inline void begin_products() {
+  for (WarpProducts& products : products_of_warps) products = WarpProducts{};
+}
+inline void end_products() {
+  for (int warp = 0; warp < 32; ++warp) {
+    const WarpProducts& products = products_of_warps[warp];
+    if (!products.accumulators.empty()) emulation::fail("a warp has ended before its wgmma");
+    if (products.issued != products_of_warps[warp / 4 * 4].issued)
+      emulation::fail("the warps of a warpgroup have issued different wgmma");
+  }
+}
+inline const bool kHasProducts = emulation::add_unit({begin_products, end_products});
 
 /// Computes what has been issued, but for the last `groups` groups and the open one.
 inline void compute_products(WarpProducts& products, size_t groups) {
