@@ -169,7 +169,7 @@ struct Consumer {
   template <int kLanes>
   __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
                                                   int thread) const {
-    transform_rows<OfQuery, Query, Element, kQkColumns, kLanes, 1, 2>(
+    transform_rows<OfQuery, Query, Element, kQkColumns, kLanes, kWarpRows, 1, 2>(
         shared.q(slot), first_row, end_row, thread, variant(item.kv_head),
         TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
     ptx::fence_async_proxy();
@@ -183,7 +183,7 @@ struct Consumer {
       const bool is_half = item.kind == kMaxKind;
       const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
       wait_for_tile(place);
-      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, 1, 2>(
+      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, kTokens / 2, 2, 2>(
           shared.kv(place.slot), first_row, first_row + (is_half ? kTokens / 2 : kTokens),
           consumer_thread() % kWarpgroupThreads, variant(item.kv_head), tokens_of(item, first_token));
       ptx::fence_async_proxy();
@@ -235,7 +235,7 @@ struct Consumer {
   template <class Transform, class Tile, int kColumns>
   __device__ __forceinline__ void transform_own(const WorkItem& item, int slot, int row, int32_t token) const {
     if constexpr (Transform::kExists) {
-      transform_rows<Transform, Tile, Element, kColumns, 32, 2, 4>(
+      transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, 2, 4>(
           shared.kv(slot), row, row + kMmaTokens, ptx::lane_id(), variant(item.kv_head), tokens_of(item, token - row));
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
