@@ -38,7 +38,7 @@ class _Passed(ctypes.Structure):
 
 
 def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: int, variant: str | Variant) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, head_dim and variant: "sinks", the standard one with sinks; one of TEST_VARIANTS; or any other. Compiled into
+    """The kernels of a design for one dtype, head_dim and variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other. Compiled into
     `folder`, or found there."""
     design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
     if isinstance(variant, Variant):
@@ -52,12 +52,7 @@ def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: int, varian
     text += manifest.merge_source(element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in design.cubins)}}};\n"
     name = manifest.attention_name(design.name, element, head_dim, name)
-    headers = folder / name
-    headers.mkdir(exist_ok=True)
-    source = headers / "kernels.h"
-    if not source.exists() or source.read_text() != text:
-        source.write_text(text)
-    made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", includes=[headers], options=["-O1", f"-DDESIGN=attn::{design.name}"])
+    made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p
     return made
 

@@ -40,6 +40,7 @@ class Fault:
 
 DRAWS = ("tests/kernels/test_sampling_draws.py",)
 DEVICE = "tests/csrc/test_device_kernels.py"
+ATTENTION = "tests/csrc/test_attention_kernels.py"
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
@@ -162,35 +163,70 @@ FAULTS = (
         "csrc/attention/sm80/kv_loader.cuh",
         "const KvTensor& tensor = is_v ? params.v : params.k;",
         "const KvTensor& tensor = params.k;",
-        (DEVICE, "-k", "random_cases and generic"),
+        (ATTENTION, "-k", "random_cases and generic"),
     ),
     Fault(
         "merge: a later CTA's part",
         "csrc/attention/merge/merge.cuh",
         "first_cta, link) + number - 1;",
         "first_cta, link) + number;",
-        (DEVICE, "-k", "random_cases"),
+        (ATTENTION, "-k", "random_cases"),
     ),
     Fault(
         "merge: parts of other CTAs left out where rows are in several groups",
         "csrc/attention/merge/merge.cuh",
         "parts.of_link = 1 + inside.end - inside.begin;",
         "parts.of_link = 1;",
-        (DEVICE, "-k", "forests_and_chunks"),
+        (ATTENTION, "-k", "forests_and_chunks"),
     ),
     Fault(
         "walk: a head too many",
         "csrc/attention/work_cursor.cuh",
         "if (++now.head == num_kv_heads) {",
         "if (++now.head > num_kv_heads) {",
-        (DEVICE, "-k", "random_cases and hopper"),
+        (ATTENTION, "-k", "random_cases and hopper"),
     ),
     Fault(
         "work queue: another row tile",
         "csrc/planner/schedule.h",
         "2 * group.tile_begin + of_group - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
-        (DEVICE, "-k", "work_queue"),
+        (ATTENTION, "-k", "work_queue"),
+    ),
+    Fault(
+        "Hopper kernel: scores are not waited for",
+        "csrc/attention/sm90/consumer.cuh",
+        "        ptx::wgmma_wait<1>();\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: a fence forgotten",
+        "csrc/attention/sm90/consumer.cuh",
+        "  ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: another swizzle",
+        "csrc/attention/sm90/swizzled_tile.cuh",
+        "(((chunk & 7) ^ (row & 7)) << 4)",
+        "(((chunk & 7) ^ (row & 3)) << 4)",
+        (ATTENTION, "-k", "random_cases and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: a barrier for too many warps",
+        "csrc/attention/sm90/shared_memory.cuh",
+        "ptx::mbarrier_init(q_free(slot), kConsumerWarps);",
+        "ptx::mbarrier_init(q_free(slot), kConsumerWarps + 1);",
+        (ATTENTION, "-k", "every_kind and hopper"),
+    ),
+    Fault(
+        "masks: a token too far",
+        "csrc/attention/warp_state.cuh",
+        "scores_before(tokens.end - first_column)",
+        "scores_before(tokens.end + 1 - first_column)",
+        (ATTENTION, "-k", "random_cases"),
     ),
     Fault(
         "device sampling: another bit of the mask",

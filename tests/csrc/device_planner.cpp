@@ -39,7 +39,8 @@ void run_cta(int32_t block, uint32_t seed) {
   const int32_t bytes = planned_params.seeks_forest
                             ? attn::plan_forest_shared_bytes(planned_params.levels[0].num_groups)
                             : attn::plan_shared_bytes(planned_params.config.max_groups, 0);
-  if (memory[bytes] != emulation::kUnwritten || std::memcmp(memory + bytes, memory + bytes + 1, sizeof(memory) - bytes - 1) != 0)
+  if (memory[bytes] != emulation::kUnwritten ||
+      std::memcmp(memory + bytes, memory + bytes + 1, sizeof(memory) - bytes - 1) != 0)
     emulation::fail("more shared memory is used than asked for");
 }
 

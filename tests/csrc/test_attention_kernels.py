@@ -18,7 +18,7 @@ import torch
 from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
 from device_attention import DeviceAttention
 
-from attn_backend import BSRView, Composition, KVCache, PageTable
+from attn_backend import BSRView, Composition, KVCache, PageTable, Variant
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 
@@ -95,8 +95,18 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int,
         dtype, head_dim = FORMS[number % 3]
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1, group_size=group_size, head_dim=head_dim, dtype=dtype, num_ctas=5, padding_rows=2, page_size=5)
         case = case_tensors.build(spec.with_(window_left=60 if number == 1 else -1), CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number)
+        variant = "standard" if head_dim == 128 else "sinks"
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number, variant)
         run_and_check(case, attention, wants_lse=number % 2 == 0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
+    """Logits of tens: those of later KV tiles exceed the first tile's by far."""
+    for number, (dtype, head_dim) in enumerate(FORMS):
+        spec = cases.Spec((70, 2), (700, 600), num_kv_heads=1, head_dim=head_dim, dtype=dtype, sm_scale=10 / head_dim**0.5, num_ctas=2, seed=number)
+        case = case_tensors.build(spec, CPU)
+        run_and_check(case, DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number))
 
 
 def test_pairs_from_the_work_queue(emulated: Path) -> None:
@@ -185,6 +195,33 @@ def test_variants_know_requests_and_positions(emulated: Path, kernel: str, varia
         problem.check((expected, lse))
         merged += attention.schedule().links.shape[1]
     assert (merged > 0) == (options != {"cascade": False})
+
+
+def biased(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return score + slopes[h] * (kv_idx - q_idx)  # type: ignore[name-defined]  # noqa: F821
+
+
+def same_block_or_sink(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return (kv_idx <= q_idx) & ((q_idx // 100 == kv_idx // 100) | (kv_idx < 4 + b))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_traced_functions(emulated: Path, kernel: str) -> None:
+    """Planned with what the mask lets rows see, and without."""
+    variant = Variant.from_functions(biased, same_block_or_sink, tensors={"slopes": torch.float32})
+    expected = oracle.Variant(
+        logits=lambda logits, at: logits + slopes[at.head] * (at.token - at.position),
+        mask=lambda at: (at.token <= at.position) & ((at.position // 100 == at.token // 100) | (at.token < 4 + at.request)),
+    )
+    dtype, head_dim = FORMS[0]
+    for number, page_size in enumerate((16, 3)):
+        spec = cases.Spec((1, 150, 3, 20), (700, 150, 300, 450), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=4, page_size=page_size, causal=False)
+        case = case_tensors.build(spec, CPU)
+        slopes = torch.linspace(0.001, 0.02, 6)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, cascade="always"), kernel, number, variant)
+        attention.plan(case.view, variant_args={"slopes": slopes} if number == 0 else None)
+        case.run(attention, out=case.out, lse=case.lse, variant_args={"slopes": slopes})  # type: ignore[arg-type]
+        case_tensors.check(case, case.out, case.lse, case.expected(variant=expected))
 
 
 def test_levels_say_where_their_tokens_and_rows_stand(emulated: Path) -> None:

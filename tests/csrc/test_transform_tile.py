@@ -6,7 +6,6 @@ The emulation gives wgmma NaN for what was written without a fence, and reports 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import case_tensors
 import cases
@@ -47,18 +46,12 @@ def entry_of(name: str) -> Entry:
     return next(entry for entry in entries() if entry.name == name)
 
 
-def device(folder: Path, attention: Any, kernel: str, seed: int, entry: Entry) -> DeviceAttention:
-    """Variants of one name have folders of their own."""
-    own = folder / entry.name
-    own.mkdir(exist_ok=True)
-    return DeviceAttention(own, attention, kernel, seed, entry.variant)
-
-
 def check_case(folder: Path, entry: Entry, spec: cases.Spec, kernel: str) -> DeviceAttention:
     case = case_tensors.build(spec, CPU)
     heads = spec.num_kv_heads * spec.group_size
     args = entry.args(numpy.random.default_rng(spec.seed), Sizes(spec.qo_lens, spec.kv_lens, heads))
-    attention = device(folder, case.attention(kernel=kernel, cascade=False, variant=entry.variant), kernel, spec.seed, entry)
+    made = case.attention(kernel=kernel, cascade=False, variant=entry.variant)
+    attention = DeviceAttention(folder, made, kernel, spec.seed, entry.variant)
     attention.plan(case.view, variant_args=args if spec.seed % 2 else None)
     case.run(attention, out=case.out, lse=case.lse, variant_args=args)  # type: ignore[arg-type]
     case_tensors.check(case, case.out, case.lse, case.expected(variant=entry.oracle(args)))
@@ -114,7 +107,7 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
             problem = forests.make_problem(rng, shape, batch, CPU)
             args = entry.args(rng, Sizes(batch.qo_lens, batch.kv_lens, 4))
             made = problem.attention(kernel=kernel, variant=entry.variant, **options)
-            attention = device(emulated, made, kernel, seed, entry)
+            attention = DeviceAttention(emulated, made, kernel, seed, entry.variant)
             problem.run(attention, batch.view(rng, CPU), variant_args=args)  # type: ignore[arg-type]
             problem.check(problem.expected(variant=entry.oracle(args)))
             merged += attention.schedule().links.shape[1]

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/math.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
@@ -40,9 +41,7 @@ struct Float16Element {
   static constexpr uint32_t kExcludedWord = 0xfc00fc00u;
 
   __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(half != 0 ? word >> 16 : word)));
-    return x;
+    return ptx::float_of_f16(static_cast<uint16_t>(half != 0 ? word >> 16 : word));
   }
 };
 

@@ -57,7 +57,8 @@ struct Fiber {
   Waiting waiting;
   const int64_t* counter;
   int64_t value;
-  uint32_t number;                // of the barrier
+  uint32_t number;                 // of the barrier
+  int64_t pause_end;               // the round in which it goes on
   std::vector<uint32_t> unfenced;  // granules that it has written since its last fence
 };
 
@@ -69,6 +70,7 @@ std::map<uint32_t, Mbarrier> mbarriers;
 std::vector<std::function<void()>> works;  // under way
 std::vector<uint16_t> writers;  // of each granule: 1 + the thread whose write no fence has followed yet, or 0
 int64_t free_registers;
+int64_t rounds;   // in which each warp that can has gone on
 int32_t current;  // fiber
 int32_t num_ctas;
 bool in_fiber;
@@ -114,7 +116,8 @@ void wait(Waiting what, const int64_t& counter, int64_t value, uint32_t number =
 }
 
 bool can_go_on(const Fiber& fiber) {
-  return !fiber.ended && (fiber.waiting == Waiting::kForNothing || *fiber.counter != fiber.value);
+  return !fiber.ended && fiber.pause_end <= rounds &&
+         (fiber.waiting == Waiting::kForNothing || *fiber.counter != fiber.value);
 }
 
 Mbarrier& mbarrier(uint32_t address) {
@@ -171,9 +174,21 @@ void finish_some_work() {
   work();
 }
 
+/// Ends the pause of the thread that has waited longest. Returns whether any thread was pausing.
+bool end_pause(int32_t all) {
+  int64_t first = rounds;
+  for (int32_t i = 0; i < all; ++i) {
+    const Fiber& fiber = fibers[i];
+    if (!fiber.ended && fiber.pause_end > rounds && (first == rounds || fiber.pause_end < first))
+      first = fiber.pause_end;
+  }
+  return std::exchange(rounds, first) != first;
+}
+
 /// Lets each warp go on, or all but some of them. Returns whether any thread could.
 bool run_round(int32_t all, bool leaves_some_out) {
   bool anyone = false;
+  ++rounds;
   const int32_t num_warps = all / 32, first = static_cast<int32_t>(random()) % num_warps;
   for (int32_t w = 0; w < num_warps; ++w) {
     const int32_t warp = (first + w) % num_warps;
@@ -229,6 +244,12 @@ void cluster_arrive() {
 
 void cluster_wait() { wait(Waiting::kForCluster, cluster_barrier.uses, fibers[current].cluster_use); }
 
+void pause() {
+  Fiber& fiber = fibers[current];
+  if (random() % 8 == 0) fiber.pause_end = rounds + random() % 128;
+  while (rounds < fiber.pause_end) give_way();
+}
+
 void mbarrier_init(uint32_t address, int32_t arrivals) {
   if (!mbarriers.emplace(address, Mbarrier{arrivals, arrivals, 0, 0}).second) fail("an mbarrier is initialised twice");
 }
@@ -272,7 +293,8 @@ const Words* exchange(const Words& given, const char* operation, void (*together
   const int64_t use = warp.uses;
   Words* const words = warp.words[use % 2];
   if (warp.arrived == 0) warp.operation = operation;
-  if (std::strcmp(warp.operation, operation) != 0) fail("the lanes of a warp do different things together");
+  if (warp.operation != operation && std::strcmp(warp.operation, operation) != 0)
+    fail("the lanes of a warp do different things together");
   words[threadIdx.x % 32] = given;
   if (++warp.arrived == 32) {
     if (together != nullptr) together(words);
@@ -330,6 +352,7 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
   works.clear();
   writers.assign(shared_bytes / kGranule, 0);
   free_registers = 0;
+  rounds = 0;
   std::memset(shared_memory, kUnwritten, shared_bytes);
   body = thread;
   state ^= seed;
@@ -340,6 +363,7 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
     Fiber& fiber = fibers[i];
     fiber.begun = fiber.ended = false;
     fiber.waiting = Waiting::kForNothing;
+    fiber.pause_end = 0;
     fiber.unfenced.clear();
     getcontext(&fiber.begin);
     fiber.begin.uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * kStackBytes];
@@ -352,6 +376,7 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
   while (true) {
     if (!works.empty() && !is_late && random() % 2 == 0) finish_some_work();
     if (run_round(all, true) || run_round(all, false)) continue;
+    if ((works.empty() || random() % 2 == 0) && end_pause(all)) continue;
     if (!works.empty()) {
       finish_some_work();
       continue;

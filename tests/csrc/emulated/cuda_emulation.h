@@ -1,6 +1,6 @@
-// As much of CUDA as the kernels use, on a CPU: the threads of a CTA are fibers that give way to others wherever threads
-// wait for each other, at barriers and at what a warp does together. A CTA that waits for ever is reported, with what
-// each thread waits for.
+// As much of CUDA as the kernels use, on a CPU: the threads of a CTA are fibers that give way to others wherever
+// threads wait for each other, at barriers and at what a warp does together. A CTA that waits for ever is reported,
+// with what each thread waits for.
 #pragma once
 
 #include <cmath>
@@ -127,13 +127,16 @@ int32_t cluster_size();
 void cluster_arrive();
 void cluster_wait();
 
-/// The mbarriers at these addresses of shared memory. A phase is complete when all arrivals have come, and as many bytes
-/// as were expected.
+/// The mbarriers at these addresses of shared memory. A phase is complete when all arrivals have come, and as many
+/// bytes as were expected.
 void mbarrier_init(uint32_t address, int32_t arrivals);
 void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes);
 /// Whether the phase of this parity is complete: the one before the present one has the other parity.
 bool mbarrier_test(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
+
+/// Lets the others go on for a while, now and then: where a thread that is late may find that something has changed.
+void pause();
 
 /// Begins what goes on beside the threads. It is done in any order, at any time, perhaps only when all threads wait.
 void begin_work(std::function<void()> work);
@@ -142,9 +145,9 @@ void begin_work(std::function<void()> work);
 void add_registers(int32_t count);
 void take_registers(int32_t count);
 
-/// What threads write to shared memory is read by TMA and wgmma (the async proxy) only behind a fence of the thread that
-/// wrote it. unfenced_writer(): one that has written some of these bytes and not fenced them, or -1. replace_shared():
-/// TMA or cp.async writes them.
+/// What threads write to shared memory is read by TMA and wgmma (the async proxy) only behind a fence of the thread
+/// that wrote it. unfenced_writer(): one that has written some of these bytes and not fenced them, or -1.
+/// replace_shared(): TMA or cp.async writes them.
 void fence_shared();
 int32_t unfenced_writer(uint32_t address, size_t bytes);
 void replace_shared(uint32_t address, size_t bytes);

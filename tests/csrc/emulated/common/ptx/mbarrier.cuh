@@ -15,6 +15,7 @@ inline void fence_mbarrier_init() {}
 
 inline void mbarrier_arrive(uint32_t barrier, uint32_t arrivals = 1) {
   emulation::mbarrier_add(barrier, static_cast<int32_t>(arrivals), 0);
+  emulation::pause();
 }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulation::mbarrier_add(barrier, 1, bytes); }
 inline void mbarrier_expect(uint32_t barrier, uint32_t bytes) { emulation::mbarrier_add(barrier, 0, bytes); }
@@ -28,7 +29,10 @@ inline void mbarrier_arrive_after_cp_async(uint32_t barrier) {
 }
 
 inline bool mbarrier_test(uint32_t barrier, uint32_t parity) { return emulation::mbarrier_test(barrier, parity); }
-inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulation::mbarrier_wait(barrier, parity); }
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  if (emulated_lane() == 0) emulation::pause();
+  emulation::mbarrier_wait(barrier, parity);
+}
 
 inline void fence_async_proxy() { emulation::fence_shared(); }
 

@@ -18,12 +18,15 @@ struct Float16Table {
 };
 inline const Float16Table kFloat16Table;
 
-inline float f16_element(uint32_t pair, int half) { return kFloat16Table.values[half != 0 ? pair >> 16 : pair & 0xffffu]; }
+inline float f16_element(uint32_t pair, int half) {
+  return kFloat16Table.values[half != 0 ? pair >> 16 : pair & 0xffffu];
+}
 
 template <class Element>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Element& element) {
   const auto both = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
-  const emulation::Words* const lanes = emulation::exchange({{both(a[0], a[1]), both(a[2], a[3]), both(b0, b1)}}, "mma");
+  const emulation::Words* const lanes =
+      emulation::exchange({{both(a[0], a[1]), both(a[2], a[3]), both(b0, b1)}}, "mma");
   const int lane = emulated_lane(), row = lane / 4, column = lane % 4 * 2;
   float rows[2][16], columns[2][16];  // what this lane's elements of C are products of: rows `row` and `row + 8`,
                                       // columns `column` and `column + 1`

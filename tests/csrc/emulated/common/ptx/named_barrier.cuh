@@ -5,7 +5,10 @@
 
 namespace attn::ptx {
 
-inline void barrier_sync(int32_t id, int32_t threads) { emulation::barrier(id, threads, false); }
+inline void barrier_sync(int32_t id, int32_t threads) {
+  emulation::barrier(id, threads, false);
+  if (emulated_lane() == 0) emulation::pause();
+}
 
 template <int kBarrier, int kThreads>
 void barrier_sync() {

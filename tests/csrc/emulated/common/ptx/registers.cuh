@@ -1,12 +1,14 @@
 // As csrc/common/ptx/registers.cuh: a warp waits until others have given what it takes.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
 
 /// Of a thread, as launched: what a multiprocessor has, shared by the threads of one CTA, in steps of 8.
-inline int32_t launched_registers() { return (64 << 10) / blockDim.x / 8 * 8; }
+inline int32_t launched_registers() { return std::min((64 << 10) / blockDim.x / 8 * 8, 256); }
 
 template <int kRegisters>
 void give_registers() {

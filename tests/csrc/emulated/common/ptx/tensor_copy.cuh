@@ -94,8 +94,8 @@ inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, in
   emulation::begin_work([box, barrier] {
     box.for_each([](uint32_t address, const char* element) {
       const uint16_t zero = 0;
-      std::memcpy(emulation::shared_memory + address, element == nullptr ? reinterpret_cast<const char*>(&zero) : element,
-                  sizeof(zero));
+      std::memcpy(emulation::shared_memory + address,
+                  element == nullptr ? reinterpret_cast<const char*>(&zero) : element, sizeof(zero));
     });
     emulation::mbarrier_add(barrier, 0, -static_cast<int64_t>(box.bytes()));
   });

@@ -67,17 +67,19 @@ float product_element(uint16_t bits) {
   return kType == MmaType::kBFloat16 ? bf16_element(bits, 0) : f16_element(bits, 0);
 }
 
-/// sums = A B (+ sums). Depth first: A's columns are B's rows.
+/// Of one product: A's columns are B's rows.
 struct Factors {
   float a[kProductRows][kProductDepth];
   float b[kProductDepth][kMostProductColumns];
 };
 
+/// sums = A B (+ sums)
 struct Product {
   Accumulators* to;
-  uint64_t a, b;                    // descriptors
-  const uint32_t* a_of_lanes[32];   // a[0]: not in registers
-  int warp;                         // of the warpgroup
+  uint64_t a;                      // descriptor, if A is in shared memory
+  const uint32_t* a_of_lanes[32];  // otherwise
+  uint64_t b;                      // descriptor
+  int warp;                        // of the warpgroup
   bool accumulates;
   void (*load)(const Product& product, Factors& factors);
 
@@ -103,13 +105,18 @@ void load_chunk(const char* chunk, float* to, int step) {
   for (int i = 0; i < 8; ++i) to[i * step] = product_element<kType>(bits[i]);
 }
 
-/// Of wgmma_shared(): columns of both are the k dimension.
+/// Of wgmma_shared(): columns of both are the k dimension. A warp may read all rows of A, those of the other warps too:
+/// its products are NaN if one of these is not visible.
 template <MmaType kType>
 void load_shared(const Product& product, Factors& factors) {
   const DescribedMatrix a(product.a), b(product.b);
   for (int k = 0; k < kProductDepth; k += 8) {
-    for (int row = 0; row < kProductRows; ++row)
-      load_chunk<kType>(a.chunk(product.warp * kProductRows + row, k), &factors.a[row][k], 1);
+    bool is_visible = true;
+    for (int row = 0; row < 4 * kProductRows; ++row) is_visible &= a.chunk(row, k) != nullptr;
+    for (int row = 0; row < kProductRows; ++row) {
+      const char* const chunk = a.chunk(product.warp * kProductRows + row, k);
+      load_chunk<kType>(is_visible ? chunk : nullptr, &factors.a[row][k], 1);
+    }
     for (int n = 0; n < product.to->columns; ++n)
       load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMostProductColumns);
   }
@@ -133,11 +140,11 @@ void load_registers(const Product& product, Factors& factors) {
 
 /// Of one warp.
 struct WarpProducts {
-  bool fenced;                                    // since the last wait
-  std::vector<std::vector<Product>> groups{1};    // that have not been waited for; the last one is open
-  size_t computed;                                // of all their products, the first
+  bool fenced;                                  // since the last wait
+  std::vector<std::vector<Product>> groups{1};  // that have not been waited for; the last one is open
+  size_t computed;                              // of all their products, the first
   std::list<Accumulators> accumulators;
-  std::vector<uint64_t> issued;                   // what all warps of a warpgroup must agree on
+  std::vector<uint64_t> issued;  // what all warps of a warpgroup must agree on
 };
 
 inline WarpProducts products_of_warps[32];
@@ -178,6 +185,7 @@ inline void wgmma_commit() {
 
 template <int kPending>
 void wgmma_wait() {
+  if (emulated_lane() == 0) emulation::pause();
   emulation::exchange({}, "wgmma.wait_group", [](const emulation::Words*) {
     WarpProducts& products = own_products();
     products.fenced = false;
@@ -247,10 +255,9 @@ void issue_product(const emulation::Words* lanes, void (*load)(const Product&, F
 /// c = a * b^T (+ c if `accumulates`): the columns of both are the k dimension.
 template <MmaType kType, int kBlocks>
 void wgmma_shared(float (&c)[kBlocks][4], MatrixDescriptor a, MatrixDescriptor b, int32_t accumulates) {
-  emulation::exchange({{reinterpret_cast<uint64_t>(c), a.value(), b.value(), accumulates != 0}}, "wgmma",
-                      [](const emulation::Words* lanes) {
-                        issue_product<kBlocks * 8, false>(lanes, load_shared<kType>);
-                      });
+  emulation::exchange(
+      {{reinterpret_cast<uint64_t>(c), a.value(), b.value(), accumulates != 0}}, "wgmma",
+      [](const emulation::Words* lanes) { issue_product<kBlocks * 8, false>(lanes, load_shared<kType>); });
 }
 
 /// c = a * b (+ c if `accumulates`): a in registers, b's rows are the k dimension.

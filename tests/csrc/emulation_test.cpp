@@ -1,0 +1,171 @@
+// Small kernels for test_emulation.py, through ctypes: each right, or with a fault that the emulation must notice.
+#include <cstring>
+
+#include "cuda_emulation.h"
+
+alignas(1024) char memory[64 << 10];  // shared memory
+
+namespace emulation {
+
+char* const shared_memory = memory;
+const size_t shared_bytes = sizeof(memory);
+uint64_t time() { return 0; }
+bool loses_messages() { return false; }
+
+}  // namespace emulation
+
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/registers.cuh"
+#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/wgmma.cuh"
+
+namespace {
+
+using namespace attn;
+
+constexpr int32_t kThreads = 128;
+constexpr uint32_t kBarrier = 0, kTile = 1024, kTileBytes = 64 * 128, kSecondTile = kTile + kTileBytes;
+
+/// Of the running kernel.
+struct Launched {
+  const uint16_t* a;  // [64, 64]
+  const uint16_t* b;  // [64, 64]
+  float* out;         // [64, 64]
+  int32_t fault;      // 0: none
+} launched;
+TensorMap map;
+
+bool is_fault(int32_t number) { return launched.fault == number; }
+
+/// Element (row, column) of a tile of 64 x 64, permuted as TMA does it.
+uint32_t place(int32_t row, int32_t column) {
+  return static_cast<uint32_t>(row * 128 + ((column / 8 ^ row % 8) * 8 + column % 8) * 2);
+}
+
+float element(uint32_t address) {
+  uint16_t bits;
+  std::memcpy(&bits, memory + address, sizeof(bits));
+  return ptx::bf16_element(bits, 0);
+}
+
+/// The tile at kTile, read by threads.
+void write_tile() {
+  for (int32_t i = threadIdx.x; i < 64 * 64; i += kThreads) launched.out[i] = element(kTile + place(i / 64, i % 64));
+}
+
+/// 1: a warp does not come. 2: it comes to another barrier.
+void named_barrier() {
+  if (threadIdx.x >= 64) return;
+  if (is_fault(1) && threadIdx.x >= 32) return;
+  ptx::barrier_sync(is_fault(2) && threadIdx.x >= 32 ? 3 : 2, 64);
+  launched.out[threadIdx.x] = 1.0f;
+}
+
+/// Three warpgroups. 1: nobody gives registers.
+void registers() {
+  if (threadIdx.x < kThreads) {
+    if (!is_fault(1)) ptx::give_registers<88>();
+  } else {
+    ptx::take_registers<208>();
+  }
+  launched.out[threadIdx.x] = 1.0f;
+}
+
+/// 1: no wait. 2: a wait that leaves this group.
+void copy_async() {
+  for (int32_t i = threadIdx.x; i < 64 * 8; i += kThreads)
+    ptx::cp_async_16(kTile + place(i / 8, i % 8 * 8), launched.a + i * 8);
+  ptx::cp_async_commit();
+  if (is_fault(2)) ptx::cp_async_wait<1>();
+  if (!is_fault(1) && !is_fault(2)) ptx::cp_async_wait<0>();
+  __syncthreads();
+  write_tile();
+  ptx::cp_async_wait<0>();
+}
+
+/// The last 8 rows and columns of the box lie outside the tensor. 1: no wait. 2: too few bytes are expected. 3: the
+/// phase before is waited for.
+void load_box() {
+  if (threadIdx.x == 0) ptx::mbarrier_init(kBarrier, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_arrive_expect(kBarrier, kTileBytes - (is_fault(2) ? 16 : 0));
+    ptx::copy_box(kTile, map, kBarrier, 8, 8, 0, 0, ptx::kKeepNormally);
+  }
+  if (!is_fault(1)) ptx::mbarrier_wait(kBarrier, is_fault(3) ? 1 : 0);
+  write_tile();
+}
+
+void write_rows(uint32_t tile, const uint16_t* from) {
+  for (int32_t i = threadIdx.x; i < 64 * 8; i += kThreads) {
+    uint4 chunk;
+    std::memcpy(&chunk, from + i * 8, sizeof(chunk));
+    *reinterpret_cast<uint4*>(memory + tile + place(i / 8, i % 8 * 8)) = chunk;
+  }
+}
+
+/// 1: no fence. 2: no wait before the thread ends.
+void store_box() {
+  write_rows(kTile, launched.a);
+  if (!is_fault(1)) ptx::fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::store_box(map, kTile, 8, 8, 0, 0);
+  ptx::bulk_commit();
+  if (!is_fault(2)) ptx::bulk_wait_read();
+}
+
+/// out = A B^T, or A B with A in registers. 1: no fence.proxy.async. 2: no wgmma.fence. 3: no commit. 4: no wait. 5: a
+/// wait that leaves this group. 6: B is overwritten, 7: A in registers is, before the wait. 8: one warp multiplies
+/// other rows of B.
+template <bool kInRegisters>
+void multiply() {
+  write_rows(kTile, launched.a);
+  write_rows(kSecondTile, launched.b);
+  if (!is_fault(1)) ptx::fence_async_proxy();
+  __syncthreads();
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float c[8][4];
+  uint32_t fragments[4][4];
+  const ptx::MatrixDescriptor a(kTile, 0);
+  const ptx::MatrixDescriptor b(kSecondTile + (is_fault(8) && warp == 2 ? 1024 : 0), 0);
+  for (int32_t k = 0; k < 4 && kInRegisters; ++k)
+    ptx::ldmatrix_x4(fragments[k], kTile + place(warp * 16 + lane % 16, k * 16 + lane / 16 * 8));
+  if (!is_fault(2)) ptx::wgmma_fence();
+  for (int32_t k = 0; k < 4; ++k) {
+    if constexpr (kInRegisters)
+      ptx::wgmma_registers<ptx::MmaType::kBFloat16>(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 16 * 128),
+                                                    k > 0);
+    else
+      ptx::wgmma_shared<ptx::MmaType::kBFloat16>(c, a.advanced(static_cast<uint32_t>(k) * 32),
+                                                 b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
+  }
+  if (!is_fault(3)) ptx::wgmma_commit();
+  if (is_fault(6)) write_rows(kSecondTile, launched.a);
+  for (int32_t k = 0; k < 4 && is_fault(7); ++k) fragments[k][0] = 0;
+  if (is_fault(5)) ptx::wgmma_wait<1>();
+  if (!is_fault(4) && !is_fault(5)) ptx::wgmma_wait<0>();
+  for (int32_t n = 0; n < 8; ++n) {
+    for (int32_t i = 0; i < 4; ++i)
+      launched.out[(warp * 16 + lane / 4 + i / 2 * 8) * 64 + n * 8 + lane % 4 * 2 + i % 2] = c[n][i];
+  }
+}
+
+}  // namespace
+
+/// kernel: its number in this order. Tensors as in Launched. tensor: what TMA loads from or stores to, [56, 56] with
+/// rows of 64. Returns what failed, or nullptr.
+extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t* a, const uint16_t* b, float* out,
+                                  uint16_t* tensor, uint32_t seed) {
+  void (*const kernels[])() = {named_barrier, registers,       copy_async,    load_box,
+                               store_box,     multiply<false>, multiply<true>};
+  launched = Launched{a, b, out, fault};
+  return emulation::failure_of(seed, [&] {
+    const Tensor4d described{tensor, true, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};
+    if (!ptx::encode(described, map)) emulation::fail("the map is refused");
+    emulation::run_cta(0, 1, kernels[kernel] == registers ? 3 * kThreads : kThreads, seed, kernels[kernel]);
+  });
+}

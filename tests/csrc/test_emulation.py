@@ -1,0 +1,102 @@
+"""What stands in for CUDA when device code runs on a CPU (tests/csrc/emulated/): right results from small kernels (tests/csrc/emulation_test.cpp), and each of
+their faults noticed, as a wrong result or by name."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import emulation
+import host_planner
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
+
+KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "multiply", "multiply_registers")
+SEEDS = range(8)
+
+
+@pytest.fixture(scope="module")
+def library(emulated: Path) -> ctypes.CDLL:
+    library = emulation.build(emulated, "emulation_test", emulation.TESTS / "emulation_test.cpp", options=["-O1"])
+    library.run_kernel.restype = ctypes.c_char_p
+    return library
+
+
+def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The kernel's result, or the tensor that TMA stores to, and what it must be."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
+    tensor, out = torch.randn(56, 64, generator=generator).bfloat16(), torch.zeros(64, 64)
+    expected = torch.zeros(64, 64)
+    if kernel == "named_barrier":
+        expected[0] = 1
+    elif kernel == "registers":
+        expected[:6] = 1
+    elif kernel == "copy_async":
+        expected = a.float()
+    elif kernel == "load_box":
+        expected[:48, :48] = tensor[8:, 8:56].float()
+    elif kernel == "store_box":
+        expected = tensor.clone().float()
+        expected[8:, 8:56] = a[:48, :48].float()
+    else:
+        expected = (a.double() @ (b.double() if kernel == "multiply_registers" else b.double().T)).float()
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out, tensor)]
+    emulation.check(library.run_kernel(KERNELS.index(kernel), fault, *pointers, seed))
+    return (tensor.float() if kernel == "store_box" else out), expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results(library: ctypes.CDLL, kernel: str) -> None:
+    for seed in SEEDS:
+        torch.testing.assert_close(*run(library, kernel, 0, seed), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "message"),
+    [
+        ("named_barrier", 1, "everybody waits:\n  CTA 0, threads 0 to 31: at barrier 2, to which 32 of 64 threads have come"),
+        ("named_barrier", 2, "threads 32 to 63: at barrier 3, to which 32 of 64"),
+        ("registers", 1, "for registers, of which 0 are free"),
+        ("load_box", 2, "lacks 0 of 1 arrivals and -16 bytes"),
+        ("store_box", 1, "no fence.proxy.async has followed"),
+        ("store_box", 2, "before TMA has read what it stores"),
+        ("multiply", 2, "wgmma without wgmma.fence"),
+        ("multiply", 3, "a warp has ended before its wgmma"),
+        ("multiply", 4, "a warp has ended before its wgmma"),
+        ("multiply", 5, "a warp has ended before its wgmma"),
+        ("multiply", 8, "the warps of a warpgroup have issued different wgmma"),
+    ],
+)
+def test_faults_that_are_named(library: ctypes.CDLL, kernel: str, fault: int, message: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(emulation.DeviceError) as raised:
+            run(library, kernel, fault, seed)
+        assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        ("copy_async", 1),
+        ("copy_async", 2),
+        ("load_box", 1),
+        ("load_box", 3),
+        ("multiply", 1),
+        ("multiply", 6),
+        ("multiply_registers", 6),
+        ("multiply_registers", 7),
+    ],
+)
+def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, fault: int) -> None:
+    """In half of the orders of threads and copies at least."""
+    wrong = 0
+    for seed in SEEDS:
+        try:
+            wrong += not torch.allclose(*run(library, kernel, fault, seed), rtol=1e-5, atol=1e-4)
+        except emulation.DeviceError:  # threads that wait for a phase which nobody begins
+            wrong += 1
+    assert wrong >= len(SEEDS) // 2
