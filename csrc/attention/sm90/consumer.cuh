@@ -10,8 +10,8 @@
 // The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
 //
 // Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
-// memory what it multiplies next, while the tensor cores work. Both warpgroups of the largest row tiles rewrite half of
-// each tile, and wait for the other's half when they need it: they stay up to half a KV tile apart.
+// memory what it multiplies next, while the tensor cores work (with wide heads: just before it multiplies it). Both
+// warpgroups of the largest row tiles rewrite half of each tile, and wait for the other's half when they need it.
 //
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
@@ -94,6 +94,9 @@ struct Consumer {
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
   static constexpr bool kTransformsCache = OfKey::kExists || OfValue::kExists;
+  /// Not where the ring may have fewer than four tiles in use (Tuning::mma_parts): early needs two behind those that
+  /// are multiplied. There registers are scarce, too.
+  static constexpr bool kTransformsEarly = Shared::kParts > 1;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -221,14 +224,28 @@ struct Consumer {
     }
   }
 
-  /// Once the product of Q and the K tile at `kv` has been started, transforms what comes behind it: its V tile, and
-  /// the next K tile, if the item has `more`. `token`: of the tile.
-  __device__ __forceinline__ void transform_next(const WorkItem& item, int32_t token, bool more) const {
-    if constexpr (kTransformsCache) {
-      transform_share<OfValue, Values, kVColumns>(item, kv.behind(Shared::kParts), token);
-      if (more) transform_share<OfKey, Keys, kQkColumns>(item, kv.behind(2 * Shared::kParts), token + kTokens);
-      arrive_transformed(item);
-    }
+  /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
+  /// behind it, if `has_keys`.
+  __device__ __forceinline__ void transform_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
+                                                  const typename Shared::KvPlace& keys, int32_t token,
+                                                  bool has_keys) const {
+    transform_share<OfValue, Values, kVColumns>(item, values, token);
+    if (has_keys) transform_share<OfKey, Keys, kQkColumns>(item, keys, token + kTokens);
+    arrive_transformed(item);
+  }
+
+  /// The same once the product of Q and the K tile at `kv`, from `token` on, has been started: while the tensor cores
+  /// work.
+  __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys) const {
+    if constexpr (kTransformsCache && kTransformsEarly)
+      transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys);
+  }
+
+  /// Just before they are multiplied; or waits for what was transformed early.
+  __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
+                                                 int32_t token, bool has_keys) {
+    if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys);
+    wait_transformed(item);
   }
 
   /// Transforms the rows of a KV tile that only this warp multiplies.
@@ -461,7 +478,7 @@ struct Consumer {
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
-      transform_next(item, token, item.num_kv_tiles > 1);
+      transform_early(item, token, item.num_kv_tiles > 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
@@ -505,12 +522,12 @@ struct Consumer {
         next_tile();
         if (--left == 0) break;
         wait_for_tiles(kv, values);
-        wait_transformed(item);
+        transform_late(item, values, token, true);
         clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
-        transform_next(item, token + kTokens, left > 1);
+        transform_early(item, token + kTokens, left > 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }
@@ -523,7 +540,7 @@ struct Consumer {
         more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
       }
       wait_for_tiles(more ? kv : values, values);
-      wait_transformed(item);
+      transform_late(item, values, token, false);
       if (more) transform_first(shared.item(next.slot), next.slot);
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();
