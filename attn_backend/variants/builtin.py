@@ -434,8 +434,8 @@ def _rope(name: str, frequencies: Tensor, interleaved: bool, places: tuple[str, 
     # The kernels' tiles hold whole pairs of columns: turns.data is read without a look at its length.
     hooks = f"""
   ATTN_HD Pair turned(const Pair& x, int32_t first, int32_t position) const {{
-    const int32_t i = first{" / 2" if interleaved else ""};
-    return rotated(x, turns_of(position, turns.data[i], turns.data[i + {pairs}]));
+    const float* speed = turns.data + static_cast<uint32_t>(first){" / 2" if interleaved else ""};
+    return rotated(x, turns_of(position, speed[0], speed[{pairs}]));
   }}
   Pair query(Pair x, int32_t first, int32_t, const ScoreRow& row) const {{ return turned(x, first, {places[0]}); }}
   Pair key(Pair x, int32_t first, int32_t, const KvToken& token) const {{ return turned(x, first, {places[1]}); }}

@@ -63,10 +63,12 @@ struct RowPiece<2> {
   using Stored = uint2;
 };
 
-/// Rewrites rows [first_row, end_row) of a tile; `thread` of kThreads. `find(row, place)` says where a row of the tile
-/// is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces of kWords words in
-/// registers, one or, where pairs lie apart, two of a row, and kRows rows at a time.
-template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kRows, int kWords, class Find>
+/// Rewrites rows [first_row, end_row) of a tile, a multiple of kMultiple; `thread` of kThreads. `find(row, place)`:
+/// where a row of the tile is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces
+/// of kWords words in registers, one or, where pairs lie apart, two of a row, of kRows rows at a time. It keeps to its
+/// columns: what a transform reads for them alone is read once.
+template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kMultiple, int kRows, int kWords,
+          class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,
                                                const typename Transform::Variant& variant, const Find& find) {
   constexpr int kWordColumns = 4 / Element::kBytes;
@@ -81,35 +83,44 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
   constexpr int kPieces = kNeighbours ? 1 : 2;
   constexpr int kUnits = ceil_div(kPairs.columns, kPieces * kPieceColumns);
   constexpr int kPassRows = kThreads / kUnits;
+  constexpr bool kWholePasses = kMultiple % (kRows * kPassRows) == 0;
   if (kThreads % kUnits != 0 && thread >= kPassRows * kUnits) return;
-  const int unit = thread % kUnits;
-  const int column = unit * kPieceColumns / kApart * kPieces * kApart + unit * kPieceColumns % kApart;
+  // Unsigned: divisions by constants are shifts.
+  const uint32_t unit = static_cast<uint32_t>(thread) % kUnits;
+  const uint32_t column = unit * kPieceColumns / kApart * kPieces * kApart + unit * kPieceColumns % kApart;
+  int row = first_row + static_cast<int>(static_cast<uint32_t>(thread) / kUnits);
+  uint32_t offsets[kPieces];  // of the pieces of `row`
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const uint32_t number = column / kPieceColumns + i * (kApart / kPieceColumns);
+    offsets[i] = Tile::offset(row, number / kChunkPieces) + number % kChunkPieces * (4 * kWords);
+  }
   using Piece = typename RowPiece<kWords>::Stored;
-  const auto piece_of = [&](int row, int piece) -> Piece& {
-    const int number = column / kPieceColumns + piece * (kApart / kPieceColumns);
-    return *reinterpret_cast<Piece*>(tile + Tile::offset(row, number / kChunkPieces) +
-                                     number % kChunkPieces * (4 * kWords));
-  };
 #pragma unroll 1
-  for (int row = first_row + thread / kUnits; row < end_row; row += kRows * kPassRows) {
+  for (; row < end_row; row += kRows * kPassRows) {
     Piece pieces[kRows][kPieces];
     typename Transform::Place place[kRows];
     bool exists[kRows];
+    const auto piece_of = [&](int r, int i) -> Piece& {
+      // Chunks are permuted by the last three bits of a row's number.
+      uint32_t offset = offsets[i] + r * kPassRows * Tile::kRowBytes;
+      if (kPassRows % 8 != 0 && r > 0) offset ^= ((row ^ (row + r * kPassRows)) & 7) << 4;
+      return *reinterpret_cast<Piece*>(tile + offset);
+    };
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int of_tile = row + r * kPassRows;
-      exists[r] = of_tile < end_row && find(of_tile, place[r]);
-      if (!exists[r]) continue;
+      exists[r] = find(row + r * kPassRows, place[r]) & (kWholePasses || row + r * kPassRows < end_row);
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) pieces[r][i] = piece_of(of_tile, i);
+      for (int i = 0; i < kPieces; ++i) {
+        if (kWholePasses || r == 0 || exists[r]) pieces[r][i] = piece_of(r, i);
+      }
     }
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
-      const int32_t first = column + word * kWordColumns;
+      const int32_t first = static_cast<int32_t>(column) + word * kWordColumns;
       if (kPairs.columns % kPieceColumns != 0 && first >= kPairs.columns) break;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (!exists[r]) continue;
         uint32_t& low = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
         if constexpr (kNeighbours) {
           const Pair changed = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(low >> 16)}, first,
@@ -130,7 +141,12 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
     for (int r = 0; r < kRows; ++r) {
       if (!exists[r]) continue;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) piece_of(row + r * kPassRows, i) = pieces[r][i];
+      for (int i = 0; i < kPieces; ++i) piece_of(r, i) = pieces[r][i];
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      offsets[i] += kRows * kPassRows * Tile::kRowBytes;
+      if (kRows * kPassRows % 8 != 0) offsets[i] ^= ((row ^ (row + kRows * kPassRows)) & 7) << 4;
     }
   }
 }
@@ -158,9 +174,8 @@ struct TileRows {
   int32_t kv_head;
 
   __device__ __forceinline__ bool operator()(int row, ScoreRow& place) const {
-    if (row >= rows.count) return false;
     place = score_row(params, rows, group, kv_head, row);
-    return true;
+    return row < rows.count;
   }
 };
 

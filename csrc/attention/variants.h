@@ -17,7 +17,7 @@
 // its Params outlive it.
 //
 // A row sees an interval of tokens by its level's Visibility, which plans know: kernels skip KV tiles outside it and
-// mask only those at its ends. mask() is asked for every score inside it. Both hooks are also called for rows and
+// mask only those at its ends. mask() is asked for every score inside it. All hooks are also called for rows and
 // tokens that do not exist; what they return is then not used, but they must not read outside their tensors
 // (ParamTensor clamps).
 //

@@ -6,7 +6,6 @@ The emulation gives wgmma NaN for what was written without a fence, and reports 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import case_tensors
 import cases
@@ -47,18 +46,12 @@ def entry_of(name: str) -> Entry:
     return next(entry for entry in entries() if entry.name == name)
 
 
-def device(folder: Path, attention: Any, kernel: str, seed: int, entry: Entry) -> DeviceAttention:
-    """Variants of one name have folders of their own."""
-    own = folder / entry.name
-    own.mkdir(exist_ok=True)
-    return DeviceAttention(own, attention, kernel, seed, entry.variant)
-
-
 def check_case(folder: Path, entry: Entry, spec: cases.Spec, kernel: str) -> DeviceAttention:
     case = case_tensors.build(spec, CPU)
     heads = spec.num_kv_heads * spec.group_size
     args = entry.args(numpy.random.default_rng(spec.seed), Sizes(spec.qo_lens, spec.kv_lens, heads))
-    attention = device(folder, case.attention(kernel=kernel, cascade=False, variant=entry.variant), kernel, spec.seed, entry)
+    made = case.attention(kernel=kernel, cascade=False, variant=entry.variant)
+    attention = DeviceAttention(folder, made, kernel, spec.seed, entry.variant)
     attention.plan(case.view, variant_args=args if spec.seed % 2 else None)
     case.run(attention, out=case.out, lse=case.lse, variant_args=args)  # type: ignore[arg-type]
     case_tensors.check(case, case.out, case.lse, case.expected(variant=entry.oracle(args)))
@@ -76,6 +69,15 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
             sizes = {"num_kv_heads": 2, "group_size": group_size, "head_dim": head_dim, "num_ctas": 5, "padding_rows": 2, "page_size": 5}
             spec = cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, causal=entry.is_plain or entry.variant.causal, **sizes)
             check_case(emulated, entry, spec, kernel)
+
+
+def test_large_row_tiles_behind_small_ones(emulated: Path) -> None:
+    """Of one CTA: the ring holds few tiles of what follows a row tile of 16 rows, and of wide heads fewer than transforms might wait for."""
+    entry = entry_of("scaled")
+    for seed, (qo_lens, kv_lens) in enumerate((((1, 40, 2, 100), (300, 700, 500, 400)), ((2, 130, 1, 20, 1), (70, 600, 900, 450, 200)))):
+        for dtype, head_dim in ((torch.bfloat16, 256), (torch.float16, 128)):
+            sizes = {"num_kv_heads": 1, "group_size": 2, "head_dim": head_dim, "num_ctas": 1, "page_size": 16}
+            check_case(emulated, entry, cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, **sizes), "hopper")
 
 
 CACHES = {
@@ -114,7 +116,7 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
             problem = forests.make_problem(rng, shape, batch, CPU)
             args = entry.args(rng, Sizes(batch.qo_lens, batch.kv_lens, 4))
             made = problem.attention(kernel=kernel, variant=entry.variant, **options)
-            attention = device(emulated, made, kernel, seed, entry)
+            attention = DeviceAttention(emulated, made, kernel, seed, entry.variant)
             problem.run(attention, batch.view(rng, CPU), variant_args=args)  # type: ignore[arg-type]
             problem.check(problem.expected(variant=entry.oracle(args)))
             merged += attention.schedule().links.shape[1]

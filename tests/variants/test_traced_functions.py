@@ -149,5 +149,5 @@ def test_slopes_of_alibi() -> None:
 def test_builtin_by_name() -> None:
     assert Variant.builtin("soft_cap", cap=30.0).source == builtin.soft_cap(30.0).source
     assert builtin.soft_cap(30.0).source == builtin.soft_cap(50.0).source, "one kernel for all caps"
-    with pytest.raises(ValueError, match="name is 'rotary', must be one of alibi, "):
-        Variant.builtin("rotary")
+    with pytest.raises(ValueError, match="name is 'yarn', must be one of alibi, "):
+        Variant.builtin("yarn")

@@ -83,11 +83,12 @@ __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
                                                  const typename Transform::Variant& variant, const TileTokens& find) {
   if constexpr (Transform::kExists) {
     if constexpr (Layout::kKvWarps == kWarps) {
-      transform_rows<Transform, Tile, Element, kColumns, 32, 2, 4>(
+      transform_rows<Transform, Tile, Element, kColumns, 32, Layout::kTokens, 2, 4>(
           tile, warp.first_token, warp.first_token + Layout::kTokens, ptx::lane_id(), variant, find);
       __syncwarp();
     } else {
-      transform_rows<Transform, Tile, Element, kColumns, kThreads, 1, 4>(tile, 0, kKvTile, threadIdx.x, variant, find);
+      transform_rows<Transform, Tile, Element, kColumns, kThreads, kKvTile, 1, 4>(tile, 0, kKvTile, threadIdx.x,
+                                                                                  variant, find);
       __syncthreads();
     }
   }
@@ -144,7 +145,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     load_q<Traits, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
     if constexpr (QueryTransform<Variant>::kExists) {
       __syncthreads();
-      transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 1, 4>(
+      transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 16, 1, 4>(
           shared + layout.q, 0, tile_rows(kKind), threadIdx.x, variant,
           TileRows<RowTileRows<kManyLevels>>{params, rows, row_tile.group, cursor.now.head});
     }

@@ -10,8 +10,8 @@
 // The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
 //
 // Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
-// memory what it multiplies next, while the tensor cores work. Both warpgroups of the largest row tiles rewrite half of
-// each tile, and wait for the other's half when they need it: they stay up to half a KV tile apart.
+// memory what it multiplies next, while the tensor cores work (with wide heads: just before it multiplies it). Both
+// warpgroups of the largest row tiles rewrite half of each tile, and wait for the other's half when they need it.
 //
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
@@ -95,6 +95,9 @@ struct Consumer {
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
   static constexpr bool kTransformsCache = OfKey::kExists || OfValue::kExists;
+  /// Not where the ring may have fewer than four tiles in use (Tuning::mma_parts): early needs two behind those that
+  /// are multiplied. There registers are scarce, too.
+  static constexpr bool kTransformsEarly = Shared::kParts > 1;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -170,7 +173,7 @@ struct Consumer {
   template <int kLanes>
   __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
                                                   int thread) const {
-    transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, 1, 2>(
+    transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, kWarpRows, 1, 2>(
         shared.q(slot), first_row, end_row, thread, variant(item.kv_head),
         TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
     ptx::fence_async_proxy();
@@ -184,7 +187,7 @@ struct Consumer {
       const bool is_half = item.kind == kMaxKind;
       const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
       wait_for_tile(place);
-      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, 1, 2>(
+      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, kTokens / 2, 2, 2>(
           shared.kv(place.slot), first_row, first_row + (is_half ? kTokens / 2 : kTokens),
           consumer_thread() % kWarpgroupThreads, variant(item.kv_head), tokens_of(item, first_token));
       ptx::fence_async_proxy();
@@ -222,21 +225,35 @@ struct Consumer {
     }
   }
 
-  /// Once the product of Q and the K tile at `kv` has been started, transforms what comes behind it: its V tile, and
-  /// the next K tile, if the item has `more`. `token`: of the tile.
-  __device__ __forceinline__ void transform_next(const WorkItem& item, int32_t token, bool more) const {
-    if constexpr (kTransformsCache) {
-      transform_share<OfValue, Values, Traits::Shape::kV>(item, kv.behind(Shared::kParts), token);
-      if (more) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv.behind(2 * Shared::kParts), token + kTokens);
-      arrive_transformed(item);
-    }
+  /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
+  /// behind it, if `has_keys`.
+  __device__ __forceinline__ void transform_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
+                                                  const typename Shared::KvPlace& keys, int32_t token,
+                                                  bool has_keys) const {
+    transform_share<OfValue, Values, Traits::Shape::kV>(item, values, token);
+    if (has_keys) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys, token + kTokens);
+    arrive_transformed(item);
+  }
+
+  /// The same once the product of Q and the K tile at `kv`, from `token` on, has been started: while the tensor cores
+  /// work.
+  __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys) const {
+    if constexpr (kTransformsCache && kTransformsEarly)
+      transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys);
+  }
+
+  /// Just before they are multiplied; or waits for what was transformed early.
+  __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
+                                                 int32_t token, bool has_keys) {
+    if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys);
+    wait_transformed(item);
   }
 
   /// Transforms the rows of a KV tile that only this warp multiplies.
   template <class Transform, class Tile, int kColumns>
   __device__ __forceinline__ void transform_own(const WorkItem& item, int slot, int row, int32_t token) const {
     if constexpr (Transform::kExists) {
-      transform_rows<Transform, Tile, Element, kColumns, 32, 2, 4>(
+      transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, 2, 4>(
           shared.kv(slot), row, row + kMmaTokens, ptx::lane_id(), variant(item.kv_head), tokens_of(item, token - row));
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
@@ -462,7 +479,7 @@ struct Consumer {
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
-      transform_next(item, token, item.num_kv_tiles > 1);
+      transform_early(item, token, item.num_kv_tiles > 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
@@ -506,12 +523,12 @@ struct Consumer {
         next_tile();
         if (--left == 0) break;
         wait_for_tiles(kv, values);
-        wait_transformed(item);
+        transform_late(item, values, token, true);
         clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
-        transform_next(item, token + kTokens, left > 1);
+        transform_early(item, token + kTokens, left > 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }
@@ -524,7 +541,7 @@ struct Consumer {
         more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
       }
       wait_for_tiles(more ? kv : values, values);
-      wait_transformed(item);
+      transform_late(item, values, token, false);
       if (more) transform_first(shared.item(next.slot), next.slot);
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();

@@ -33,12 +33,9 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
-/// The element in the lower 16 bits.
-__device__ __forceinline__ float unpack_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-
-__device__ __forceinline__ float unpack_f16(uint32_t pair) {
+__device__ __forceinline__ float float_of_f16(uint16_t bits) {
   float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(pair)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;
 }
 

@@ -41,7 +41,7 @@ struct Float16Element {
   static constexpr uint32_t kExcludedWord = 0xfc00fc00u;
 
   __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
-    return ptx::unpack_f16(half != 0 ? word >> 16 : word);
+    return ptx::float_of_f16(static_cast<uint16_t>(half != 0 ? word >> 16 : word));
   }
 };
 

@@ -20,8 +20,7 @@ inline uint32_t f16_of(float x) { return static_cast<uint32_t>(emulation::to_bit
 inline uint32_t pack_bf16(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f16_of(low); }
 
-inline float unpack_bf16(uint32_t pair) { return emulation::from_bits<float>(pair << 16); }
-inline float unpack_f16(uint32_t pair) { return static_cast<float>(emulation::from_bits<_Float16>(pair & 0xffffu)); }
+inline float float_of_f16(uint16_t bits) { return emulation::from_bits<_Float16>(bits); }
 
 inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
   return base + static_cast<uint64_t>(count) * bytes;
