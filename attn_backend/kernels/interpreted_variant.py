@@ -1,4 +1,7 @@
-"""A variant by torch, on a CPU without a C++ compiler: its Python functions are mapped over tiles of scores. Slow; for trying a variant out."""
+"""A variant by torch, on a CPU without a C++ compiler: its Python functions are mapped over tiles of scores. Slow; for trying a variant out.
+
+In float64: angles of rotary embeddings need it.
+"""
 
 from __future__ import annotations
 
@@ -75,14 +78,14 @@ def run(
                 page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
                 token, kv_len = pairs.kv_offset + tokens, torch.tensor(pairs.kv_len)
                 of_tokens = (torch.tensor(pairs.request), kv_heads, token[:, None], args)
-                k = functions.key(kv.k[page, place].float(), *of_tokens, kv_len=kv_len)
-                v = functions.value(kv.v[page, place].float(), *of_tokens, kv_len=kv_len)
+                k = functions.key(kv.k[page, place].double(), *of_tokens, kv_len=kv_len)
+                v = functions.value(kv.v[page, place].double(), *of_tokens, kv_len=kv_len)
                 token = token[None, None, :]
                 for tile in row_tiles:
                     rows, position = pairs.rows[tile], pairs.positions[tile][None, :, None]
                     request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
                     of_rows = (request[0], heads[:, 0, 0], position[0], args)
-                    queries = functions.query(q[rows].float(), *of_rows, row=rows[:, None], kv_len=kv_len)
+                    queries = functions.query(q[rows].double(), *of_rows, row=rows[:, None], kv_len=kv_len)
                     scores = functions.logits(_scores(queries, k) * sm_scale, request, heads, position, token, args)
                     distance = pairs.places[tile][:, None] - tokens[None, :]
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
@@ -99,15 +102,15 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 class _States:
-    """Attention states of all rows of Q, to which tiles are added in any order (online softmax; without softmax, sums)."""
+    """Attention states of all rows of Q, in float64, to which tiles are added in any order (online softmax; without softmax, sums)."""
 
     def __init__(self, q: Tensor, uses_softmax: bool) -> None:
         rows, heads, head_dim = q.shape
         self._uses_softmax = uses_softmax
         self._is_planned = torch.zeros(rows, dtype=torch.bool)
-        self._peak = torch.full((rows, heads), -torch.inf)
-        self._sum = torch.zeros(rows, heads)
-        self._o = torch.zeros(rows, heads, head_dim)
+        self._peak = torch.full((rows, heads), -torch.inf, dtype=torch.float64)
+        self._sum = torch.zeros(rows, heads, dtype=torch.float64)
+        self._o = torch.zeros(rows, heads, head_dim, dtype=torch.float64)
 
     def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor) -> None:
         """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]."""
@@ -131,13 +134,14 @@ class _States:
         rows, o, peak, total = self._is_planned, self._o, self._peak, self._sum
         if self._uses_softmax:
             if sinks is not None:
+                sinks = sinks.double()
                 with_sink = torch.maximum(peak, sinks)
                 rescale = torch.exp(peak - with_sink)
                 peak, o, total = with_sink, o * rescale[..., None], total * rescale + torch.exp(sinks - with_sink)
             o = o / total.masked_fill(total == 0, 1.0)[..., None]
         out[rows] = o[rows].to(out.dtype)
         if lse is not None:
-            lse[rows] = (peak + torch.log(total))[rows]
+            lse[rows] = (peak + torch.log(total))[rows].float()
 
 
 def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
