@@ -96,8 +96,8 @@ DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
   const DLDataType dtype = tensor.dtype();
   for (const DataType known : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
     const DLDataType its = dl_dtype(known);
-    if (dtype.code == its.code && dtype.bits == its.bits && dtype.lanes == 1 && !(on_cuda && its.bits == 32))
-      return known;
+    const bool is_supported = !on_cuda || its.bits == 16;
+    if (is_supported && dtype.code == its.code && dtype.bits == its.bits && dtype.lanes == 1) return known;
   }
   refuse(std::string(name) + ".dtype", dtype_name(dtype),
          on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
