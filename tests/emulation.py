@@ -33,7 +33,8 @@ def build(folder: Path, name: str, source: Path, *, header: str = "", options: S
         if not library.exists():
             (place / "kernels.h").write_text(header)
             compiled = library.with_suffix(".tmp")
-            flags = ["-std=c++17", "-w", "-fPIC", "-shared", *options]
+            # Without GNU's unique symbols: every library of a process has its own inline variables.
+            flags = ["-std=c++17", "-w", "-fPIC", "-shared", "-fno-gnu-unique", *options]
             paths = [f"-I{path}" for path in (TESTS / "emulated", ROOT / "csrc", TESTS, place)]
             sources = [str(source), str(TESTS / "emulated" / "cuda_emulation.cpp")]
             subprocess.run([str(COMPILER), *flags, *paths, *sources, "-o", str(compiled)], check=True)

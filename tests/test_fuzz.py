@@ -140,7 +140,8 @@ def test_all_kinds_of_calls_are_made() -> None:
     surfaces = {call.surface for call in calls} | {call.blamed for call in calls if call.wrong}
     results = {"Samples", "SpeculativeSamples"}
     of_variants = {"Param", "Variant", "packbits", "segment_packbits"}  # tests/variants and tests/variant_fuzz
-    assert {name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)} == results | of_variants
+    of_projections = {"Rotary", "append_qkv", "rotate_qk"}  # tests/kernels/test_append_qkv
+    assert {name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)} == results | of_variants | of_projections
     assert surfaces >= {f"PageTable.{form}" for form in cases.TABLE_FORMS} | {f"KVCache.from_{form}" for form in cases.CACHE_FORMS}
 
 
