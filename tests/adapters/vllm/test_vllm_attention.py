@@ -119,7 +119,7 @@ def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, c
         query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
         check(output, query, batch, k, v)
         outputs.append(output)
-        taken = [node for node in builder.plans[impl.plan_key].schedule().forest if node.group >= 0]
+        taken = [node for node in builder.plans[impl.plan_key].attention.schedule().forest if node.group >= 0]
         if mode == "always" or (mode and pays):
             assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (len(query_lens), 0, 12)
         else:
