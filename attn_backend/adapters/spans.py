@@ -20,9 +20,13 @@ class Spans:
         self.begin, self.end = self._table.unbind(0)
         self._is_clear = True
 
-    def clear(self) -> None:
-        """No row is in a span. May be captured."""
-        self._table.zero_()
+    @property
+    def max_rows(self) -> int:
+        return self._table.shape[1]
+
+    def clear(self, num_rows: int | None = None) -> None:
+        """None of the first rows is in a span; by default no row at all. May be captured."""
+        self._table[:, :num_rows].zero_()
 
     def fill(self, spans: Sequence[tuple[int, int, int]], qo_indptr: Tensor, kv_lens: Tensor) -> None:
         """
