@@ -47,7 +47,8 @@ class Family:
         models: that ask it.
         make: its configuration and its class.
         kind: "generate", "embed", "image" or "audio".
-        stock: whether vLLM's answers are compared with those of its own backend, because its model is not transformers' to the last digit.
+        stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
+            pooling).
         engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
     """
 
@@ -56,7 +57,7 @@ class Family:
     models: str
     make: Callable[[], tuple[Any, Any]]
     kind: str = "generate"
-    stock: bool = False
+    stock: tuple[str, ...] = ()
     engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
 
 
@@ -78,7 +79,8 @@ def _bloom() -> tuple[Any, Any]:
 
 def _bert() -> tuple[Any, Any]:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
-    return transformers.BertConfig(**{name: COMMON[name] for name in names}, hidden_size=128, num_hidden_layers=3), transformers.BertModel
+    layers = {"hidden_size": 128, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
+    return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers), transformers.BertModel
 
 
 def _modernbert() -> tuple[Any, Any]:
@@ -92,6 +94,7 @@ def _llama4() -> tuple[Any, Any]:
     config = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 100, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]}
     config |= {"num_local_experts": 2, "floor_scale": 16, "rope_parameters": PLAIN_ROPE, "tie_word_embeddings": False}
     config |= {"attn_temperature_tuning": False}  # vLLM decides about it by the longest context
+    config |= {"use_qk_norm": False}  # SGLang's needs bfloat16 on a CPU
     return transformers.Llama4TextConfig(**COMMON, **config), transformers.Llama4ForCausalLM
 
 
@@ -102,13 +105,15 @@ def _gemma3_text_config() -> dict[str, Any]:
 
 def _gemma3() -> tuple[Any, Any]:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": IMAGE_SIZE, "patch_size": 8}
+    vision |= {"vision_use_head": False}
     tokens = {"image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
     config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=IMAGE_LEN, eos_token_id=EOS, **tokens)
     return config, transformers.Gemma3ForConditionalGeneration
 
 
 def _gemma3n() -> tuple[Any, Any]:
-    config = {"sliding_window": WINDOW, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "laurel_rank": 8}
+    # No window: SGLang's is a token longer than transformers'.
+    config = {"sliding_window": 512, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "laurel_rank": 8}
     config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
@@ -127,9 +132,9 @@ FAMILIES = {
     for family in (
         Family("gemma2", "soft cap, sliding window", "Gemma 2, Grok 1", _gemma2),
         Family("gpt_oss", "attention sinks, sliding window", "gpt-oss", _gpt_oss),
-        Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=True, engines={"vllm": {}}),
+        Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=("vllm",), engines={"vllm": {}}),
         Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
-        Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", engines={"vllm": {}}),
+        Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family("gemma3", "prefix-LM: images see both sides", "Gemma 3 with images", _gemma3, "image", engines={
             "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
@@ -147,10 +152,12 @@ def make_model(family: Family, folder: Path) -> None:
     model = model_class._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if "vision_tower" in name and "mlp.fc2" in name:
+                parameter.zero_()  # behind an activation that is another one in SGLang
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
             elif "sinks" in name:
-                parameter.normal_(0, 2)
+                parameter.copy_(parameter.normal_(0, 2).bfloat16())  # which SGLang keeps them in
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
