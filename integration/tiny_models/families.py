@@ -1,6 +1,6 @@
 """The families: what each asks of attention, which models are like it, and a model of it with random weights, a few layers deep.
 
-    python -m integration.tiny_models.families FOLDER           # all of them; needs transformers
+python -m integration.tiny_models.families FOLDER           # all of them; needs transformers
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Family:
         asks: what attention must do.
         models: that ask it.
         make: its configuration and its class.
-        kind: "generate", "embed", "image" or "audio".
+        kind: "generate", "embed", "image", "audio", or "items": the tokens behind each of several items are scored.
         stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
             pooling).
         engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
@@ -62,12 +62,26 @@ class Family:
 
 
 def _gemma2() -> tuple[Any, Any]:
-    config = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "hidden_act": "gelu_pytorch_tanh"}
+    config = {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
     return transformers.Gemma2Config(**COMMON, **config), transformers.Gemma2ForCausalLM
 
 
 def _gpt_oss() -> tuple[Any, Any]:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
     config = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
     return transformers.GptOssConfig(**COMMON, **config), transformers.GptOssForCausalLM
 
@@ -118,10 +132,21 @@ def _gemma3n() -> tuple[Any, Any]:
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
 
+def _items() -> tuple[Any, Any]:
+    return transformers.Qwen2Config(**COMMON, tie_word_embeddings=False), transformers.Qwen2ForCausalLM
+
+
 def _whisper() -> tuple[Any, Any]:
     sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
-    special = {"decoder_start_token_id": BOS, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "suppress_tokens": None, "begin_suppress_tokens": None}
+    special = {
+        "decoder_start_token_id": BOS,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
     return transformers.WhisperConfig(vocab_size=VOCAB, **sizes, **special), transformers.WhisperForConditionalGeneration
 
 
@@ -141,6 +166,7 @@ FAMILIES = {
         }),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
+        Family("items", "several items behind one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
     )
 }  # fmt: skip
 

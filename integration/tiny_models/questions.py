@@ -14,6 +14,7 @@ from integration.tiny_models.families import AUDIO_SECONDS, IMAGE_LEN, IMAGE_SIZ
 from integration.tiny_models.tokenizer import BOS, FIRST_WORD, IMAGE_TOKENS, NEWLINES, VOCAB
 
 NEW_TOKENS = 10
+LABELS = [20, 21, 22]  # tokens that are scored behind an item
 SAMPLING_RATE = 16000
 
 
@@ -23,11 +24,13 @@ class Question:
     tokens: of the prompt; where an image is, the one token before it.
     image: uint8 [height, width, 3], or None.
     audio: float32 [samples] at SAMPLING_RATE, or None.
+    items: each continues the prompt, as if the others were not there.
     """
 
     tokens: list[int]
     image: Any = None
     audio: Any = None
+    items: list[list[int]] = field(default_factory=list)
 
     @property
     def expanded(self) -> list[int]:
@@ -66,6 +69,8 @@ def questions(family: Family) -> list[Question]:
         return [Question([BOS, *words(9), before, *words(20)], image[0]), Question([BOS, *words(33)]), Question([BOS, *words(30), before, *words(5)], image[1])]
     if family.kind == "audio":
         return [Question([BOS, *words(count)], audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32)) for count in (3, 9)]
+    if family.kind == "items":
+        return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((30, (1, 4, 2)), (5, (9, 3)))]
     return [Question(words(count)) for count in (70, 33, 5, 90)]
 
 

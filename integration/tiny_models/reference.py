@@ -1,6 +1,6 @@
 """Answers of transformers' own code: float32, eager attention, no cache, a whole pass for every token.
 
-    python -m integration.tiny_models.reference FOLDER [family ...]
+python -m integration.tiny_models.reference FOLDER [family ...]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from integration.tiny_models.families import FAMILIES, Family
-from integration.tiny_models.questions import NEW_TOKENS, SAMPLING_RATE, Answer, Question, questions
+from integration.tiny_models.questions import LABELS, NEW_TOKENS, SAMPLING_RATE, Answer, Question, questions
 from integration.tiny_models.runner import run_families
 from integration.tiny_models.tokenizer import IMAGE_TOKENS
 
@@ -28,6 +28,9 @@ def _answer(family: Family, folder: Path, model: Any, question: Question) -> Ans
     if family.kind == "embed":
         states = model(torch.tensor([prompt])).last_hidden_state[0]
         return Answer(embedding=torch.nn.functional.normalize(states[0], dim=-1).tolist())
+    if question.items:
+        scores = [model(torch.tensor([prompt + item])).logits[0, -1].log_softmax(-1)[LABELS] for item in question.items]
+        return Answer(LABELS * len(scores), torch.cat(scores).tolist())
     inputs: dict[str, Any] = {"use_cache": False}
     if question.image is not None:
         inputs["pixel_values"] = image_pixels(folder, question)

@@ -1,7 +1,9 @@
 """Answers of SGLang on a CPU, with this package's backend: its model runner without the processes around it.
 
-    python -m integration.tiny_models.sglang_runner FOLDER [family ...] --backend ours|stock
+python -m integration.tiny_models.sglang_runner FOLDER [family ...] --backend ours|stock
 """
+
+# ruff: noqa: E402  (engines read the environment when they are imported)
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from integration.tiny_models.families import FAMILIES, IMAGE_LEN, Family
-from integration.tiny_models.questions import NEW_TOKENS, Answer, Question, questions
+from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
 from integration.tiny_models.reference import audio_features, image_pixels
 from integration.tiny_models.runner import run_families
-from integration.tiny_models.tokenizer import IMAGE_TOKENS, VOCAB
+from integration.tiny_models.tokenizer import BOS, IMAGE_TOKENS, VOCAB
 
 load_plugins()
 model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config  # it expects one intermediate size (Gemma 3n has one a layer)
@@ -63,6 +65,9 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     requests = [_request(i, question, folder) for i, question in enumerate(asked)]
     if family.kind == "embed":
         return [Answer(embedding=embedding.tolist()) for embedding in extend(runner, requests).embeddings]
+    if family.kind == "items":
+        scores = extend(runner, requests).input_token_ids_logprobs_val
+        return [Answer(LABELS * len(question.items), _flat(of_question)[len(LABELS) :]) for question, of_question in zip(asked, scores, strict=True)]
     longer = [request for request in requests if family.kind == "generate" and len(request.origin_input_ids) > CHUNK]
     if longer:
         for request in longer:
@@ -86,7 +91,15 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
 def start(folder: Path, options: dict[str, Any]) -> Any:
     """SGLang's model runner."""
     backend = "attn_backend" if OURS == "ours" else "torch_native"
-    common = {"device": "cpu", "dtype": "float32", "context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "mem_fraction_static": 0.5, "log_level": "error"}
+    common = {
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": 128,
+        "max_running_requests": 8,
+        "max_total_tokens": 4096,
+        "mem_fraction_static": 0.5,
+        "log_level": "error",
+    }
     arguments = ServerArgs(model_path=str(folder), attention_backend=backend, disable_cuda_graph=True, **common | options)
     arguments.resolve_once()
     ranks = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
@@ -116,6 +129,13 @@ def _request(number: int, question: Question, folder: Path) -> Req:
     tokens = question.expanded
     parameters = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS + 1)
     request = Req(rid=str(number), origin_input_text="", origin_input_ids=array("q", tokens), sampling_params=parameters)
+    if question.items:
+        tokens, delimiters = list(tokens), []
+        for item in [*question.items, []]:
+            delimiters.append(len(tokens))
+            tokens += [BOS, *item]
+        request.multi_item_delimiter_indices = delimiters
+        request.return_logprob, request.logprob.token_ids_logprob = True, LABELS
     if question.image is not None:
         first = tokens.index(IMAGE_TOKENS[0])
         span = (first, first + IMAGE_LEN - 1)
@@ -132,6 +152,11 @@ def _request(number: int, question: Question, folder: Path) -> Req:
     request.origin_input_ids = array("q", tokens)
     _show(request, tokens)
     return request
+
+
+def _flat(scores: Any) -> list[float]:
+    """Of all delimiters, the first included, which no item is in front of."""
+    return [float(value) for of_delimiter in scores for value in of_delimiter]
 
 
 def _show(request: Req, tokens: list[int]) -> None:

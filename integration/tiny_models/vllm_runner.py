@@ -1,7 +1,9 @@
 """Answers of vLLM on a CPU, with its own backend or with this package's.
 
-    python -m integration.tiny_models.vllm_runner FOLDER [family ...] --backend ours|stock
+python -m integration.tiny_models.vllm_runner FOLDER [family ...] --backend ours|stock
 """
+
+# ruff: noqa: E402  (engines read the environment when they are imported)
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCA
 os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours"))}
 
 import vllm.v1.engine.core
-import vllm.v1.worker.cpu_worker
+import vllm.v1.worker.cpu_worker  # noqa: F401  (here once, and not in each family's process)
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.models import registry
 

@@ -1,8 +1,8 @@
 """SGLang's lists of backends by name: some models and --enable-mis are refused to any backend that is not in a list of the engine's own.
 
-What these checks are for this backend does (sinks, windows, chunks, masks), but no list can be added to: they are local to the functions that check. So while
-such a function runs, it reads the name of a backend that has what it asks for where the server's is ours, through SGLang's own hook registry. Nothing else reads it:
-the server's settings stay as they are. A release whose checks look otherwise is left alone, and goes on refusing.
+What these checks are for this backend does (sinks, windows, chunks, masks), but no list can be added to: they are local to the functions that check. So
+while such a function runs, it reads the name of a backend that has what it asks for where the server's is ours, through SGLang's own hook registry. Nothing
+else reads it: the server's settings stay as they are. A release whose checks look otherwise is left alone, and goes on refusing.
 """
 
 from __future__ import annotations
