@@ -23,7 +23,7 @@ WINDOW = 24
 CHUNK = 32
 AUDIO_SECONDS = 1
 MEL_BINS = 16
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -62,7 +62,7 @@ class Family:
 
 
 def _gemma2() -> tuple[Any, Any]:
-    config = {
+    config: dict[str, Any] = {
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 32,
         "attn_logit_softcapping": 5.0,
@@ -73,7 +73,7 @@ def _gemma2() -> tuple[Any, Any]:
 
 
 def _gpt_oss() -> tuple[Any, Any]:
-    rope = {
+    rope: dict[str, Any] = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
@@ -82,7 +82,7 @@ def _gpt_oss() -> tuple[Any, Any]:
         "beta_slow": 1.0,
         "truncate": False,
     }
-    config = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
+    config: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
     return transformers.GptOssConfig(**COMMON, **config), transformers.GptOssForCausalLM
 
 
@@ -93,19 +93,19 @@ def _bloom() -> tuple[Any, Any]:
 
 def _bert() -> tuple[Any, Any]:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
-    layers = {"hidden_size": 128, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
+    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
     return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers), transformers.BertModel
 
 
 def _modernbert() -> tuple[Any, Any]:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
-    special = {"cls_token_id": BOS, "sep_token_id": EOS}
-    layers = {"hidden_size": 128, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
+    special: dict[str, Any] = {"cls_token_id": BOS, "sep_token_id": EOS}
+    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
     return transformers.ModernBertConfig(**{name: COMMON[name] for name in names}, **special, **layers), transformers.ModernBertModel
 
 
 def _llama4() -> tuple[Any, Any]:
-    config = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 100, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]}
+    config: dict[str, Any] = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 100, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]}
     config |= {"num_local_experts": 2, "floor_scale": 16, "rope_parameters": PLAIN_ROPE, "tie_word_embeddings": False}
     config |= {"attn_temperature_tuning": False}  # vLLM decides about it by the longest context
     config |= {"use_qk_norm": False}  # SGLang's needs bfloat16 on a CPU
@@ -118,16 +118,29 @@ def _gemma3_text_config() -> dict[str, Any]:
 
 
 def _gemma3() -> tuple[Any, Any]:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": IMAGE_SIZE, "patch_size": 8}
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 8,
+    }
     vision |= {"vision_use_head": False}
-    tokens = {"image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
-    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=IMAGE_LEN, eos_token_id=EOS, **tokens)
+    tokens: dict[str, Any] = {"eos_token_id": EOS, "image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
+    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=IMAGE_LEN, **tokens)
     return config, transformers.Gemma3ForConditionalGeneration
 
 
 def _gemma3n() -> tuple[Any, Any]:
     # No window: SGLang's is a token longer than transformers'.
-    config = {"sliding_window": 512, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "laurel_rank": 8}
+    config: dict[str, Any] = {
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+    }
     config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
@@ -137,9 +150,9 @@ def _items() -> tuple[Any, Any]:
 
 
 def _whisper() -> tuple[Any, Any]:
-    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
-    special = {
+    special: dict[str, Any] = {
         "decoder_start_token_id": BOS,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
@@ -151,7 +164,7 @@ def _whisper() -> tuple[Any, Any]:
 
 
 WHOLE_PROMPTS = {"chunked_prefill_size": -1, "disable_radix_cache": True}
-ENGINES_OF_ENCODERS = {"vllm": {}, "sglang": WHOLE_PROMPTS | {"is_embedding": True}}
+ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {"vllm": {}, "sglang": WHOLE_PROMPTS | {"is_embedding": True}}
 FAMILIES = {
     family.name: family
     for family in (

@@ -129,9 +129,9 @@ class SGLangAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.device.type == "cuda"
 
-    def shared_read_ends(self, mode: Any) -> Any:
+    def shared_read_ends(self, fm: Any) -> Any:
         """Until when the engine must not write req_to_token, for the releases that ask."""
-        return compat.shared_reads_end_after_replay() if mode.is_decode() or mode.is_target_verify() else super().shared_read_ends(mode)
+        return compat.shared_reads_end_after_replay() if fm.is_decode() or fm.is_target_verify() else super().shared_read_ends(fm)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -276,8 +276,16 @@ class SGLangAttentionBackend(AttentionBackend):
         arguments = known.plan.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
-        options = {"sm_scale": known.sm_scale, "logits_soft_cap": known.logits_soft_cap, "after_append": appended}
-        attention.run(q.view(shape), kv, out=out.view(shape), **options, variant_args=arguments, sinks=sinks)
+        attention.run(
+            q.view(shape),
+            kv,
+            out=out.view(shape),
+            sm_scale=known.sm_scale,
+            logits_soft_cap=known.logits_soft_cap,
+            after_append=appended,
+            variant_args=arguments,
+            sinks=sinks,
+        )
         return out
 
     # Layers, workspaces, buffers.

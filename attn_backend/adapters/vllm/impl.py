@@ -136,8 +136,16 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         arguments = plan.arguments
         if self.alibi_slopes is not None:
             arguments = {"slopes": self.alibi_slopes, **(arguments or {})}
-        options = {"sm_scale": self.scale, "logits_soft_cap": plan.logits_soft_cap, "after_append": appended}
-        plan.attention.run(query, kv, out=output, **options, variant_args=arguments, sinks=self._float_sinks)
+        plan.attention.run(
+            query,
+            kv,
+            out=output,
+            sm_scale=self.scale,
+            logits_soft_cap=plan.logits_soft_cap,
+            after_append=appended,
+            variant_args=arguments,
+            sinks=self._float_sinks,
+        )
         return output
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -115,7 +115,9 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 variant=variant,
                 sinks=key.has_sinks,
             )
-            arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": key.window_left} if self.spans and key.has_spans else None
+            arguments: dict[str, torch.Tensor | int] | None = None
+            if self.spans is not None and key.has_spans:
+                arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": key.window_left}
             return Plan(key, attention, key.logits_soft_cap if variant is None else 0.0, arguments)
 
         self.plans = outside_memory_pools(lambda: {key: make(key) for key in keys}, device)
