@@ -184,6 +184,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def matrix() -> str:
+    """What is served, as a table in Markdown (docs/engines.md)."""
+    lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
+    for family in FAMILIES.values():
+        cells = ["served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")]
+        if family.kind == "items":
+            cells[0] = "has no such option"
+        lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def make_model(family: Family, folder: Path) -> None:
     """Writes a model of the family: random weights that are large enough for every token to matter."""
     config, model_class = family.make()

@@ -12,7 +12,7 @@ pytest.importorskip("safetensors", reason="needs the environment of `make test`"
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from integration.tiny_models.compare import LARGEST, difference, serve
-from integration.tiny_models.families import FAMILIES
+from integration.tiny_models.families import FAMILIES, matrix
 from integration.tiny_models.questions import Answer, largest_difference
 
 SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm", "sglang") for name, family in FAMILIES.items() if engine in family.engines]
@@ -49,3 +49,8 @@ def test_differences_are_seen():
     assert largest_difference([Answer()], [Answer()]) == float("inf")
     with pytest.raises(ValueError, match="0 and 1 answers"):
         largest_difference([], [answer])
+
+
+def test_the_matrix_of_the_documentation_is_that_of_the_tests():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
+    assert f"\n\n{matrix()}\n\n" in text
