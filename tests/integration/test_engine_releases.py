@@ -17,6 +17,7 @@ from engine_modules import Parameters, Release, parameters_of
 from attn_backend.releases import RELEASES, was_checked
 from integration.engine_sources import CannotFetch, sources
 
+pytestmark = pytest.mark.slow  # the first time, it fetches 600 MB
 ADAPTERS = Path(__file__).resolve().parents[2] / "attn_backend" / "adapters"
 ALL = [pytest.param(engine, version, id=f"{engine}-{version}") for engine, versions in RELEASES.items() for version in versions]
 
