@@ -1,0 +1,24 @@
+"""FlashInfer's Python API on the kernels of this package: `import attn_backend.flashinfer as flashinfer`.
+
+docs/flashinfer.md says what maps to what, what differs, and what is not there. What is not there raises NotImplementedError with its name.
+"""
+
+from __future__ import annotations
+
+from . import decode, page, prefill, quantization
+from .decode import (
+    BatchDecodeMlaWithPagedKVCacheWrapper,
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
+from .page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from .prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from .quantization import packbits, segment_packbits

@@ -1,0 +1,132 @@
+"""FlashInfer's arguments as this package has them: element types, layouts of K and V, scales, indptrs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metadata import KVCache
+from ..metadata.structure import refuse
+from .features import not_supported
+
+PagedKV = Tensor | tuple[Tensor, Tensor]
+DType = str | torch.dtype
+
+_POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def dtype_of(name: str, value: DType) -> torch.dtype:
+    """torch.float16 of "float16", or of itself."""
+    if isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        refuse(name, value, "a torch.dtype or its name")
+    return found
+
+
+def element_type(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> torch.dtype:
+    """The one type of Q, K, V and the output.
+
+    Raises:
+        NotImplementedError: they differ, or it is a type that the kernels do not have.
+    """
+    q_type = dtype_of("q_data_type", q_data_type)
+    for name, value in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
+        if value is not None and dtype_of(name, value) != q_type:
+            not_supported(f"{name} = {dtype_of(name, value)} with q_data_type = {q_type}")
+    if q_type in _FP8 or q_type.itemsize == 1:
+        not_supported(f"q_data_type = {q_type}")
+    return q_type
+
+
+def check_kv_layout(kv_layout: object) -> str:
+    if kv_layout not in ("NHD", "HND"):
+        refuse("kv_layout", kv_layout, "'NHD' or 'HND'")
+    return str(kv_layout)
+
+
+def check_pos_encoding_mode(mode: object) -> bool:
+    """Whether it is ALiBi."""
+    if mode not in _POS_ENCODING_MODES:
+        refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
+    if mode == "ROPE_LLAMA":
+        not_supported("pos_encoding_mode = 'ROPE_LLAMA'")
+    return mode == "ALIBI"
+
+
+def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
+    """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages, num_kv_heads, page_size, head_dim]; or both in one tensor,
+    along its second dimension."""
+    if isinstance(paged_kv_cache, tuple):
+        if len(paged_kv_cache) != 2:
+            refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
+        k, v = paged_kv_cache
+    elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim == 5 and paged_kv_cache.shape[1] == 2:
+        k, v = paged_kv_cache.unbind(1)
+    else:
+        refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...] of 5 dimensions, or the tuple (k, v)")
+    if k.element_size() == 1:
+        not_supported(f"a KV-cache of {k.dtype}")
+    if k.ndim != 4 or v.ndim != 4:
+        refuse("paged_kv_cache[0]" if k.ndim != 4 else "paged_kv_cache[1]", k if k.ndim != 4 else v, "a tensor of 4 dimensions")
+    return KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
+
+
+def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
+    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]."""
+    if k.element_size() == 1:
+        not_supported(f"K and V of {k.dtype}")
+    return KVCache.from_ragged(k.transpose(0, 1), v.transpose(0, 1)) if kv_layout == "HND" else KVCache.from_ragged(k, v)
+
+
+def scaled(sm_scale: float, **scales: object) -> float:
+    """sm_scale times the scales that are given.
+
+    Raises:
+        NotImplementedError: a scale is a tensor: the kernels take a number.
+    """
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if isinstance(scale, Tensor):
+            not_supported(f"{name} as a tensor")
+        sm_scale *= scale  # type: ignore[operator]
+    return sm_scale
+
+
+@lru_cache(maxsize=1024)
+def indptr_of_equal(batch_size: int, length: int, device: torch.device) -> Tensor:
+    """int32 [batch_size + 1]: requests of `length` each. Kept: a step that looks like another one makes nothing."""
+    return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * length
+
+
+@lru_cache(maxsize=64)
+def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
+    from ..variants.builtin import alibi_slopes
+
+    return alibi_slopes(num_heads).to(device)
+
+
+def rows_of(qo_indptr: Tensor) -> int | None:
+    """Where qo_indptr ends; None if that would wait for a device."""
+    return int(qo_indptr[-1]) if qo_indptr.device.type == "cpu" else None
+
+
+def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+
+
+def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
+    """Where an indptr on the host starts, and the same from 0. One on a device is taken to start at 0: nothing waits for it."""
+    first = int(indptr[0]) if indptr.device.type == "cpu" else 0
+    return first, indptr - first if first else indptr
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are None."""
+    return {name: value for name, value in options.items() if value is not None}
