@@ -5,7 +5,7 @@ docs/flashinfer.md says what maps to what, what differs, and what is not there. 
 
 from __future__ import annotations
 
-from . import decode, page, prefill, quantization
+from . import decode, page, prefill, quantization, utils
 from .decode import (
     BatchDecodeMlaWithPagedKVCacheWrapper,
     BatchDecodeWithPagedKVCacheWrapper,

@@ -1,0 +1,142 @@
+"""The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of each case.
+
+FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, results (a file).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import attn_backend.flashinfer as ours
+
+OPTIONS = json.loads(os.environ["FLASHINFER_SUITE"])
+ON_CPU = OPTIONS["device"] == "cpu"
+NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
+
+
+class _Absent(ModuleType):
+    """A module of FlashInfer's that is not there: its names can be imported, and refuse calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        feature = f"{self.__name__.removeprefix('attn_backend.')}.{name}"
+
+        def refuse(*_arguments: Any, **_options: Any) -> None:
+            raise NotImplementedError(f"{feature} {NOT_SUPPORTED}")
+
+        return refuse
+
+
+def _declarations() -> ModuleType:
+    """C++ that tests hand to jit_args, from the checkout."""
+    spec = importlib.util.spec_from_file_location("flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _stand_in_for_jit() -> None:
+    """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
+    names = ("jit", "jit.utils", "jit.attention", "jit.attention.variants", "fp4_quantization", "cutile", "cutile.cutile_common")
+    for name in names:
+        full = f"{ours.__name__}.{name}"
+        if importlib.util.find_spec(full) if "." not in name else full in sys.modules:
+            continue
+        module: Any = _declarations() if name.endswith("variants") else _Absent(full)
+        module.__path__ = []
+        sys.modules[full] = module
+        parent, _, last = full.rpartition(".")
+        setattr(sys.modules[parent], last, module)
+    utils: Any = sys.modules[f"{ours.__name__}.jit.utils"]
+    if isinstance(utils, _Absent):
+        utils.filename_safe_dtype_map = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class _Nothing:
+    """A stream, an event, a context: whatever is asked of it, it does nothing."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None: ...
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_arguments, **_options: None
+
+
+def _skip_graph(*_arguments: Any, **_options: Any) -> None:
+    pytest.skip("CUDA graphs need a GPU")
+
+
+def _stand_in_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_device"):
+        setattr(cuda, name, lambda *_arguments: None)
+    for name in ("Stream", "Event", "stream", "device", "current_stream"):
+        setattr(cuda, name, _Nothing)
+    cuda.CUDAGraph = cuda.graph = _skip_graph
+    cuda.get_device_capability = lambda *_arguments: (9, 0)
+    utils: Any = ours.utils
+    utils.get_compute_capability = lambda _device: (9, 0)
+
+
+_stand_in_for_jit()
+if ON_CPU:
+    _stand_in_for_cuda()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def tokens_of(parameters: dict[str, Any]) -> int:
+    """About how many tokens a case is about: requests times lengths."""
+    lengths = [value for name, value in parameters.items() if name.endswith("len") and isinstance(value, int)]
+    return int(parameters.get("batch_size", 1)) * max(lengths, default=1) if isinstance(parameters.get("batch_size", 1), int) else 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    total = len(items)
+    most = OPTIONS["max_tokens"] or math.inf
+    kept = [item for item in items if tokens_of(getattr(getattr(item, "callspec", None), "params", {})) <= most]
+    if OPTIONS["sample"] and len(kept) > OPTIONS["sample"]:
+        chosen = set(random.Random(OPTIONS["seed"]).sample(range(len(kept)), OPTIONS["sample"]))
+        kept = [item for i, item in enumerate(kept) if i in chosen]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    _write({"cases": total, "taken": len(kept)})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    outcome = report.outcome
+    error = call.excinfo.value if call.excinfo is not None else None
+    text = str(error) if error is not None else ""
+    if report.failed and isinstance(error, NotImplementedError) and NOT_SUPPORTED in text:
+        outcome = "not supported"  # type: ignore[assignment]
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, text)
+    if report.when == "call" or outcome != "passed":
+        _write({"case": item.nodeid, "outcome": outcome, "why": text.split(NOT_SUPPORTED)[0].strip()[:300] if outcome != "passed" else ""})
+    return report
+
+
+def _write(line: dict[str, Any]) -> None:
+    with open(OPTIONS["results"], "a") as file:
+        file.write(json.dumps(line) + "\n")
