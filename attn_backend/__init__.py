@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         top_k_renorm_probs,
         top_p_renorm_probs,
     )
+    from .kernels.states import merge_state, merge_states
     from .metadata import BSRView, Composition, KVCache, PageTable
     from .variants import Param, Variant, packbits, segment_packbits
 
@@ -35,6 +36,8 @@ __all__ = [
     "Variant",
     "append_kv",
     "chain_speculative_sampling",
+    "merge_state",
+    "merge_states",
     "packbits",
     "sample",
     "sample_from_probs",
@@ -48,6 +51,7 @@ __all__ = [
 
 _HOMES = {
     **{"Attention": ".kernels.attention", "append_kv": ".kernels.append"},
+    **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }
