@@ -5,7 +5,16 @@ docs/flashinfer.md says what maps to what, what differs, and what is not there. 
 
 from __future__ import annotations
 
-from . import decode, page, prefill, quantization, utils
+from . import attention, cascade, decode, page, pod, prefill, quantization, sparse, utils
+from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+from .cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from .decode import (
     BatchDecodeMlaWithPagedKVCacheWrapper,
     BatchDecodeWithPagedKVCacheWrapper,
@@ -15,6 +24,7 @@ from .decode import (
     single_decode_with_kv_cache,
 )
 from .page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -22,3 +32,4 @@ from .prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from .quantization import packbits, segment_packbits
+from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper

@@ -196,6 +196,11 @@ class _BatchPrefill:
         if window_left is not None and window_left != self._options[2]:
             refuse("window_left", window_left, f"{self._options[2]}, that of the plan")
 
+    def set_causal(self, causal: bool) -> None:
+        """Plans again if the plan has another one."""
+        if self._is_planned and causal != self._options[0]:
+            self._plan_logits(causal, *self._options[1:])
+
     def _plan_as(self, causal: bool, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
         """For `forward`, whose options replace the plan's."""
         if self._is_planned and (causal, pos_encoding_mode, window_left, logits_soft_cap) != self._options:

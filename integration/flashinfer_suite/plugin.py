@@ -37,7 +37,7 @@ class _Absent(ModuleType):
         def refuse(*_arguments: Any, **_options: Any) -> None:
             raise NotImplementedError(f"{feature} {NOT_SUPPORTED}")
 
-        return refuse
+        return type(name, (), {"__new__": refuse})  # a class: annotations may name it
 
 
 def _declarations() -> ModuleType:
@@ -52,15 +52,16 @@ def _declarations() -> ModuleType:
 def _stand_in_for_jit() -> None:
     """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
     names = ("jit", "jit.utils", "jit.attention", "jit.attention.variants", "fp4_quantization", "cutile", "cutile.cutile_common")
-    for name in names:
+    for name in (*names, "quantization.nvfp4_quantization_utils"):
         full = f"{ours.__name__}.{name}"
-        if importlib.util.find_spec(full) if "." not in name else full in sys.modules:
+        if "." not in name and importlib.util.find_spec(full):
             continue
         module: Any = _declarations() if name.endswith("variants") else _Absent(full)
         module.__path__ = []
         sys.modules[full] = module
         parent, _, last = full.rpartition(".")
         setattr(sys.modules[parent], last, module)
+    ours.utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})  # type: ignore[attr-defined]
     utils: Any = sys.modules[f"{ours.__name__}.jit.utils"]
     if isinstance(utils, _Absent):
         utils.filename_safe_dtype_map = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -106,7 +107,7 @@ def _seed() -> None:
 
 def tokens_of(parameters: dict[str, Any]) -> int:
     """About how many tokens a case is about: requests times lengths."""
-    lengths = [value for name, value in parameters.items() if name.endswith("len") and isinstance(value, int)]
+    lengths = [value for name, value in parameters.items() if "len" in name and isinstance(value, int)]
     return int(parameters.get("batch_size", 1)) * max(lengths, default=1) if isinstance(parameters.get("batch_size", 1), int) else 1
 
 
