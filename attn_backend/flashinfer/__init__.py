@@ -5,7 +5,7 @@ docs/flashinfer.md says what maps to what, what differs, and what is not there. 
 
 from __future__ import annotations
 
-from . import attention, cascade, decode, page, pod, prefill, quantization, sparse, utils
+from . import attention, cascade, decode, page, pod, prefill, quantization, sampling, sparse, utils
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -32,4 +32,18 @@ from .prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from .quantization import packbits, segment_packbits
+from .sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
 from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each file")
     parser.add_argument("--json", type=Path, help="every case with its outcome")
     parser.add_argument("--output", type=Path, help="what pytest printed")
-    parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
+    parser.add_argument("--pytest", default="", help="more arguments for pytest, as in a shell")
     given = parser.parse_args()
     if absent := missing_files(given.checkout):
         parser.error(f"checkout: {given.checkout} has no {absent[0]}")
@@ -77,7 +78,7 @@ def main() -> int:
         lay_out(given.checkout, folder, given.device)
         for file in FILES:
             if given.only in file:
-                results.append(run_file(folder, file, options, given.timeout, given.pytest))
+                results.append(run_file(folder, file, options, given.timeout, shlex.split(given.pytest)))
                 print(f"{file}: {', '.join(f'{results[-1][outcome]} {outcome}' for outcome in OUTCOMES)}; ended {results[-1]['ended']}", flush=True)
     print(table(results))
     if given.output:
