@@ -5,7 +5,7 @@ docs/flashinfer.md says what maps to what, what differs, and what is not there. 
 
 from __future__ import annotations
 
-from . import attention, cascade, decode, page, pod, prefill, quantization, sampling, sparse, utils
+from . import attention, cascade, decode, logits_processor, page, pod, prefill, quantization, sampling, sparse, utils
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
