@@ -61,19 +61,23 @@ def check_pos_encoding_mode(mode: object) -> bool:
 
 def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
     """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages, num_kv_heads, page_size, head_dim]; or both in one tensor,
-    along its second dimension."""
+    along its second dimension. Without page_size: pages of one token.
+    """
     if isinstance(paged_kv_cache, tuple):
         if len(paged_kv_cache) != 2:
             refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
         k, v = paged_kv_cache
-    elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim == 5 and paged_kv_cache.shape[1] == 2:
+    elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim in (4, 5) and paged_kv_cache.shape[1] == 2:
         k, v = paged_kv_cache.unbind(1)
     else:
-        refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...] of 5 dimensions, or the tuple (k, v)")
+        refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...], or the tuple (k, v)")
     if k.element_size() == 1:
         not_supported(f"a KV-cache of {k.dtype}")
-    if k.ndim != 4 or v.ndim != 4:
-        refuse("paged_kv_cache[0]" if k.ndim != 4 else "paged_kv_cache[1]", k if k.ndim != 4 else v, "a tensor of 4 dimensions")
+    if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
+        return KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
+    for i, tensor in enumerate((k, v)):
+        if tensor.ndim != 4:
+            refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
     return KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -120,8 +118,6 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
     """
 
-    _has_sinks = True
-
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -146,12 +142,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
         buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, backend)
-
-    def run(self, q: Tensor, paged_kv_cache: PagedKV, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`run(q, paged_kv_cache, sinks, sm_scale)`; the rest as in BatchPrefillWithPagedKVCacheWrapper.run."""
-        if args:
-            sinks, *rest = args
-            if rest:
-                self._sm_scale = float(rest[0])
-            options["sinks"] = sinks
-        return super().run(q, paged_kv_cache, **options)
+        self._has_sinks = True

@@ -114,7 +114,6 @@ class _BatchPrefill:
     _table: PageTable
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
-        refuse_given(jit_args=jit_args)
         self._kv_layout = check_kv_layout(kv_layout)
         if backend not in _BACKENDS:
             not_supported(f"backend = {backend!r}")
@@ -123,6 +122,7 @@ class _BatchPrefill:
         self.device = float_workspace_buffer.device
         self._use_cuda_graph = use_cuda_graph
         self._planned = PlannedAttention(self.device, use_cuda_graph)
+        self._has_sinks = has_sinks(jit_args)
         self._custom_mask_buf: Tensor | None = None
         self._mask_indptr_buf: Tensor | None = None
         self._rows: int | None = None
@@ -183,7 +183,15 @@ class _BatchPrefill:
         self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
         self._is_planned = True
 
-    _has_sinks = False
+    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> Tensor | None:
+        """What a run is given behind q, K and V if the wrapper is for sinks: (sinks, sm_scale). Returns the sinks."""
+        if not args:
+            return sinks
+        if not self._has_sinks or len(args) > 2:
+            not_supported("the argument args")
+        self._sm_scale = float(args[1]) if len(args) > 1 else self._sm_scale
+        taken: Tensor = args[0]
+        return taken
 
     def _scale(self) -> float:
         return self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
@@ -374,6 +382,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
+            args: sinks and sm_scale, if the wrapper is for sinks.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
             enable_pdl, use_fp16_softmax: not used.
@@ -384,9 +393,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
-        refuse_given(uses_spcompress=uses_spcompress)
+        refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
+        sinks = self._take(args, sinks)
         scale = self._scale()
         if q_scale is not None or k_scale is not None:
             scale = scaled(scale, q_scale=q_scale, k_scale=k_scale)
@@ -550,6 +559,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim].
+            args: sinks and sm_scale, if the wrapper is for sinks.
             enable_pdl: not used.
 
         Returns:
@@ -558,11 +568,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(args=args or None, kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         self._check_run(q)
+        sinks = self._take(args)
         kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
         scale = scaled(self._scale(), q_scale=q_scale, k_scale=k_scale)
-        return run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale)
+        return run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -586,6 +597,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+def has_sinks(jit_args: list[Any] | None) -> bool:
+    """Whether jit_args ask for FlashInfer's variant of attention sinks, the only one that has a counterpart: C++ for its kernels is not for ours.
+
+    Raises:
+        NotImplementedError: another variant.
+    """
+    if jit_args is None:
+        return False
+    name = jit_args[11] if len(jit_args) > 11 else None
+    if name != "AttentionSink":
+        not_supported(f"jit_args of the variant {name!r}")
+    return True
 
 
 def run_rows(
