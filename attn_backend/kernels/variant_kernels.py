@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
@@ -55,9 +56,15 @@ def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int, co
     source = manifest.variant_text(variant) + cpp_compiler.source(isa, dtype)
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
     folder = f"{platform.machine()}_{isa}"
-    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa)])
+    # The library refuses one that was compiled beside other headers, also where it includes none of those that differ.
+    key = cubins.content_key(source, [folder, _headers_digest(cubins.source_root()), *cpp_compiler.flags(isa)])
     place = Path(folder) / f"attention_cpu_{dtype}_{variant.name}-{key}.so"
     return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), command, jit)
+
+
+@cache
+def _headers_digest(root: Path) -> str:
+    return headers_digest(root)
 
 
 def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], command: str, jit: bool) -> Path:
