@@ -55,9 +55,8 @@ def items_of(prefix_len_ptr: Tensor | None, token_pos_in_items_ptr: Tensor | Non
     if token_pos_in_items_ptr is None or token_pos_in_items_len < 1:
         refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, "a tensor, and token_pos_in_items_len its elements of each request, with prefix_len_ptr")
     prefix_len = prefix_len_ptr.view(torch.int32) if prefix_len_ptr.dtype == torch.uint32 else prefix_len_ptr.to(torch.int32)
-    positions = token_pos_in_items_ptr.to(torch.uint16).contiguous()
-    batch_size = prefix_len.shape[0]
-    last = positions.numel() - (batch_size - 1) * token_pos_in_items_len  # elements of the last request, which may be fewer
-    if last < 1:
-        refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, f"of more than {(batch_size - 1) * token_pos_in_items_len} elements")
-    return prefix_len, positions.as_strided((batch_size, min(last, token_pos_in_items_len)), (token_pos_in_items_len, 1))
+    positions = token_pos_in_items_ptr.to(torch.uint16)
+    wanted = prefix_len.shape[0] * token_pos_in_items_len
+    if positions.numel() < wanted:  # the last request may have fewer
+        positions = torch.cat((positions.flatten(), positions.new_zeros(wanted - positions.numel())))
+    return prefix_len, positions.flatten()[:wanted].view(-1, token_pos_in_items_len)
