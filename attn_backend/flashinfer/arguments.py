@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metadata import KVCache
+from ..metadata import KVCache, PageTable
 from ..metadata.structure import refuse
 from .features import not_supported
 
@@ -131,6 +130,16 @@ def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     return first, indptr - first if first else indptr
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Without those that are None."""
-    return {name: value for name, value in options.items() if value is not None}
+def buffer_length(name: str, buffer: object) -> int:
+    """Of a buffer that is needed with CUDA graphs."""
+    if not isinstance(buffer, Tensor):
+        refuse(name, buffer, "a tensor with use_cuda_graph=True")
+    return len(buffer)
+
+
+def csr_on_device(
+    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int, device: torch.device, non_blocking: bool = True
+) -> PageTable:
+    """A page table whose tensors may lie on the host."""
+    tensors = [on_device(tensor, device, non_blocking) for tensor in (kv_indptr, kv_indices, kv_last_page_len)]
+    return PageTable.csr(tensors[0], tensors[1], tensors[2], page_size)

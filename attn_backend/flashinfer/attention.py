@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView, PageTable
+from ..metadata import BSRView
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, check_kv_layout, element_type, from_zero, on_device, paged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_type, from_zero, on_device, paged_cache, rows_of, scaled
 from .features import not_supported, refuse_given
 from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, run_rows
@@ -66,8 +66,7 @@ class BatchAttention:
         first, kv_indptr = from_zero(kv_indptr)
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
         last_page_len = (kv_len_arr - 1) % page_size + 1
-        tensors = (kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len)
-        table = PageTable.csr(*(on_device(tensor, device, True) for tensor in tensors), page_size)
+        table = csr_on_device(kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len, page_size, device)
         view = BSRView(on_device(qo_indptr, device, True), table, causal=causal)
         self._planned.plan(view, self._heads, Logits(self._soft_cap), rows=rows_of(qo_indptr))
 

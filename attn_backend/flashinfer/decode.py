@@ -13,6 +13,7 @@ from ..metadata.structure import refuse
 from .arguments import (
     DType,
     PagedKV,
+    buffer_length,
     check_kv_layout,
     check_pos_encoding_mode,
     element_type,
@@ -124,22 +125,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._use_tensor_cores = use_tensor_cores
         self._fixed_batch_size = 0
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
         if use_cuda_graph:
-            buffers = {
-                "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
-                "paged_kv_indices_buffer": paged_kv_indices_buffer,
-                "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
-            }
-            for name, buffer in buffers.items():
-                if not isinstance(buffer, Tensor):
-                    refuse(name, buffer, "a tensor if use_cuda_graph")
-            assert paged_kv_indptr_buffer is not None and paged_kv_last_page_len_buffer is not None
-            self._fixed_batch_size = len(paged_kv_last_page_len_buffer)
-            if len(paged_kv_indptr_buffer) != self._fixed_batch_size + 1:
-                refuse("len(paged_kv_indptr_buffer)", len(paged_kv_indptr_buffer), f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer")
-        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
-        self._paged_kv_indices_buf = paged_kv_indices_buffer
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
+            length = buffer_length("paged_kv_indptr_buffer", paged_kv_indptr_buffer)
+            buffer_length("paged_kv_indices_buffer", paged_kv_indices_buffer)
+            self._fixed_batch_size = buffer_length("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer)
+            if length != self._fixed_batch_size + 1:
+                refuse("len(paged_kv_indptr_buffer)", length, f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer")
         self._q_len_per_req: int | None = None
         self._planned = PlannedAttention(self.device, use_cuda_graph)
 
@@ -220,7 +215,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._paged_kv_indptr_buf = on_device(indptr, self.device, non_blocking)
             self._paged_kv_indices_buf = on_device(indices[first:] if first else indices, self.device, non_blocking)
             self._paged_kv_last_page_len_buf = on_device(last_page_len, self.device, non_blocking)
-        assert self._paged_kv_indptr_buf is not None and self._paged_kv_indices_buf is not None and self._paged_kv_last_page_len_buf is not None
         self._q_len_per_req = q_len_per_req
         self._batch_size = batch_size
         self._heads = heads
@@ -241,7 +235,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._planned.plan(view, self._heads, logits, rows=self._batch_size * q_len, batch_invariant=self._batch_invariant)
 
     def _copy_to_buffers(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, batch_size: int, q_len: int, non_blocking: bool) -> None:
-        assert self._paged_kv_indptr_buf is not None and self._paged_kv_indices_buf is not None and self._paged_kv_last_page_len_buf is not None
         if self._q_len_per_req not in (None, q_len):
             refuse("q_len_per_req", q_len, f"{self._q_len_per_req}, that of the first plan, with use_cuda_graph=True")
         if batch_size != self._fixed_batch_size:
@@ -400,7 +393,6 @@ def fast_decode_plan(
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
     """
     if self.is_cuda_graph_enabled:
-        assert self._paged_kv_indptr_buf is not None and self._paged_kv_indices_buf is not None and self._paged_kv_last_page_len_buf is not None
         if len(last_page_len) != self._fixed_batch_size:
             refuse("batch_size", len(last_page_len), f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
         if len(indices) > len(self._paged_kv_indices_buf):
@@ -443,5 +435,3 @@ cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
 single_decode_with_kv_cache_with_jit_module = missing("single_decode_with_kv_cache_with_jit_module")
 trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
 xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
-
-

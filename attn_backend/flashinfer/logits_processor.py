@@ -229,9 +229,7 @@ class LogitsPipe:
             tokens = sampling.min_p_sampling_from_probs(probs, _option(options, "min_p"), **draw)
         elif "K" in steps and "P" in steps:
             order = "joint" if is_joint else "top_k_first"
-            tokens = sampling.top_k_top_p_sampling_from_probs(
-                tensor, _option(options, "top_k"), _option(options, "top_p"), filter_apply_order=order, **draw
-            )
+            tokens = sampling.top_k_top_p_sampling_from_probs(tensor, _option(options, "top_k"), _option(options, "top_p"), filter_apply_order=order, **draw)
         elif "K" in steps:
             tokens = sampling.top_k_sampling_from_probs(tensor, _option(options, "top_k"), **draw)
         elif "P" in steps:

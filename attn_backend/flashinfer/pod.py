@@ -138,7 +138,8 @@ class PODWithPagedKVCacheWrapper:
             window_left=window_left_p,
         )
         out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        assert isinstance(out_p, Tensor) and isinstance(out_d, Tensor)
+        assert isinstance(out_p, Tensor)
+        assert isinstance(out_d, Tensor)
         return out_p, out_d
 
     def end_forward(self) -> None:

@@ -13,6 +13,7 @@ from ..metadata.structure import refuse
 from .arguments import (
     DType,
     PagedKV,
+    buffer_length,
     check_kv_layout,
     check_pos_encoding_mode,
     element_type,
@@ -111,7 +112,14 @@ single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, 
 class _BatchPrefill:
     """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes, and the options that `forward` may change."""
 
+    # Of the last plan.
+    _heads: Heads
     _table: PageTable
+    _qo_indptr: Tensor
+    _first_row: int
+    _items: tuple[Tensor | None, Tensor | None]
+    _batch_invariant: bool
+    _sm_scale: float | None
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
         self._kv_layout = check_kv_layout(kv_layout)
@@ -123,8 +131,8 @@ class _BatchPrefill:
         self._use_cuda_graph = use_cuda_graph
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         self._has_sinks = has_sinks(jit_args)
-        self._custom_mask_buf: Tensor | None = None
-        self._mask_indptr_buf: Tensor | None = None
+        self._custom_mask_buf: Any = None
+        self._mask_indptr_buf: Any = None
         self._rows: int | None = None
         self._fixed_batch_size = 0
         self._is_planned = False
@@ -164,7 +172,6 @@ class _BatchPrefill:
         for name, buffer in (("custom_mask_buf", self._custom_mask_buf), ("mask_indptr_buf", self._mask_indptr_buf)):
             if not isinstance(buffer, Tensor):
                 refuse(name, buffer, "a tensor, with use_cuda_graph=True and a custom mask")
-        assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
         if len(packed) > len(self._custom_mask_buf):
             refuse("len(custom_mask_buf)", len(self._custom_mask_buf), f"at least {len(packed)}, the bytes of the mask")
         self._custom_mask_buf[: len(packed)].copy_(packed, non_blocking=non_blocking)
@@ -250,26 +257,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buf
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
         if use_cuda_graph:
-            buffers = {
-                "qo_indptr_buf": qo_indptr_buf,
-                "paged_kv_indptr_buf": paged_kv_indptr_buf,
-                "paged_kv_indices_buf": paged_kv_indices_buf,
-                "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-            }
-            for name, buffer in buffers.items():
-                if not isinstance(buffer, Tensor):
-                    refuse(name, buffer, "a tensor if use_cuda_graph")
-            assert qo_indptr_buf is not None and paged_kv_indptr_buf is not None and paged_kv_last_page_len_buf is not None
-            self._fixed_batch_size = len(qo_indptr_buf) - 1
-            if len(paged_kv_indptr_buf) != self._fixed_batch_size + 1:
-                refuse("len(paged_kv_indptr_buf)", len(paged_kv_indptr_buf), f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
-            if len(paged_kv_last_page_len_buf) != self._fixed_batch_size:
-                refuse("len(paged_kv_last_page_len_buf)", len(paged_kv_last_page_len_buf), f"{self._fixed_batch_size}, one less than qo_indptr_buf")
-        self._qo_indptr_buf = qo_indptr_buf
-        self._paged_kv_indptr_buf = paged_kv_indptr_buf
-        self._paged_kv_indices_buf = paged_kv_indices_buf
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
+            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
+            lengths = buffer_length("paged_kv_indptr_buf", paged_kv_indptr_buf), buffer_length("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf)
+            buffer_length("paged_kv_indices_buf", paged_kv_indices_buf)
+            if lengths[0] != self._fixed_batch_size + 1:
+                refuse("len(paged_kv_indptr_buf)", lengths[0], f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
+            if lengths[1] != self._fixed_batch_size:
+                refuse("len(paged_kv_last_page_len_buf)", lengths[1], f"{self._fixed_batch_size}, one less than qo_indptr_buf")
         self._custom_mask_buf = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
 
@@ -335,8 +335,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)
         if self._use_cuda_graph:
             self._check_fixed(batch_size, qo_indptr)
-            assert self._paged_kv_indptr_buf is not None and self._paged_kv_indices_buf is not None and self._paged_kv_last_page_len_buf is not None
-            assert self._qo_indptr_buf is not None
             if len(paged_kv_indices) > len(self._paged_kv_indices_buf):
                 refuse("len(paged_kv_indices)", len(paged_kv_indices), f"at most {len(self._paged_kv_indices_buf)}, that of paged_kv_indices_buf")
             copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
@@ -452,16 +450,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._kv_indptr_buf: Any = kv_indptr_buf
         if use_cuda_graph:
-            for name, buffer in (("qo_indptr_buf", qo_indptr_buf), ("kv_indptr_buf", kv_indptr_buf)):
-                if not isinstance(buffer, Tensor):
-                    refuse(name, buffer, "a tensor if use_cuda_graph")
-            assert qo_indptr_buf is not None and kv_indptr_buf is not None
-            self._fixed_batch_size = len(qo_indptr_buf) - 1
-            if len(kv_indptr_buf) != self._fixed_batch_size + 1:
-                refuse("len(kv_indptr_buf)", len(kv_indptr_buf), f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
-        self._qo_indptr_buf = qo_indptr_buf
-        self._kv_indptr_buf = kv_indptr_buf
+            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
+            length = buffer_length("kv_indptr_buf", kv_indptr_buf)
+            if length != self._fixed_batch_size + 1:
+                refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
         self._custom_mask_buf = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
 
@@ -523,7 +519,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)
         if self._use_cuda_graph:
             self._check_fixed(batch_size, qo_indptr)
-            assert self._qo_indptr_buf is not None and self._kv_indptr_buf is not None
             copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
             copy_if_other(self._kv_indptr_buf, kv_indptr, non_blocking)
         else:

@@ -163,8 +163,8 @@ def top_k_top_p_sampling_from_logits(
         return drawn
     batch = logits.shape[0]
     draw_seed, position = _draws(batch, logits.device, generator, seed, offset)
-    top_k, top_p = _of_rows("top_k", top_k, batch), _of_rows("top_p", top_p, batch)
-    return kernels.sample(logits, top_k=_whole(top_k), top_p=top_p, filter_order=order, seed=draw_seed, position=position).token_ids  # type: ignore[arg-type]
+    filters = {"top_k": _whole(_of_rows("top_k", top_k, batch)), "top_p": _of_rows("top_p", top_p, batch)}
+    return kernels.sample(logits, filter_order=order, seed=draw_seed, position=position, **filters).token_ids  # type: ignore[arg-type]
 
 
 def top_k_top_p_sampling_from_probs(

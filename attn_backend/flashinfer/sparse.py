@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView, KVCache, PageTable
+from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
-from .arguments import DType, check_pos_encoding_mode, element_type, on_device
+from .arguments import DType, check_pos_encoding_mode, csr_on_device, element_type, on_device
 from .features import not_supported, refuse_given
 from .masks import pack_custom_mask
 from .page import get_seq_lens
@@ -26,8 +27,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     Args:
         indptr: int32 [rows of blocks + 1]: row i has the blocks indptr[i]:indptr[i + 1].
     """
-    begins = indptr.tolist()
-    rows = [mask[begin:end].transpose(0, 1).reshape(-1) for begin, end in zip(begins[:-1], begins[1:], strict=True)]
+    rows = [mask[begin:end].transpose(0, 1).reshape(-1) for begin, end in pairwise(indptr.tolist())]
     return torch.cat(rows) if rows else mask.reshape(-1)
 
 
@@ -113,7 +113,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         kv_lens = get_seq_lens(indptr, last_page_len, C) * (indptr[1:] > indptr[:-1])
         packed, mask_indptr = pack_custom_mask(mask, packed_mask, qo_indptr, kv_lens, self.device, non_blocking)
         logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr)
-        table = PageTable.csr(*(on_device(tensor, self.device, non_blocking) for tensor in (indptr, indices, last_page_len)), C)
+        table = csr_on_device(indptr, indices, last_page_len, C, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None)
         self._planned.plan(view, self._heads, logits, rows=M)
 
@@ -212,7 +212,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         begins = torch.repeat_interleave(first_tokens[head, column] - (ends - lengths), lengths, output_size=num_entries)
         kv_indices = (begins + torch.arange(num_entries, device=begins.device)).to(torch.int32)
         last_page_len = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=kv_indptr.device)
-        table = PageTable.csr(*(on_device(tensor, self.device, non_blocking) for tensor in (kv_indptr, kv_indices, last_page_len)), 1)
+        table = csr_on_device(kv_indptr, kv_indices, last_page_len, 1, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal)
         logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
         self._planned.plan(view, self._heads, logits, rows=int(qo_indptr[-1]))

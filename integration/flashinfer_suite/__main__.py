@@ -53,7 +53,9 @@ def table(results: list[dict[str, object]]) -> str:
     rows = [head] + [tuple(str(result[column]) for column in head) for result in results]
     rows.append(("all", *(str(sum(int(str(result[column])) for result in results)) for column in head[1:])))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows
+    )
 
 
 def main() -> int:

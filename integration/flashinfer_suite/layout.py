@@ -43,7 +43,12 @@ _DECLARATIONS = "flashinfer/jit/attention/variants.py"
 
 _IMPORT = re.compile(r"^(\s*)import flashinfer(\.[\w.]+)?( as \w+)?\s*$", re.MULTILINE)
 _FROM = re.compile(r"^(\s*)from flashinfer\b", re.MULTILINE)
-_DEVICES = ((re.compile(r"""(["'])cuda(?::\d)?\1"""), '"cpu"'), (re.compile(r"\.cuda\(\)"), ""), (re.compile(r"\.to\(0\)"), '.to("cpu")'), (re.compile(r"\bdevice=0\b"), 'device="cpu"'))
+_DEVICES = (
+    (re.compile(r"""(["'])cuda(?::\d)?\1"""), '"cpu"'),
+    (re.compile(r"\.cuda\(\)"), ""),
+    (re.compile(r"\.to\(0\)"), '.to("cpu")'),
+    (re.compile(r"\bdevice=0\b"), 'device="cpu"'),
+)
 
 
 def redirected(source: str, device: str) -> str:

@@ -45,7 +45,8 @@ class _Absent(ModuleType):
 def _declarations() -> ModuleType:
     """C++ that tests hand to jit_args, from the checkout."""
     spec = importlib.util.spec_from_file_location("flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -66,7 +67,7 @@ def _stand_in_for_jit() -> None:
     ours.utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})  # type: ignore[attr-defined]
     utils: Any = sys.modules[f"{ours.__name__}.jit.utils"]
     if isinstance(utils, _Absent):
-        utils.filename_safe_dtype_map = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+        utils.__dict__["filename_safe_dtype_map"] = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 class _Nothing:

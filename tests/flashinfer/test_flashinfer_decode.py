@@ -6,7 +6,7 @@ import pytest
 import torch
 from flashinfer_oracle import DEVICES, attention, check, make_batch, workspace
 
-import attn_backend.flashinfer as flashinfer
+from attn_backend import flashinfer
 
 KV_LENS = [7, 1, 33, 0, 20]
 

@@ -10,10 +10,17 @@ import torch
 from flashinfer_oracle import DEVICES, Batch, attention, check, make_batch, workspace
 from torch import Tensor
 
-import attn_backend.flashinfer as flashinfer
+from attn_backend import flashinfer
 
 Q_LENS, KV_LENS = [3, 1, 17, 2, 0], [7, 1, 33, 20, 5]
-OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window_left": 4}, {"soft_cap": 5.0}, {"alibi": True, "causal": True}, {"sm_scale": 0.3}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_left": 4},
+    {"soft_cap": 5.0},
+    {"alibi": True, "causal": True},
+    {"sm_scale": 0.3},
+]
 
 
 def named(options: dict[str, Any]) -> dict[str, Any]:

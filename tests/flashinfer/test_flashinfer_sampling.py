@@ -10,8 +10,7 @@ import torch
 from flashinfer_oracle import DEVICES
 from torch import Tensor
 
-import attn_backend.flashinfer as flashinfer
-from attn_backend import sample, sample_from_probs
+from attn_backend import flashinfer, sample, sample_from_probs
 from attn_backend.flashinfer import sampling
 from attn_backend.flashinfer.logits_processor import LogitsPipe, MinP, Sample, Softmax, TaggedTensor, Temperature, TensorType, TopK, TopP
 from attn_backend.kernels.draws import mixed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flashinfer_oracle import DEVICES, attention, check, make_batch, workspace
 
-import attn_backend.flashinfer as flashinfer
+from attn_backend import flashinfer
 from attn_backend.flashinfer.triton.cascade import variable_length_merge_states
 
 Q_LENS, KV_LENS = [3, 1, 17, 2], [7, 1, 33, 20]

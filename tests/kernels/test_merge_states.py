@@ -104,26 +104,26 @@ def test_no_rows() -> None:
     assert lse.shape == (0, 2)
 
 
-O, LSE = torch.zeros(4, 2, 8), torch.zeros(4, 2)
+STATES, LSE = torch.zeros(4, 2, 8), torch.zeros(4, 2)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: merge_states(O, LSE), "o is a float32 tensor of shape"),
-        (lambda: merge_states(O.unsqueeze(1).double(), LSE.unsqueeze(1)), "o.dtype is float64, must be float32, float16 or bfloat16"),
-        (lambda: merge_states(O.unsqueeze(1), LSE), "lse.shape is"),
-        (lambda: merge_states(O.unsqueeze(1), LSE.unsqueeze(1).double()), "lse.dtype is float64"),
-        (lambda: merge_states(O, LSE, torch.zeros(3)), "indptr.dtype is float32"),
-        (lambda: merge_states(O, LSE, torch.zeros(0, dtype=torch.int32)), "indptr is"),
-        (lambda: merge_state(O, LSE, O[:3], LSE), "o_b.shape is"),
-        (lambda: merge_state(O, LSE, O.half(), LSE), "o_b.dtype is float16"),
-        (lambda: merge_state(O, LSE, torch.zeros(4, 2, 16)[..., :8], LSE), "o_b.stride"),
-        (lambda: merge_state(O, LSE, O, LSE.T.contiguous().T), "lse_b.stride"),
-        (lambda: merge_state(O, LSE, O, LSE, mask=torch.zeros(3, dtype=torch.bool)), "mask.shape"),
-        (lambda: merge_state(O, LSE, O, LSE, out=torch.zeros(4, 2, 9)), "out.shape"),
-        (lambda: merge_state(O, LSE, O, None), "lse_b is None"),  # type: ignore[arg-type]
-        (lambda: merge_state(O, LSE, O, LSE, log2=1), "log2 is 1"),  # type: ignore[arg-type]
+        (lambda: merge_states(STATES, LSE), "o is a float32 tensor of shape"),
+        (lambda: merge_states(STATES.unsqueeze(1).double(), LSE.unsqueeze(1)), "o.dtype is float64, must be float32, float16 or bfloat16"),
+        (lambda: merge_states(STATES.unsqueeze(1), LSE), "lse.shape is"),
+        (lambda: merge_states(STATES.unsqueeze(1), LSE.unsqueeze(1).double()), "lse.dtype is float64"),
+        (lambda: merge_states(STATES, LSE, torch.zeros(3)), "indptr.dtype is float32"),
+        (lambda: merge_states(STATES, LSE, torch.zeros(0, dtype=torch.int32)), "indptr is"),
+        (lambda: merge_state(STATES, LSE, STATES[:3], LSE), "o_b.shape is"),
+        (lambda: merge_state(STATES, LSE, STATES.half(), LSE), "o_b.dtype is float16"),
+        (lambda: merge_state(STATES, LSE, torch.zeros(4, 2, 16)[..., :8], LSE), "o_b.stride"),
+        (lambda: merge_state(STATES, LSE, STATES, LSE.T.contiguous().T), "lse_b.stride"),
+        (lambda: merge_state(STATES, LSE, STATES, LSE, mask=torch.zeros(3, dtype=torch.bool)), "mask.shape"),
+        (lambda: merge_state(STATES, LSE, STATES, LSE, out=torch.zeros(4, 2, 9)), "out.shape"),
+        (lambda: merge_state(STATES, LSE, STATES, None), "lse_b is None"),  # type: ignore[arg-type]
+        (lambda: merge_state(STATES, LSE, STATES, LSE, log2=1), "log2 is 1"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals(call: object, message: str) -> None:
