@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..metadata import KVCache, PageTable
 from ..metadata.structure import refuse
+from ..variants.builtin import alibi_slopes
 from .features import not_supported
 
 PagedKV = Tensor | tuple[Tensor, Tensor]
@@ -110,8 +111,6 @@ def indptr_of_equal(batch_size: int, length: int, device: torch.device) -> Tenso
 
 @lru_cache(maxsize=64)
 def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
-    from ..variants.builtin import alibi_slopes
-
     return alibi_slopes(num_heads).to(device)
 
 

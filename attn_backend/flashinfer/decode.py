@@ -287,7 +287,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
+        if args or skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse_given(args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         self._check_run(q, window_left, q_len_per_req)
         scale = self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
         if q_scale is not None or k_scale is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.structure import refuse
-from ..variants import segment_packbits
+from ..variants import packbits, segment_packbits
 from .arguments import indptr_of_equal, on_device
 
 
@@ -41,8 +41,6 @@ def pack_single_mask(custom_mask: Tensor | None, packed_custom_mask: Tensor | No
     if custom_mask is None and packed_custom_mask is None:
         return None, None
     if packed_custom_mask is None:
-        from ..variants import packbits
-
         assert custom_mask is not None
         packed_custom_mask = packbits(custom_mask.reshape(-1), "little")
     return packed_custom_mask, indptr_of_equal(1, len(packed_custom_mask), device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
+from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
@@ -244,8 +245,6 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.dev
     Raises:
         NotImplementedError: K and V have different ones, or the kernels of this device lack it.
     """
-    from ..kernels.manifest import CUDA_HEAD_DIMS
-
     if head_dim_vo is not None and head_dim_vo != head_dim_qk:
         not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
     if device.type == "cuda" and head_dim_qk not in CUDA_HEAD_DIMS:

@@ -391,7 +391,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
+            refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
         sinks = self._take(args, sinks)
         scale = self._scale()
