@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,22 +65,54 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
     """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages, num_kv_heads, page_size, head_dim]; or both in one tensor,
     along its second dimension. Without page_size: pages of one token.
     """
+    known = _views.get(id(paged_kv_cache))
+    if known is not None and known.of(paged_kv_cache, kv_layout):
+        return known.cache
     if isinstance(paged_kv_cache, tuple):
         if len(paged_kv_cache) != 2:
             refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
         k, v = paged_kv_cache
     elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim in (4, 5) and paged_kv_cache.shape[1] == 2:
-        k, v = paged_kv_cache.unbind(1)
+        # Detached: the views must not keep the caller's tensor, whose end is theirs.
+        k, v = paged_kv_cache.detach().unbind(1)
     else:
         refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...], or the tuple (k, v)")
     if k.element_size() == 1:
         not_supported(f"a KV-cache of {k.dtype}")
     if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
-        return KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
-    for i, tensor in enumerate((k, v)):
-        if tensor.ndim != 4:
-            refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
-    return KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
+        cache = KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
+    else:
+        for i, tensor in enumerate((k, v)):
+            if tensor.ndim != 4:
+                refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
+        cache = KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
+    if isinstance(paged_kv_cache, Tensor):
+        key = id(paged_kv_cache)
+        end = weakref.ref(paged_kv_cache, lambda _: _views.pop(key, None))
+        _views[key] = _Views(end, paged_kv_cache.data_ptr(), paged_kv_cache.shape, kv_layout, cache)
+    return cache
+
+
+class _Views(NamedTuple):
+    """K and V of a tensor that holds both. Layers come again every step, and making views takes longer than all else in a run."""
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    shape: torch.Size
+    layout: str
+    cache: KVCache
+
+    def of(self, tensor: object, layout: str) -> bool:
+        return (
+            self.tensor() is tensor
+            and isinstance(tensor, Tensor)
+            and self.layout == layout
+            and self.address == tensor.data_ptr()
+            and self.shape == tensor.shape
+        )
+
+
+_views: dict[int, _Views] = {}  # by id; an entry ends with its tensor
 
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from flashinfer_oracle import DEVICES, attention, check, make_batch, workspace
 
 from attn_backend import flashinfer
+from attn_backend.flashinfer import arguments
 
 KV_LENS = [7, 1, 33, 0, 20]
 
@@ -149,6 +152,22 @@ def test_output_is_independent_of_the_batch() -> None:
         wrapper.plan(*tables, *batch.shape, 16, fixed_split_size=8)
         outputs.append(wrapper.run(batch.q[:requests], batch.cache)[0])
     assert torch.equal(*outputs)
+
+
+def test_views_of_a_cache_end_with_it() -> None:
+    """They are kept from run to run: for the tensor that they are of, as it is, and no longer."""
+    cache = make_batch([1], [7]).cache
+    kept = len(arguments._views)
+    views = arguments.paged_cache(cache, "NHD")
+    assert arguments.paged_cache(cache, "NHD") is views
+    assert arguments.paged_cache(cache, "HND") is not views
+    assert arguments.paged_cache(cache.clone(), "NHD").k.data_ptr() != views.k.data_ptr()
+    cache.resize_(1, 2, 5, 2, 64)
+    assert arguments.paged_cache(cache, "NHD").num_pages == 1
+    storage = weakref.ref(cache.untyped_storage())
+    del cache, views
+    assert storage() is None
+    assert len(arguments._views) == kept
 
 
 BATCH = make_batch([1] * 2, [4, 6])
