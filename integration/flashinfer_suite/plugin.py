@@ -114,10 +114,18 @@ def tokens_of(parameters: dict[str, Any]) -> int:
     return int(parameters.get("batch_size", 1)) * max(lengths, default=1) if isinstance(parameters.get("batch_size", 1), int) else 1
 
 
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def captures_graph(item: pytest.Item) -> bool:
+    return bool(parameters_of(item).get("use_cuda_graph")) or "cuda_graph" in item.name
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     total = len(items)
     most = OPTIONS["max_tokens"] or math.inf
-    kept = [item for item in items if tokens_of(getattr(getattr(item, "callspec", None), "params", {})) <= most]
+    kept = [item for item in items if tokens_of(parameters_of(item)) <= most and not (ON_CPU and captures_graph(item))]
     if OPTIONS["sample"] and len(kept) > OPTIONS["sample"]:
         chosen = set(random.Random(OPTIONS["seed"]).sample(range(len(kept)), OPTIONS["sample"]))
         kept = [item for i, item in enumerate(kept) if i in chosen]

@@ -19,9 +19,7 @@ struct StateColumns {
     if constexpr (Element::kMmaType == ptx::MmaType::kBFloat16) {
       return __uint_as_float(static_cast<uint32_t>(bits) << 16);
     } else {
-      float x;
-      asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-      return x;
+      return ptx::unpack_f16(bits);
     }
   }
 

@@ -33,6 +33,12 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
+__device__ __forceinline__ float unpack_f16(uint16_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
 /// base + count * bytes. (From C++ the compiler copies the halves of `base` before each use: prefill with pages of one
 /// token took 7 % longer.)
 __device__ __forceinline__ const char* advanced(const char* base, uint32_t count, uint32_t bytes) {

@@ -19,5 +19,10 @@ inline uint32_t f16_of(float x) { return static_cast<uint32_t>(emulation::to_bit
 
 inline uint32_t pack_bf16(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f16_of(low); }
+inline float unpack_f16(uint16_t bits) {
+  _Float16 x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return static_cast<float>(x);
+}
 
 }  // namespace attn::ptx
