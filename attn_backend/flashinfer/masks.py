@@ -52,7 +52,7 @@ def items_of(prefix_len_ptr: Tensor | None, token_pos_in_items_ptr: Tensor | Non
         return None, None
     if token_pos_in_items_ptr is None or token_pos_in_items_len < 1:
         refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, "a tensor, and token_pos_in_items_len its elements of each request, with prefix_len_ptr")
-    prefix_len = prefix_len_ptr.view(torch.int32) if prefix_len_ptr.dtype == torch.uint32 else prefix_len_ptr.to(torch.int32)
+    prefix_len = (prefix_len_ptr.view(torch.int32) if prefix_len_ptr.dtype == torch.uint32 else prefix_len_ptr.to(torch.int32)).reshape(-1)
     positions = token_pos_in_items_ptr.to(torch.uint16)
     wanted = prefix_len.shape[0] * token_pos_in_items_len
     if positions.numel() < wanted:  # the last request may have fewer

@@ -132,6 +132,15 @@ def test_multi_item_scoring(device: str) -> None:
         check(run(return_lse=True), batch.expected(masks=masks))
 
 
+def test_multi_item_scoring_of_one_request() -> None:
+    batch = make_batch([4], [9])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
+    items = {"token_pos_in_items_ptr": torch.tensor([0, 1, 2, 0]).to(torch.uint16), "token_pos_in_items_len": 100}  # as FlashInfer's tests have it
+    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, 5, causal=True, prefix_len_ptr=torch.tensor(5).to(torch.uint32), **items)
+    mask = torch.tensor([[1] * 5 + own for own in ([0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0])], dtype=torch.bool)
+    check(wrapper.run(batch.q, batch.cache), batch.expected(masks=[mask]))
+
+
 def test_indptrs_that_do_not_start_at_0() -> None:
     batch = make_batch(Q_LENS, KV_LENS)
     q = torch.cat((torch.zeros(2, *batch.q.shape[1:], dtype=torch.float16), batch.q))
