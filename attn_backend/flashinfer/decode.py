@@ -236,7 +236,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def _copy_to_buffers(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, batch_size: int, q_len: int, non_blocking: bool) -> None:
         if self._q_len_per_req not in (None, q_len):
-            refuse("q_len_per_req", q_len, f"{self._q_len_per_req}, that of the first plan, with use_cuda_graph=True")
+            refuse("q_len_per_req", q_len, f"{self._q_len_per_req}, that of the first plan: it is frozen with use_cuda_graph=True")
         if batch_size != self._fixed_batch_size:
             refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
         if len(indices) > len(self._paged_kv_indices_buf):
@@ -252,7 +252,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         pages = indptr[1:] - indptr[:-1]
         shortest = int(((pages - 1).clamp(min=0) * page_size + last_page_len * (pages > 0)).min())
         if shortest < q_len:
-            refuse("kv_len", shortest, f"at least q_len_per_req = {q_len} for every request")
+            refuse("kv_len", shortest, f"at least q_len_per_req = {q_len} for every request: first rows would have an empty KV range")
 
     def run(
         self,
@@ -393,6 +393,8 @@ def fast_decode_plan(
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
     """
+    if q_len_per_req > 1 and self._q_len_per_req is None:
+        refuse("q_len_per_req", q_len_per_req, "1 without a prior plan() of the wrapper, as in FlashInfer")
     if self.is_cuda_graph_enabled:
         if len(last_page_len) != self._fixed_batch_size:
             refuse("batch_size", len(last_page_len), f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
