@@ -85,8 +85,8 @@ class _Nothing:
         return lambda *_arguments, **_options: None
 
 
-def _skip_graph(*_arguments: Any, **_options: Any) -> None:
-    pytest.skip("CUDA graphs need a GPU")
+def _skip(reason: str) -> Callable[..., None]:
+    return lambda *_arguments, **_options: pytest.skip(reason)
 
 
 def _stand_in_for_cuda() -> None:
@@ -95,7 +95,8 @@ def _stand_in_for_cuda() -> None:
         setattr(cuda, name, lambda *_arguments: None)
     for name in ("Stream", "Event", "stream", "device", "current_stream"):
         setattr(cuda, name, _Nothing)
-    cuda.CUDAGraph = cuda.graph = _skip_graph
+    cuda.CUDAGraph = cuda.graph = _skip("CUDA graphs need a GPU")
+    cuda.get_device_properties = _skip("asks a GPU about itself")
     cuda.get_device_capability = lambda *_arguments: (9, 0)
     utils: Any = ours.utils
     utils.get_compute_capability = lambda _device: (9, 0)
@@ -112,9 +113,10 @@ def _seed() -> None:
 
 
 def tokens_of(parameters: dict[str, Any]) -> int:
-    """About how many tokens a case is about: requests times lengths."""
-    lengths = [value for name, value in parameters.items() if "len" in name and isinstance(value, int)]
-    return int(parameters.get("batch_size", 1)) * max(lengths, default=1) if isinstance(parameters.get("batch_size", 1), int) else 1
+    """About how much a case is about: requests times their longest length, or times a thousandth of the vocabulary."""
+    numbers = {name: value for name, value in parameters.items() if isinstance(value, int)}
+    lengths = [value for name, value in numbers.items() if "len" in name]
+    return numbers.get("batch_size", 1) * max([*lengths, numbers.get("vocab_size", 0) // 1000, 1])
 
 
 def parameters_of(item: pytest.Item) -> dict[str, Any]:
