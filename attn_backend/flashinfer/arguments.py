@@ -163,6 +163,12 @@ def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     return first, indptr - first if first else indptr
 
 
+def copy_if_other(buffer: Tensor, tensor: Tensor, non_blocking: bool) -> None:
+    """Copies what is not the buffer itself."""
+    if buffer.data_ptr() != tensor.data_ptr() or buffer.device != tensor.device:
+        buffer.copy_(tensor, non_blocking=non_blocking)
+
+
 def buffer_length(name: str, buffer: object) -> int:
     """Of a buffer that is needed with CUDA graphs."""
     if not isinstance(buffer, Tensor):

@@ -8,9 +8,10 @@ from torch import Tensor
 from ..metadata import BSRView
 from ..metadata.structure import refuse
 from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_type, from_zero, on_device, paged_cache, rows_of, scaled
+from .batch_prefill import run_rows
 from .features import not_supported, refuse_given
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, run_rows
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 

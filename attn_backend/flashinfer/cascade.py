@@ -8,11 +8,13 @@ from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, check_kv_layout, check_pos_encoding_mode, element_type, from_zero, on_device, paged_cache, rows_of
-from .decode import BatchDecodeWithPagedKVCacheWrapper, copy_if_other
+from .arguments import DType, PagedKV, check_kv_layout, check_pos_encoding_mode, copy_if_other, element_type, from_zero, on_device, paged_cache, rows_of
+from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
+from .batch_prefill import run_rows
 from .features import not_supported
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, run_rows, single_prefill_with_kv_cache
+from .prefill import single_prefill_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

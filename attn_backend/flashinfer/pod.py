@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import DType, PagedKV
-from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported, refuse_given
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .prefill import single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
