@@ -341,7 +341,8 @@ def fast_decode_plan(
         if len(indices) > len(self._paged_kv_indices_buf):
             refuse("len(indices)", len(indices), f"at most {len(self._paged_kv_indices_buf)}, that of paged_kv_indices_buffer")
         indptr, indices, last_page_len = self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
-    self.plan(
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines put this function in the place of the wrapper's own
+        self,
         indptr,
         indices,
         last_page_len,

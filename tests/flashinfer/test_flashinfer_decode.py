@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -117,6 +118,11 @@ def test_buffers_of_cuda_graphs(device: str) -> None:
     indices[: len(batch.page_indices)] = batch.page_indices
     flashinfer.fast_decode_plan(wrapper, indptr, indices, last, *batch.shape, batch.page_size)
     check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True))
+    wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)  # type: ignore[method-assign]  # as SGLang does
+    wrapper.plan = wrapper.begin_forward  # type: ignore[method-assign]
+    wrapper.plan(indptr, indices, last, *batch.shape, batch.page_size, sm_scale=0.2)
+    check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True, sm_scale=0.2))
+    del wrapper.plan
     smaller = make_batch([1], [4], device=device)
     with pytest.raises(ValueError, match=r"batch_size is 1, must be 5, that of the buffers"):
         wrapper.plan(*smaller.tables(), *smaller.shape, 5)
