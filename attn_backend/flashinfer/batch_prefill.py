@@ -72,7 +72,8 @@ class BatchPrefill:
     def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:
         """The mask, in the buffers if there are CUDA graphs."""
         if packed is None or not self._use_cuda_graph:
-            self._custom_mask_buf, self._mask_indptr_buf = (packed, mask_indptr) if not self._use_cuda_graph else (self._custom_mask_buf, self._mask_indptr_buf)
+            if not self._use_cuda_graph:
+                self._custom_mask_buf, self._mask_indptr_buf = packed, mask_indptr
             self._mask = (packed, mask_indptr)
             return
         assert mask_indptr is not None
