@@ -122,19 +122,30 @@ def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
     return KVCache.from_ragged(k.transpose(0, 1), v.transpose(0, 1)) if kv_layout == "HND" else KVCache.from_ragged(k, v)
 
 
-def scaled(sm_scale: float, **scales: object) -> float:
+def number(name: str, value: float | Tensor) -> float:
+    """A scale as a number.
+
+    Raises:
+        NotImplementedError: a tensor on a GPU, which would have to be waited for, or one of several elements: the kernels take a number.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.numel() != 1:
+        not_supported(f"{name} as a tensor of shape {list(value.shape)} on {value.device}")
+    return float(value)
+
+
+def scaled(sm_scale: float | Tensor, **scales: float | Tensor | None) -> float:
     """sm_scale times the scales that are given.
 
     Raises:
-        NotImplementedError: a scale is a tensor: the kernels take a number.
+        NotImplementedError: as of `number`.
     """
+    product = number("sm_scale", sm_scale)
     for name, scale in scales.items():
-        if scale is None:
-            continue
-        if isinstance(scale, Tensor):
-            not_supported(f"{name} as a tensor")
-        sm_scale *= scale  # type: ignore[operator]
-    return sm_scale
+        if scale is not None:
+            product *= number(name, scale)
+    return product
 
 
 @lru_cache(maxsize=1024)

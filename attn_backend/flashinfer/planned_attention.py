@@ -17,7 +17,7 @@ from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import alibi_slopes_on
+from .arguments import alibi_slopes_on, number
 from .features import not_supported
 
 LOG2_E = math.log2(math.e)
@@ -163,7 +163,7 @@ class PlannedAttention:
         self,
         q: Tensor,
         kv: KVCache,
-        sm_scale: float,
+        sm_scale: float | Tensor,
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
@@ -191,7 +191,7 @@ class PlannedAttention:
             kv,
             out=out,
             lse=lse if return_lse else None,
-            sm_scale=sm_scale,
+            sm_scale=number("sm_scale", sm_scale),
             logits_soft_cap=self._soft_cap,
             variant_args=self._args,
             sinks=sinks,

@@ -83,6 +83,7 @@ def test_scales_and_sinks(device: str) -> None:
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size)
     o, lse = batch.expected(causal=True, sm_scale=64**-0.5 * 0.5 * 3)
     check(wrapper.run(batch.q, batch.cache, q_scale=0.5, k_scale=3.0, v_scale=2.0, return_lse=True), (o * 2, lse))
+    check(wrapper.run(batch.q, batch.cache, q_scale=torch.tensor(0.5), k_scale=torch.tensor([3.0]), return_lse=True), (o, lse))  # type: ignore[arg-type]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
     check(wrapper.run(batch.q, batch.cache, sinks=sinks, return_lse=True), batch.expected(causal=True, sinks=sinks))
     check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True))
@@ -203,7 +204,7 @@ def plan(**options: object) -> None:
         (NotImplementedError, lambda: plan(window_right=1), "window_right = 1"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache.to(torch.float8_e4m3fn)), "a KV-cache of torch.float8_e4m3fn"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, kv_cache_sf=BATCH.cache), "the argument kv_cache_sf"),
-        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(1)), "k_scale as a tensor"),
+        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)), r"k_scale as a tensor of shape \[2\] on cpu"),
         (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), backend="trtllm-gen"), "backend = 'trtllm-gen'"),
         (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=[1]), "jit_args"),
     ],
