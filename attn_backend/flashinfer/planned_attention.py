@@ -65,7 +65,7 @@ class Logits:
             args.update(packed_mask=self.packed_mask, mask_indptr=self.mask_indptr)
         if self.prefix_len is not None and self.token_pos_in_items is not None:
             args.update(prefix_len=self.prefix_len, token_pos_in_items=self.token_pos_in_items)
-        if args and self.soft_cap > 0:
+        if (args or self.pos.rope is not None) and self.soft_cap > 0:
             args["cap"] = self.soft_cap
         return args or None
 

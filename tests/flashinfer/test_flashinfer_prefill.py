@@ -21,6 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"alibi": True, "causal": True},
     {"sm_scale": 0.3},
     {"rope": (2.0, 500.0), "causal": True},
+    {"rope": (1.0, 1e4), "soft_cap": 5.0},
 ]
 
 
