@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
-from . import manifest
+from . import compiled, manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
@@ -145,6 +146,7 @@ class Attention:
             forget_kernels(error)
             self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
+        compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
             self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
@@ -258,6 +260,9 @@ class Attention:
             ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet; on a CPU also a page id beyond the cache.
             RuntimeError: another thread uses this object.
         """
+        if is_compiling():
+            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
+            return compiled.run(self._handle, q, kv, out, variant_args, options)
         try:
             # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
@@ -350,6 +355,8 @@ class _DebugAttention(Attention):
             super().plan(composition, variant_args=variant_args)
 
     def run(self, *arguments: Any, **options: Any) -> Tensor:
+        if is_compiling():
+            return super().run(*arguments, **options)
         with self._until_done():
             return super().run(*arguments, **options)
 
