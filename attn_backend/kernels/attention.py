@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -223,6 +223,18 @@ class Attention:
             raise
         self._levels = levels
 
+    @overload
+    def run(
+        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False, sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def run(
+        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     def run(
         self,
         q: Tensor,
@@ -230,12 +242,13 @@ class Attention:
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        return_lse: bool = False,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
         variant_args: VariantArgs | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
@@ -243,6 +256,7 @@ class Attention:
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
             out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
+            return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined with soft_cap.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
@@ -254,12 +268,20 @@ class Attention:
                 merged with others.
 
         Returns:
-            out.
+            out; with return_lse (out, lse).
 
         Raises:
             ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet; on a CPU also a page id beyond the cache.
             RuntimeError: another thread uses this object.
         """
+        if return_lse:
+            if lse is None and isinstance(q, Tensor):
+                lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            out = self.run(
+                q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args, sinks=sinks
+            )
+            assert lse is not None  # what is no tensor was refused
+            return out, lse
         if is_compiling():
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
             return compiled.run(self._handle, q, kv, out, variant_args, options)
@@ -354,7 +376,7 @@ class _DebugAttention(Attention):
         with self._until_done():
             super().plan(composition, variant_args=variant_args)
 
-    def run(self, *arguments: Any, **options: Any) -> Tensor:
+    def run(self, *arguments: Any, **options: Any) -> Any:
         if is_compiling():
             return super().run(*arguments, **options)
         with self._until_done():
