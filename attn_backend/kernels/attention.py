@@ -225,8 +225,9 @@ class Attention:
 
     @overload
     def run(
-        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False, sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
+        sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
+        variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
