@@ -48,7 +48,7 @@ class Llama:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """Logits [rows of `wanted`, vocab] of tokens [tokens]; wanted: which rows; None: all."""
-        num_heads, num_kv_heads, head_dim = self.heads
+        head_dim = self.heads[2]
         hidden = self.embedding[tokens]
         for layer in range(self.num_layers):
             name = f"model.layers.{layer}."
