@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         top_k_renorm_probs,
         top_p_renorm_probs,
     )
+    from .kernels.states import merge_state, merge_states
     from .metadata import BSRView, Composition, KVCache, PageTable
     from .variants import Param, Variant, packbits, segment_packbits
 
@@ -38,6 +39,8 @@ __all__ = [
     "append_kv",
     "append_qkv",
     "chain_speculative_sampling",
+    "merge_state",
+    "merge_states",
     "packbits",
     "rotate_qk",
     "sample",
@@ -53,6 +56,7 @@ __all__ = [
 _HOMES = {
     **{"Attention": ".kernels.attention", "append_kv": ".kernels.append"},
     **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
+    **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }

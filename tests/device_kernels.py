@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from attn_backend import Samples, SpeculativeSamples
 
 def build(folder: Path) -> ctypes.CDLL:
     library = emulation.build(folder, "device_kernels", emulation.TESTS / "device_kernels.cpp", options=["-O2"])
-    library.device_append.restype = library.device_sample.restype = ctypes.c_char_p
+    library.device_append.restype = library.device_merge_states.restype = library.device_sample.restype = ctypes.c_char_p
     return library
 
 
@@ -27,6 +28,20 @@ def append_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cac
     emulation.check(library.device_append(pointers, strides, sizes, blocks))
 
 
+def merge_states(library: ctypes.CDLL, o: Tensor, lse: Tensor, indptr: Tensor | None, mask: Tensor | None, log2: bool, blocks: int) -> tuple[Tensor, Tensor]:
+    """o [rows, states, heads, head_dim], or with an int64 indptr [states, heads, head_dim]; lse likewise. Rows that the mask leaves alone are NaN."""
+    rows = o.shape[0] if indptr is None else len(indptr) - 1
+    out, out_lse = torch.full((rows, *o.shape[-2:]), torch.nan, dtype=o.dtype), torch.full((rows, o.shape[-2]), torch.nan)
+    pointers = (ctypes.c_void_p * 6)(*(None if t is None else t.data_ptr() for t in (o, lse, out, out_lse, indptr, mask)))
+    of_states = [0] if indptr is not None else []
+    strides = (ctypes.c_int64 * 8)(*of_states, *o.stride()[:-1], *of_states, *lse.stride()[:-1], *out.stride()[:2], out_lse.stride(0))
+    dtype = (torch.float32, torch.float16, torch.bfloat16).index(o.dtype)
+    sizes = (ctypes.c_int64 * 5)(0 if indptr is not None else o.shape[1], rows, *o.shape[-2:], dtype)
+    failure = library.device_merge_states(pointers, strides, sizes, ctypes.c_double(1.0 if log2 else math.log2(math.e)), blocks)
+    emulation.check(failure)
+    return out, out_lse
+
+
 class _RowFloat(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float))
 
@@ -35,12 +50,18 @@ class _RowInt(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("is_int64", ctypes.c_int32), ("value", ctypes.c_int64))
 
 
+class _IndexArray(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("is_int64", ctypes.c_int32))
+
+
 class _SamplingParams(ctypes.Structure):
     """SamplingParams of csrc/sampling/sampling.h."""
 
     _fields_ = (
         ("values", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
+        ("source_rows", _IndexArray),
+        ("num_source_rows", ctypes.c_int32),
         ("token_mask", ctypes.c_void_p),
         ("mask_stride", ctypes.c_int64),
         ("temperature", _RowFloat),
@@ -91,7 +112,10 @@ class DeviceSampling:
         self, values: Tensor, *, token_mask: Tensor | None = None, filter_order: str = "top_k_first", logprobs_of: str = "logits", **given: Any
     ) -> Samples:
         """As `sample`, or `sample_from_probs` with of_probs=True."""
-        batch, count = len(values), given.pop("num_top_logprobs", 0)
+        rows = given.pop("rows", None)
+        if rows is not None:
+            given |= {"source_rows": _IndexArray(rows.data_ptr(), rows.dtype == torch.int64), "num_source_rows": len(values), "batch": len(rows)}
+        batch, count = len(values) if rows is None else len(rows), given.pop("num_top_logprobs", 0)
         samples = Samples(
             torch.full((batch,), -1, dtype=torch.int32),
             torch.full((batch,), False),

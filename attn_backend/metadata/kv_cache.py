@@ -68,6 +68,13 @@ class KVCache:
         """k, v: [tokens, num_kv_heads, head_dim], as `PageTable.ragged` addresses them; page_size is 1."""
         return cls.from_slots(k, v, 1)
 
+    @classmethod
+    def unchecked(cls, k: Tensor, v: Tensor) -> KVCache:
+        """k, v as the class has them, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
+        cache = object.__new__(cls)
+        cache.__dict__.update(k=_with_plain_strides(k), v=_with_plain_strides(v))
+        return cache
+
     @property
     def num_pages(self) -> int:
         return self.k.shape[0]

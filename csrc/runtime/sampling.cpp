@@ -94,7 +94,7 @@ void check_ids(const char* name, DLDataType dtype) {
 /// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
 SamplingParams params_of(const SamplingOptions& options, const TensorView& values, const AnyView& temperature,
-                         const AnyView& top_k, const AnyView& top_p) {
+                         const AnyView& top_k, const AnyView& top_p, const Optional<TensorView>& rows = std::nullopt) {
   const char* name = options.of_probs ? "probs" : "logits";
   const DLDevice device = values.device();
   float_dtype(name, values);
@@ -113,6 +113,13 @@ SamplingParams params_of(const SamplingOptions& options, const TensorView& value
   params.row_stride = values.stride(0);
   params.batch = static_cast<int32_t>(values.size(0));
   params.vocab = static_cast<int32_t>(values.size(1));
+  if (rows.has_value()) {
+    params.source_rows = index_array("rows", rows.value(), device, 0);
+    params.num_source_rows = params.batch;
+    params.batch = narrow("rows.shape[0]", rows.value().size(0), 0, kMaxRows);
+    if (params.batch > 0 && params.num_source_rows == 0)
+      refuse(std::string(name) + ".shape[0] (batch)", 0, "at least 1 with rows");
+  }
   params.temperature = row_float("temperature", temperature, device, params.batch);
   if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
     refuse("temperature", params.temperature.value, "at least 0");
@@ -255,10 +262,10 @@ void run(const SamplingParams& params, const SamplingOptions& options, const Str
 void sample(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
             AnyView top_p, AnyView min_p, AnyView seed, AnyView position, Optional<TensorView> token_mask,
             TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
-            Optional<TensorView> top_token_ids, Optional<TensorView> workspace) {
+            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, Optional<TensorView> rows) {
   const SamplingOptions options = unpack<SamplingOptions>(packed_options);
   const DLDevice device = values.device();
-  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
+  SamplingParams params = params_of(options, values, temperature, top_k, top_p, rows);
   params.min_p = row_float("min_p", min_p, device, params.batch);
   params.seed = row_int("seed", seed, device, params.batch);
   params.position = row_int("position", position, device, params.batch);

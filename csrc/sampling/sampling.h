@@ -122,8 +122,10 @@ enum class RowTask : int32_t {
 };
 
 struct SamplingParams {
-  const void* values;          // logits or probabilities, [batch, vocab]
-  int64_t row_stride;          // elements
+  const void* values;      // logits or probabilities, [batch, vocab]
+  int64_t row_stride;      // elements
+  IndexArray source_rows;  // [batch]: of probabilities, the row that each is drawn from; none: its own
+  int32_t num_source_rows;
   const uint32_t* token_mask;  // [batch, ceil(vocab / 32)]: bit set, token allowed; nullptr: all are
   int64_t mask_stride;         // words
   RowFloat temperature;
@@ -154,6 +156,13 @@ struct SamplingParams {
   int32_t joint;              // filter order, see RowSettings
   int32_t tempered_logprobs;  // log-probabilities of logits / temperature instead of logits
   RowTask task;
+
+  /// Where the probabilities of row `row` begin, in elements. A row that does not exist becomes the nearest that does.
+  /// (Kernels of logits have no register left for it.)
+  ATTN_HD int64_t row_offset(int64_t row) const {
+    const int64_t source = source_rows ? clamp<int64_t>(source_rows[row], 0, num_source_rows - 1) : row;
+    return source * row_stride;
+  }
 };
 
 ATTN_HD void store_token(const SamplingParams& params, int64_t index, int64_t token) {

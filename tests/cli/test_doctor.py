@@ -39,6 +39,15 @@ def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ATTN_BACKEND_CACHE" in finding.advice
 
 
+@pytest.mark.parametrize(("engine", "release", "mark"), [("vllm", "0.32.0+cpu", "ok"), ("sglang", "0.5.17", "ok"), ("vllm", "0.99.0", "--")])
+def test_releases_that_were_checked_are_told(engine: str, release: str, mark: str) -> None:
+    finding = doctor._release(engine, release)
+    assert finding.mark == mark
+    assert finding.text.startswith(f"{release}, ")
+    assert f"checked against {doctor.RELEASES[engine][0]} to {doctor.RELEASES[engine][-1]}" in finding.text
+    assert bool(finding.advice) == (mark == "--")
+
+
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return FakeKernels(tmp_path, monkeypatch)

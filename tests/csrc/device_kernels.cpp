@@ -22,6 +22,7 @@ bool loses_messages() { return false; }
 
 }  // namespace emulation
 
+#include "attention/merge/merge_states.cuh"
 #include "cache/append.cu"
 #include "sampling/device/speculative.cuh"
 #include "sampling/device/unfiltered.cuh"
@@ -33,6 +34,7 @@ using namespace attn;
 
 // Of the running launch.
 AppendParams launched_append;
+MergeStatesParams launched_merge;
 SamplingParams launched_sampling;
 
 /// The kernels of csrc/sampling/device, whose shared memory would be each thread's own here.
@@ -122,5 +124,47 @@ extern "C" const char* device_append(const void* const* pointers, const int64_t*
   return emulation::failure_of(0, [&] {
     for (int32_t block = 0; block < blocks; ++block)
       emulation::run_cta(block, blocks, kAppendThreads, 0, [] { append_kernel(launched_append); });
+  });
+}
+
+/// pointers: o, lse, out, out_lse, indptr (int64) or nullptr, mask or nullptr. strides, in elements: row, state and
+/// head of o; row and state of lse; row and head of out; row of out_lse. sizes: states, rows, heads, head_dim,
+/// DataType. Returns what failed, or nullptr.
+extern "C" const char* device_merge_states(const void* const* pointers, const int64_t* strides, const int64_t* sizes,
+                                           double to_log2, int32_t blocks) {
+  MergeStatesParams& params = launched_merge;
+  params = MergeStatesParams{};
+  params.o = pointers[0];
+  params.lse = static_cast<const float*>(pointers[1]);
+  params.out = const_cast<void*>(pointers[2]);
+  params.out_lse = static_cast<float*>(const_cast<void*>(pointers[3]));
+  params.indptr = IndexArray{pointers[4], 1};
+  params.mask = static_cast<const uint8_t*>(pointers[5]);
+  params.o_row_stride = strides[0];
+  params.o_state_stride = strides[1];
+  params.o_head_stride = strides[2];
+  params.lse_row_stride = strides[3];
+  params.lse_state_stride = strides[4];
+  params.out_row_stride = strides[5];
+  params.out_head_stride = strides[6];
+  params.out_lse_row_stride = strides[7];
+  params.num_states = static_cast<int32_t>(sizes[0]);
+  params.num_rows = static_cast<int32_t>(sizes[1]);
+  params.num_heads = static_cast<int32_t>(sizes[2]);
+  params.head_dim = static_cast<int32_t>(sizes[3]);
+  params.dtype = static_cast<DataType>(sizes[4]);
+  params.to_log2 = static_cast<float>(to_log2);
+  return emulation::failure_of(0, [&] {
+    for (int32_t block = 0; block < blocks; ++block) {
+      emulation::run_cta(block, blocks, kMergeStatesThreads, 0, [] {
+        if (launched_merge.dtype == DataType::kFloat32) {
+          merge_states<Float32State>(launched_merge);
+        } else if (launched_merge.dtype == DataType::kFloat16) {
+          merge_states<Float16>(launched_merge);
+        } else {
+          merge_states<BFloat16>(launched_merge);
+        }
+      });
+    }
   });
 }

@@ -19,6 +19,7 @@ from sampling_problems import ROW_KINDS, TOP_P_KINDS, draw_settings, random_logi
 from attn_backend import (
     Samples,
     chain_speculative_sampling,
+    merge_states,
     sample,
     sample_from_probs,
     softmax,
@@ -215,3 +216,36 @@ def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
         got = DeviceSampling(library).speculate(draft, ids, target, seed=torch.arange(batch), position=3, ctas=ctas)
         for name in ("token_ids", "num_accepted", "valid"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), (name, ctas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_merge_states(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """As the CPU's loop: in vectors and one by one, with an indptr, rows that a mask leaves alone, states that have seen nothing."""
+    for seed in range(24):
+        rng = numpy.random.default_rng([seed, 43])
+        rows, states, heads, blocks = (int(rng.integers(1, most)) for most in (6, 40, 4, 5))
+        head_dim = int(rng.choice([5, 8, 64, 136]))
+        indptr = torch.from_numpy(numpy.concatenate(([0], rng.integers(0, states, rows).cumsum()))) if seed % 3 == 0 else None
+        shape = (rows, states) if indptr is None else (int(indptr[-1]),)
+        o = torch.from_numpy(rng.standard_normal((*shape, heads, head_dim))).to(dtype)
+        lse = torch.from_numpy(rng.standard_normal((*shape, heads)) * 4).float()
+        lse[torch.from_numpy(rng.random(lse.shape) < 0.3)] = -torch.inf
+        mask = torch.from_numpy(rng.random(rows) < 0.7) if seed % 2 else None
+        found = device_kernels.merge_states(library, o, lse, indptr, mask, seed % 4 == 0, blocks)
+        expected = merge_states(o, lse, indptr, log2=seed % 4 == 0)
+        is_merged = torch.ones(rows, dtype=torch.bool) if mask is None else mask
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got[is_merged], wanted[is_merged], rtol=tolerance, atol=tolerance)
+            assert got[~is_merged].isnan().all()
+
+
+def test_probabilities_of_rows_that_are_named(library: ctypes.CDLL) -> None:
+    sampling = device_kernels.DeviceSampling(library)
+    probs = torch.rand(4, 700, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.int32, torch.int64):
+        rows = torch.tensor([3, 0, 0, 2, 9, -5], dtype=dtype)
+        given: dict[str, Any] = {"top_p": 0.8, "seed": 3, "position": torch.arange(6)}
+        samples = sample_from_probs(probs, rows=rows, **given)
+        assert_same(sampling.sample(probs, of_probs=True, rows=rows, **given), samples)
+        assert_same(samples, sample_from_probs(probs[[3, 0, 0, 2, 3, 0]], **given))  # rows that do not exist are the nearest

@@ -126,3 +126,12 @@ K = numbered(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
 def test_refuses(argument: str, make: object) -> None:
     with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
         make()
+
+
+def test_unchecked_views_are_those_that_are_checked() -> None:
+    cache = torch.randn(3, 2, 1, 2, 16)  # pages of one token, whose stride may be anything
+    k, v = cache.unbind(1)
+    checked, unchecked = KVCache.from_pair(k, v), KVCache.unchecked(k.as_strided(k.shape, (64, 7, 16, 1)), v)
+    for name in ("k", "v"):
+        one, other = getattr(checked, name), getattr(unchecked, name)
+        assert (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())

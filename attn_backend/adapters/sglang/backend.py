@@ -12,7 +12,7 @@ finished request is computed for nothing anyway.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,20 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
+from torch.nn import Module
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.layer_variants import variant_of, visibility_of
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.spans import Spans
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
-from .support import attention_layers, check_runner, plan_key, refuse
+from .encoder_table import decoder_page_table
+from .items import Items, items_of
+from .support import attention_layers, check_runner, plan_key, refuse, slopes_of, wants_spans
 from .window import window_page_table
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,9 @@ class Batch:
     max_qo_len: int
     kv_lens: Tensor  # [batch], new tokens included
     rows: Tensor  # [batch], of req_to_token
+    encoder_lens: Tensor | None = None  # [batch], tokens of the encoder, which come first in req_to_token
+    items: Items | None = None  # with --enable-mis
+    spans: Spans | None = None  # where images see both sides
 
 
 class Plan:
@@ -55,17 +63,20 @@ class Plan:
         self.attention = attention  # captured by graphs: never replaced once there are any
         self.large: Attention | None = None  # for a batch beyond that one's bounds
         self.current: Attention | None = None  # the one that holds this step's plan
+        self.arguments: dict[str, Tensor | int] | None = None  # of this step, for the variant; slopes excepted, which each layer has for itself
 
 
 class Layer:
     """What is remembered of a layer between steps."""
 
-    def __init__(self, layer: RadixAttention, plan: Plan) -> None:
+    def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None) -> None:
         self.plan = plan
+        self.slopes = slopes
         self.num_qo_heads: int = layer.tp_q_head_num
         self.head_dim: int = layer.head_dim
         self.sm_scale = float(layer.scaling)
-        self.logits_soft_cap = float(layer.logit_cap or 0.0)
+        self.logits_soft_cap = 0.0 if plan.key.needs_variant else plan.key.logits_soft_cap  # a variant knows its own
+        self.of_encoder = plan.key.of_encoder
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self.kv: KVCache | None = None
@@ -88,7 +99,8 @@ class SGLangAttentionBackend(AttentionBackend):
         check_runner(runner)
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.page_size: int = runner.page_size or 1
+        self._is_encoder_decoder = bool(runner.model_config.is_encoder_decoder)
+        self.page_size: int = 1 if self._is_encoder_decoder else runner.page_size or 1  # decoders' tokens begin anywhere in a page
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
@@ -105,18 +117,21 @@ class SGLangAttentionBackend(AttentionBackend):
         self._plans: dict[PlanKey, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         warn_if_untried(self.device, logger)
+        self._has_spans = wants_spans(runner)
+        self._large_spans: Spans | None = None
+        self._has_items = bool(compat.setting("exec.features.enable_mis", False))
         self._allocate_buffers()
-        for layer in attention_layers(runner.model):
-            self._remember(layer)
+        for layer, parent in attention_layers(runner.model, self._is_encoder_decoder):
+            self._remember(layer, parent)
 
     # What the engine asks.
 
     def support_triton(self) -> bool:
         return self.device.type == "cuda"
 
-    def shared_read_ends(self, mode: Any) -> Any:
+    def shared_read_ends(self, fm: Any) -> Any:
         """Until when the engine must not write req_to_token, for the releases that ask."""
-        return compat.shared_reads_end_after_replay() if mode.is_decode() or mode.is_target_verify() else super().shared_read_ends(mode)
+        return compat.shared_reads_end_after_replay() if fm.is_decode() or fm.is_target_verify() else super().shared_read_ends(fm)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -143,6 +158,30 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _describe(self, forward_batch: Any) -> Batch | None:
         """None: nothing to attend to."""
+        batch = self._describe_rows(forward_batch)
+        if batch is None:
+            return None
+        if self._is_encoder_decoder:
+            batch = replace(batch, encoder_lens=forward_batch.encoder_lens[: batch.rows.shape[0]])
+        if self._has_items:
+            batch = replace(batch, items=items_of(forward_batch, batch.rows.shape[0], self.device))
+        if self._has_spans:
+            batch = replace(batch, spans=self._fill_spans(forward_batch, batch))
+        return batch
+
+    def _fill_spans(self, forward_batch: Any, batch: Batch) -> Spans:
+        spans = self._spans
+        if spans.max_rows < batch.num_rows:  # no graph was captured for so many
+            if self._large_spans is None or self._large_spans.max_rows < batch.num_rows:
+                self._large_spans = Spans(2 * batch.num_rows, self.device)
+            spans = self._large_spans
+        if _is_uniform(forward_batch.forward_mode):  # may be inside a graph
+            spans.clear(batch.num_rows)
+        else:
+            spans.fill(compat.image_spans(forward_batch), batch.qo_indptr, batch.kv_lens)
+        return spans
+
+    def _describe_rows(self, forward_batch: Any) -> Batch | None:
         mode = forward_batch.forward_mode
         batch_size: int = forward_batch.batch_size
         if batch_size == 0 or mode.is_idle():
@@ -174,15 +213,26 @@ class SGLangAttentionBackend(AttentionBackend):
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
         key = plan.key
         plan.current = self._attention_for(plan, batch)
-        plan.current.plan(BSRView(batch.qo_indptr, self._page_table(key, batch), causal=key.causal, window_left=key.window_left))
+        plan.arguments = _arguments(key, batch)
+        causal, window = visibility_of(key, causal=True)
+        table, tokens_before = self._page_table(key, batch)
+        view = BSRView(batch.qo_indptr, table, causal=causal, window_left=window, kv_offsets=tokens_before if key.needs_variant else None)
+        plan.current.plan(view, variant_args=None if key.has_alibi else plan.arguments)
         return plan.current
 
-    def _page_table(self, key: PlanKey, batch: Batch) -> PageTable:
+    def _page_table(self, key: PlanKey, batch: Batch) -> tuple[PageTable, Tensor | None]:
+        """The tokens of each request, and how many are in front of the table; None: none."""
         req_to_token = self.req_to_token_pool.req_to_token
+        if key.of_encoder:
+            assert batch.encoder_lens is not None
+            return PageTable.token_slots(req_to_token, batch.rows, batch.encoder_lens, self.page_size), None
+        if batch.encoder_lens is not None:
+            return decoder_page_table(req_to_token, batch.rows, batch.kv_lens, batch.encoder_lens), None
         if not key.in_window_pool:
-            return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, self.page_size)
+            return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, self.page_size), None
         mapping = self._window_pool.full_to_swa_index_mapping
-        return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, key.window_left, mapping, self.page_size)
+        window = key.chunk - 1 if key.chunk else key.window_left
+        return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, window, mapping, self.page_size)
 
     # Running.
 
@@ -203,39 +253,68 @@ class SGLangAttentionBackend(AttentionBackend):
 
         Returns [rows, num_qo_heads * head_dim].
         """
-        if extra:
-            _refuse_extras(extra)
+        sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
         attention = known.plan.current or self._plan_late(known.plan)  # before append_kv, which run() relies on
         pool = self.token_to_kv_pool
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)  # at every step: it waits for KV that is still being loaded
         kv = known.cache(k_buffer, v_buffer, self.page_size)
+        slots = forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc
         appended = False
         if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
             appended = self._copies_to_slots and k.dtype == v.dtype == k_buffer.dtype  # the pool converts others
             if appended:
-                append_kv(k, v, kv, forward_batch.out_cache_loc)
+                append_kv(k, v, kv, slots)
             else:
-                pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._window_slots), k, v)
+                pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
         num_rows = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)
         if out is None or out.shape[0] != num_rows:
             out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim))
         shape = (num_rows, known.num_qo_heads, known.head_dim)
-        attention.run(q.view(shape), kv, out=out.view(shape), sm_scale=known.sm_scale, logits_soft_cap=known.logits_soft_cap, after_append=appended)
+        arguments = known.plan.arguments
+        if known.slopes is not None:
+            arguments = {"slopes": known.slopes, **(arguments or {})}
+        attention.run(
+            q.view(shape),
+            kv,
+            out=out.view(shape),
+            sm_scale=known.sm_scale,
+            logits_soft_cap=known.logits_soft_cap,
+            after_append=appended,
+            variant_args=arguments,
+            sinks=sinks,
+        )
         return out
 
     # Layers, workspaces, buffers.
 
-    def _remember(self, layer: RadixAttention) -> Layer:
+    def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
-        key = plan_key(layer, in_window_pool, self._attention_chunk_size)
+        chunk = self._attention_chunk_size
+        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
-        known = self._layers[layer] = Layer(layer, plan)
+        slopes = slopes_of(parent)
+        known = self._layers[layer] = Layer(layer, plan, None if slopes is None else slopes.to(self.device, torch.float32))
         return known
+
+    def _sinks(self, layer: RadixAttention, extra: dict[str, Any]) -> Tensor | None:
+        """float32 [num_qo_heads], of what the model hands over besides q, k and v.
+
+        Raises:
+            ValueError: anything else than sinks, or sinks of which nothing was known when the engine started.
+        """
+        sinks: Tensor | None = extra.pop("sinks", None)
+        _refuse_extras(extra)
+        if sinks is None:
+            return None
+        known = self._layers.get(layer)
+        if known is None or not known.plan.key.has_sinks:
+            raise refuse(f"attention sinks that layer {layer.layer_id} of this model did not show when the engine started")
+        return sinks.detach().float()  # at every step: weights may be updated in place, under captured graphs
 
     def _plan_late(self, plan: Plan) -> Attention:
         """For a layer that the model did not show when the engine started: the step is planned already, for the others."""
@@ -262,11 +341,14 @@ class SGLangAttentionBackend(AttentionBackend):
             max_batch=max_batch,
             cascade=use_cascade(),
             batch_invariant=compat.deterministic(),
+            variant=variant_of(key),
+            sinks=key.has_sinks,
         )
 
     def _allocate_buffers(self) -> None:
         self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)
         self._qo_indptr = torch.zeros(self._max_batch + 1, dtype=torch.int32, device=self.device)
+        self._spans = Spans(self._max_rows if self._has_spans else 0, self.device)
         self._one_qo_indptr, self._one_qo_len = self._qo_indptr[:2], self._qo_indptr[1:2]
         # Captured prefills read it at every replay, so it stays where it is.
         self._window_slot_buffer = torch.zeros(self._max_rows if self._window_pool is not None else 0, dtype=torch.int64, device=self.device)
@@ -308,6 +390,15 @@ class SGLangAttentionBackend(AttentionBackend):
 def _is_uniform(mode: Any) -> bool:
     """Whether all requests have the same number of rows, so that the step may run as a captured graph of a fixed batch size."""
     return bool(mode.is_decode_or_idle() or mode.is_target_verify())
+
+
+def _arguments(key: PlanKey, batch: Batch) -> dict[str, Tensor | int] | None:
+    """What the variant of a key is given in this step."""
+    if key.has_items and batch.items is not None:
+        return batch.items._asdict()
+    if key.has_spans and batch.spans is not None:
+        return {"span_begin": batch.spans.begin, "span_end": batch.spans.end, "window": key.window_left}
+    return None
 
 
 def _chain_length(spec_info: Any) -> int:

@@ -109,3 +109,13 @@ def copies_to_slots(pool: Any) -> bool:
         and not getattr(pool, "is_quantized_kv_cache", True)
         and not getattr(pool, "requires_physical_write_loc", False)
     )
+
+
+def image_spans(forward_batch: Any) -> list[tuple[int, int, int]]:
+    """(request, first token, last token) of each image in the prompts of a step."""
+    spans = []
+    for request, inputs in enumerate(forward_batch.mm_inputs or []):
+        for item in [] if inputs is None else inputs.mm_items:
+            if item.is_image():
+                spans += [(request, int(first), int(last)) for first, last in item.offsets]
+    return spans

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
 
@@ -15,10 +17,10 @@ from . import NAME, compat
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 _TREE_SPECULATION = ("NGRAM",)
+_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # of whose masks the meaning is known
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
-    "--enable-mis": "exec.features.enable_mis",
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
 }
 _REFUSED_PARALLELISM = {"--dcp-size": "parallel.attn_dcp_size", "--attn-cp-size": "parallel.attn_cp_size"}
@@ -43,19 +45,30 @@ def check_runner(runner: Any) -> None:
         raise refuse(f"CPUs with SGLang {compat.release()}", advice)
     if config.attention_arch != AttentionArch.MHA:
         raise refuse(f"the attention architecture {config.attention_arch.name} (it serves MHA, GQA and MQA)")
-    if config.is_encoder_decoder:
-        raise refuse("encoder-decoder models (cross attention)")
     if runner.kv_cache_dtype != runner.dtype:
         model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
         advice = f"pass {model}--kv-cache-dtype bfloat16 (auto takes what the checkpoint declares, which may be fp8)"
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
     if runner.is_draft_worker:
         raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
-    # A model with this method hands masks to SGLang's Triton backend when a prompt has images, and leaves them out for every other backend (Gemma 3).
-    if hasattr(runner.model, "prepare_attn_masks") and config.is_multimodal:
-        advice = "leave --enable-multimodal out to serve text alone, or use --attention-backend triton"
-        raise refuse("masks over the images of a prompt, within which tokens see both sides", advice)
+    if wants_spans(runner):
+        _check_spans(runner)
     _check_settings()
+
+
+def wants_spans(runner: Any) -> bool:
+    """Whether tokens of an image see each other on both sides: a model with this method hands such masks to SGLang's Triton backend (Gemma 3)."""
+    return hasattr(runner.model, "prepare_attn_masks") and bool(runner.model_config.is_multimodal)
+
+
+def _check_spans(runner: Any) -> None:
+    advice = "leave --enable-multimodal out to serve text alone, or use --attention-backend triton"
+    if type(runner.model).__name__ not in _MASKS_OVER_IMAGES:
+        raise refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
+    if compat.setting("schedule.chunked_prefill_size", -1) != -1:
+        raise refuse("images, whose tokens see each other, in prompts that are computed in chunks", "pass --chunked-prefill-size -1")
+    if isinstance(runner.token_to_kv_pool, SWAKVPool):
+        raise refuse("images, whose tokens see each other, with a KV pool of its own for sliding windows", "pass --disable-hybrid-swa-memory")
 
 
 def _check_settings() -> None:
@@ -84,20 +97,18 @@ def _check_speculation(algorithm: str, topk: int) -> None:
     raise refuse(f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} ({why})", advice)
 
 
-def plan_key(layer: RadixAttention, in_window_pool: bool, attention_chunk_size: int | None = None) -> PlanKey:
+def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_pool: bool, attention_chunk_size: int | None, has_spans: bool) -> PlanKey:
     """What to plan for this layer.
 
     Args:
+        parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
         attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own chunk (Llama 4).
+        has_spans: see wants_spans.
 
     Raises:
         ValueError: see the module.
     """
     name = f"layer {layer.layer_id}"
-    if attention_chunk_size is not None and layer.use_irope:
-        raise refuse(f"attention within chunks of {attention_chunk_size} tokens ({name})")
-    if layer.is_cross_attention:
-        raise refuse(f"cross attention ({name})")
     if layer.qk_head_dim != layer.v_head_dim:
         raise refuse(f"different head sizes of K and V ({layer.qk_head_dim} and {layer.v_head_dim}, {name})")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
@@ -105,21 +116,60 @@ def plan_key(layer: RadixAttention, in_window_pool: bool, attention_chunk_size: 
     if layer.xai_temperature_len > 0:
         raise refuse(f"length-dependent softmax temperature ({name})")
     window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
-    causal = layer.attn_type == AttentionType.DECODER
+    causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
     if not causal and window_left >= 0:
         raise refuse(f"a sliding window over both sides of the query ({name})")
-    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL and compat.setting("schedule.chunked_prefill_size", -1) != -1:
-        raise refuse(f"bidirectional prompts in chunks ({name})", "pass --chunked-prefill-size -1")
-    return PlanKey(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, window_left, causal, in_window_pool)
+    if not causal and not layer.is_cross_attention:
+        _check_whole_prompts(layer)
+    chunk = attention_chunk_size if attention_chunk_size is not None and layer.use_irope else 0
+    items = bool(compat.setting("exec.features.enable_mis", False))
+    if items and (chunk or has_spans or not causal):
+        raise refuse(f"--enable-mis with attention that is not causal or in chunks ({name})")
+    return PlanKey(
+        layer.tp_q_head_num,
+        layer.tp_k_head_num,
+        layer.head_dim,
+        window_left,
+        causal,
+        in_window_pool,
+        of_encoder=layer.is_cross_attention,
+        chunk=chunk,
+        has_spans=has_spans and causal,
+        has_items=items,
+        has_alibi=slopes_of(parent) is not None,
+        has_sinks=any(isinstance(getattr(parent, sinks, None), torch.Tensor) for sinks in _SINKS),
+        logits_soft_cap=float(layer.logit_cap or 0.0),
+    )
 
 
-def attention_layers(model: Any) -> list[RadixAttention]:
-    """The attention layers of a model, in the order in which it declares them.
+def _check_whole_prompts(layer: RadixAttention) -> None:
+    """A token that sees those behind it needs them in the same step."""
+    name = f"(layer {layer.layer_id})"
+    if compat.setting("schedule.chunked_prefill_size", -1) != -1:
+        raise refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
+    if layer.attn_type == AttentionType.ENCODER_ONLY and not compat.setting("memory.disable_radix_cache", True):
+        raise refuse(f"bidirectional prompts behind cached prefixes {name}", "pass --disable-radix-cache")
+
+
+def slopes_of(parent: Module | None) -> torch.Tensor | None:
+    """[num_qo_heads], the ALiBi slopes that a module of a model has for its attention (Baichuan 13B)."""
+    slopes = getattr(parent, "alibi_slopes", None)
+    return slopes if isinstance(slopes, torch.Tensor) else None
+
+
+def attention_layers(model: Module, is_encoder_decoder: bool) -> list[tuple[RadixAttention, Module]]:
+    """The attention layers of a model, each with the module that it is a part of, in the order in which the model declares them.
+
+    Args:
+        is_encoder_decoder: its encoder's layers are left out: they attend without the engine's cache, and call no backend.
 
     Raises:
-        ValueError: the model will hand attention sinks to them. They only arrive with the first forward, which may be a user's request.
+        ValueError: the model has attention sinks that no layer of ours will be given.
     """
+    found = []
     for name, module in model.named_modules():
-        if any(isinstance(getattr(module, sinks, None), torch.Tensor) for sinks in _SINKS):
-            raise refuse(f"attention sinks ({name})")
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+        layers = [child for child in module.children() if isinstance(child, RadixAttention)]
+        if not layers and any(isinstance(getattr(module, sinks, None), torch.Tensor) for sinks in _SINKS):
+            raise refuse(f"the attention sinks of {name}, which has no attention of its own")
+        found += [(layer, module) for layer in layers if not is_encoder_decoder or layer.attn_type != AttentionType.ENCODER_ONLY]
+    return list(dict(found).items())

@@ -10,7 +10,7 @@ from attn_backend import PageTable
 
 def window_page_table(
     req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, qo_lens: Tensor | int, max_qo_len: int, window_left: int, full_to_window: Tensor, page_size: int
-) -> PageTable:
+) -> tuple[PageTable, Tensor]:
     """The pages of the tokens that any query of a request can see, in the window pool's numbering. What lies before them is left out of the table and of its
     lengths: a query's position counts from the end of its request, so neither the causal mask nor the window moves.
 
@@ -25,6 +25,9 @@ def window_page_table(
         window_left: tokens to the left of a query that it sees.
         full_to_window: int64 [slots of the full pool + 1], the engine's mapping. Slots outside the window may map anywhere.
         page_size: tokens.
+
+    Returns:
+        The table, and int32 [batch]: the tokens of each request in front of it, which masks over positions must know of.
     """
     max_tokens = req_to_token.shape[1]
     first_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
@@ -37,4 +40,5 @@ def window_page_table(
     pages = full_to_window[slots]
     if page_size > 1:
         pages = torch.div(pages, page_size, rounding_mode="floor")
-    return PageTable.block_table(pages.to(torch.int32), kv_lens - first_page * page_size, page_size)
+    tokens_before = first_page * page_size
+    return PageTable.block_table(pages.to(torch.int32), kv_lens - tokens_before, page_size), tokens_before.to(torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
@@ -56,7 +56,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+        return attn_type in AttnImpl.attn_types
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -89,11 +89,11 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_rswa(cls) -> bool:

@@ -7,6 +7,7 @@
 | get_supported_kernel_block_sizes | called without arguments | called with the spec of the KV cache |
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
+| chunked local attention | a builder derived from ours cuts requests at their chunks | the same: ours takes that back |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
@@ -63,8 +65,11 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "rswa_window", None) is not None:
         return "reference sliding window attention (R-SWA)"
-    if getattr(model, "is_mm_prefix_lm", False):
-        return "bidirectional attention over multimodal prefixes"
+    if is_prefix_lm(vllm_config):
+        if clamps_spans(vllm_config):
+            return "bidirectional attention over multimodal prefixes within a sliding window"
+        if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):  # vLLM forces it where it knows that backends need it, not on CPUs
+            return "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
     if getattr(vllm_config, "diffusion_config", None) is not None:
         return "batches that mix causal and bidirectional requests (diffusion models)"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -72,3 +77,44 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return "prefill context parallelism"
     return None
+
+
+def is_prefix_lm(vllm_config: VllmConfig) -> bool:
+    """Whether tokens of an image see each other on both sides (Gemma 3)."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+
+
+def clamps_spans(vllm_config: VllmConfig) -> bool:
+    """Whether a layer's window also cuts what tokens of an image see of it (Gemma 4)."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    return any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
+
+
+def spans_of(common_attn_metadata: CommonAttentionMetadata) -> list[tuple[int, int, int]]:
+    """(request, first token, last token) of what sees both sides in a batch."""
+    ranges = common_attn_metadata.mm_req_doc_ranges or {}
+    return [(request, first, last) for request, of_request in ranges.items() for first, last in of_request]
+
+
+def cuts_at_chunks(builder: type) -> bool:
+    """Whether this is the builder that vLLM derives from a backend's for chunked local attention (Llama 4)."""
+    return builder.__name__ == "ChunkedLocalAttentionBuilder"
+
+
+def leave_whole(builder: type) -> None:
+    """Takes from the derived builder what it does to requests: they stay whole, and the mask knows chunks."""
+    for name in ("build", "update_block_table", "get_cudagraph_support"):
+        if name in vars(builder):
+            delattr(builder, name)
+
+
+def chunk_of(kv_cache_spec: Any) -> int:
+    """Tokens of a chunk of chunked local attention.
+
+    Raises:
+        NotImplementedError: this release keeps the number elsewhere.
+    """
+    chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+    if not chunk:
+        raise NotImplementedError(f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another --attention-backend")
+    return int(chunk)

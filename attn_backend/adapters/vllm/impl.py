@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
@@ -17,6 +18,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
     head_sizes: ClassVar[list[int]] = [64, 128, 256]
+    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False
     supports_pcp: bool = False
@@ -33,12 +35,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **extra: Any,
     ) -> None:
         """
         Args:
-            sliding_window: tokens that a query sees, itself included.
-            extra: what only some models pass (sinks, chunk_lookback, ...). Refused unless it is at its neutral value.
+            alibi_slopes: of this rank's query heads.
+            sliding_window: tokens that a query sees, itself included; of an encoder the tokens to either side, itself included.
+            sinks: [num_heads], a parameter of the model: weights are loaded into it later.
+            extra: what only some models pass (chunk_lookback, ...). Refused unless it is at its neutral value.
 
         Raises:
             NotImplementedError: the layer needs what this package does not have.
@@ -47,25 +52,46 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.alibi_slopes = None
         self.sliding_window = (window_left(sliding_window), 0 if sliding_window is not None else -1)  # to the left and to the right, like vLLM's own backends
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.plan_key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window))
+        self.sinks = sinks
 
         if head_size not in self.head_sizes:
             self._refuse(f"head size {head_size}")
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in self.attn_types:
             self._refuse(f"attention of type {attn_type}")
         if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
             self._refuse(f"a KV cache of dtype {kv_cache_dtype}")
-        if alibi_slopes is not None:
-            self._refuse("ALiBi")
+        if sinks is not None and sinks.shape != (num_heads,):
+            self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
             if isinstance(value, torch.Tensor) or value not in (None, False, -1):
                 self._refuse(f"the attention argument {name}")
+
+        is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
+        key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
+        key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
+        if sliding_window is not None and not is_decoder:
+            key = key._replace(window_right=sliding_window - 1)
+        self.plan_key = key
+        self._float_sinks: torch.Tensor | None = None
+        self.alibi_slopes: torch.Tensor | None = None
+        if alibi_slopes is not None:
+            device = torch.get_default_device()
+            self.alibi_slopes = outside_memory_pools(lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls it when weights have been loaded, also for the second time."""
+        if self.sinks is None:
+            return
+        sinks = self.sinks.detach()
+        if self._float_sinks is None:
+            self._float_sinks = outside_memory_pools(lambda: sinks.float().contiguous(), sinks.device)
+        else:
+            self._float_sinks.copy_(sinks)  # captured graphs read it where it is
 
     def _refuse(self, what: str) -> None:
         raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend}")
@@ -85,7 +111,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone.
-            key, value: not read: do_kv_cache_update has put them into the cache, just before. None where another layer's cache is read.
+            key, value: [tokens, num_kv_heads, head_size]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the cache,
+                just before. None where another layer's cache is read.
             kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
 
@@ -96,9 +123,29 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             raise NotImplementedError("attn_backend does not quantize its output")
         if attn_metadata is None:
             return output.fill_(0)
-        attention = attn_metadata.plans[self.plan_key]
-        appended = key is not None and self.kv_sharing_target_layer_name is None  # when vLLM calls do_kv_cache_update
-        attention.run(query, kv_cache_view(kv_cache), out=output, sm_scale=self.scale, logits_soft_cap=self.logits_soft_cap, after_append=appended)
+        plan = attn_metadata.plans[self.plan_key]
+        if self.plan_key.of_this_step:
+            assert key is not None
+            assert value is not None
+            kv, appended = KVCache.from_ragged(key, value), False
+        else:
+            kv = kv_cache_view(kv_cache)
+            appended = key is not None and self.kv_sharing_target_layer_name is None  # when vLLM calls do_kv_cache_update
+        if self.sinks is not None and self._float_sinks is None:
+            self.process_weights_after_loading(query.dtype)
+        arguments = plan.arguments
+        if self.alibi_slopes is not None:
+            arguments = {"slopes": self.alibi_slopes, **(arguments or {})}
+        plan.attention.run(
+            query,
+            kv,
+            out=output,
+            sm_scale=self.scale,
+            logits_soft_cap=plan.logits_soft_cap,
+            after_append=appended,
+            variant_args=arguments,
+            sinks=self._float_sinks,
+        )
         return output
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -108,6 +155,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             key, value: [tokens, num_kv_heads, head_size]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
+        if self.plan_key.of_this_step:
+            return
         tokens = slot_mapping.shape[0]
         if key.shape[0] != tokens:
             tokens = min(tokens, key.shape[0])

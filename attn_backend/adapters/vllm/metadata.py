@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.layer_variants import variant_of, visibility_of
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import Attention
@@ -22,6 +24,21 @@ from attn_backend.metadata.page_table import PageTable
 def window_left(sliding_window: int | None) -> int:
     """vLLM counts the query itself in a sliding window; BSRView does not."""
     return -1 if sliding_window is None else sliding_window - 1
+
+
+class Plan(NamedTuple):
+    """Where the plans of the layers of one key are made.
+
+    Attributes:
+        key: with what the builder knows and the layers do not.
+        logits_soft_cap: what runs are told; 0 where the variant knows it.
+        arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for itself. None: nothing.
+    """
+
+    key: PlanKey
+    attention: Attention
+    logits_soft_cap: float
+    arguments: dict[str, torch.Tensor | int] | None
 
 
 @dataclass
@@ -39,7 +56,7 @@ class AttnMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
-    plans: dict[PlanKey, Attention]
+    plans: dict[PlanKey, Plan]
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
@@ -52,6 +69,14 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     reorder_batch_threshold: int | None = None
     supports_draft_decode_metadata_update: bool = True
+    chunked: ClassVar[bool] = False  # whether its layers see the query's own chunk only
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """vLLM makes its builder for chunked local attention out of this one: it cuts requests at their chunks on the host, and has no full graphs."""
+        super().__init_subclass__(**kwargs)
+        if compat.cuts_at_chunks(cls):
+            compat.leave_whole(cls)
+            cls.chunked = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         """
@@ -64,30 +89,38 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
 
         self.page_size: int = kv_cache_spec.block_size
-        max_rows, max_batch = workspace_maxima(vllm_config, kv_cache_spec)
+        max_rows, max_batch = workspace_maxima(vllm_config)
         batch_invariant = compat.batch_invariant()
         if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
             advice = f"pass a smaller --max-num-seqs ({MAX_CUDA_INVARIANT_BATCH} at most)"
             raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
-        self.plans = outside_memory_pools(
-            lambda: {
-                key: Attention(
-                    key.num_qo_heads,
-                    key.num_kv_heads,
-                    key.head_dim,
-                    dtype=kv_cache_spec.dtype,
-                    device=device,
-                    max_rows=max_rows,
-                    max_batch=max_batch,
-                    cascade=use_cascade(),
-                    batch_invariant=batch_invariant,
-                )
-                for key in keys
-            },
-            device,
-        )
+        self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None
+        chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
+
+        def make(key: PlanKey) -> Plan:
+            key = key._replace(has_spans=self.spans is not None and key.causal, chunk=chunk)
+            variant = variant_of(key)
+            attention = Attention(
+                key.num_qo_heads,
+                key.num_kv_heads,
+                key.head_dim,
+                dtype=kv_cache_spec.dtype,
+                device=device,
+                max_rows=max_rows,
+                max_batch=max_batch,
+                cascade=use_cascade(),
+                batch_invariant=batch_invariant,
+                variant=variant,
+                sinks=key.has_sinks,
+            )
+            arguments: dict[str, torch.Tensor | int] | None = None
+            if self.spans is not None and key.has_spans:
+                arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": key.window_left}
+            return Plan(key, attention, key.logits_soft_cap if variant is None else 0.0, arguments)
+
+        self.plans = outside_memory_pools(lambda: {key: make(key) for key in keys}, device)
         sampler.install(device, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:
@@ -105,6 +138,9 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             causal=cm.causal,
             plans=self.plans,
         )
+        if self.spans is not None:
+            # A row alone sees nothing behind itself.
+            self.spans.fill(compat.spans_of(cm) if cm.max_query_len > 1 else [], cm.query_start_loc, cm.seq_lens)
         self.plan(metadata)
         return metadata
 
@@ -118,11 +154,15 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         if blocks.shape[0] != batch:
             blocks = blocks[:batch]
         table = PageTable.block_table(blocks, metadata.seq_lens, self.page_size)
-        for key, attention in self.plans.items():
-            attention.plan(BSRView(qo_indptr, table, causal=metadata.causal, window_left=key.window_left))
+        for key, attention, _, arguments in self.plans.values():
+            causal, window = visibility_of(key, metadata.causal)
+            of_key = PageTable.ragged(qo_indptr) if key.of_this_step else table
+            attention.plan(BSRView(qo_indptr, of_key, causal=causal, window_left=window), variant_args=None if key.has_alibi else arguments)
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
         """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a draft loop."""
+        if self.spans is not None:
+            self.spans.clear()
         self.plan(metadata)
 
 
@@ -146,15 +186,11 @@ def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     return None
 
 
-def workspace_maxima(vllm_config: Any, kv_cache_spec: Any) -> tuple[int, int]:
+def workspace_maxima(vllm_config: Any) -> tuple[int, int]:
     """The most rows and the most requests of any batch, padding for CUDA graphs included."""
     scheduler = vllm_config.scheduler_config
     largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     speculative = getattr(vllm_config, "speculative_config", None)
     draft_tokens = getattr(speculative, "num_speculative_tokens", None) or 0
-    max_batch = max(scheduler.max_num_seqs, largest_graph)
     max_rows = max(scheduler.max_num_batched_tokens, largest_graph, scheduler.max_num_seqs * (1 + draft_tokens))
-    chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
-    if chunk:  # vLLM cuts requests at the chunks of chunked local attention: a piece at each end, and the whole ones between
-        max_batch = 2 * max_batch + max_rows // chunk
-    return max_rows, max_batch
+    return max_rows, max(scheduler.max_num_seqs, largest_graph)

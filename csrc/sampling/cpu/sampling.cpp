@@ -338,7 +338,7 @@ void sample_logits(const SamplingParams& params, DataType dtype) {
 void sample_probs(const SamplingParams& params) {
   for_rows(params, [&](int32_t row, Scratch& scratch) {
     if (params.task == RowTask::kSpeculate) return speculate_row(params, row, scratch);
-    const float* probs = static_cast<const float*>(params.values) + row * params.row_stride;
+    const float* probs = static_cast<const float*>(params.values) + params.row_offset(row);
     for (int32_t i = 0; i < params.vocab; ++i) scratch.values[static_cast<size_t>(i)] = prob_value(probs[i]);
     finish_row<ProbWeights>(params, row, scratch);
   });

@@ -146,7 +146,7 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const float* row, const float* draft, int32_t vocab)
       : reader{row, vocab}, draft(draft) {}
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
-      : ProbSource(static_cast<const float*>(params.values) + row * params.row_stride, nullptr, params.vocab) {}
+      : ProbSource(static_cast<const float*>(params.values) + params.row_offset(row), nullptr, params.vocab) {}
 
   __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     const bool has_draft = kMayHaveDraft && draft != nullptr;

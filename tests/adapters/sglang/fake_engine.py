@@ -25,6 +25,12 @@ class LayerShape:
     window: int = -1
     logit_cap: float = 0.0
     attn_type: AttentionType = AttentionType.DECODER
+    chunk: int = 0  # the engine's: model_config(attention_chunk_size=chunk)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a hybrid pool keeps only the end of a request for it."""
+        return self.window >= 0 or self.chunk > 0
 
     def build(self, layer_id: int) -> RadixAttention:
         return RadixAttention(
@@ -36,6 +42,7 @@ class LayerShape:
             logit_cap=self.logit_cap,
             sliding_window_size=self.window,
             attn_type=self.attn_type,
+            use_irope=self.chunk > 0,
         )
 
 
@@ -73,8 +80,8 @@ class FakeEngine:
         heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
         size = MAX_REQUESTS * MAX_TOKENS
         if hybrid:
-            windowed = [i for i, shape in enumerate(layers) if shape.window >= 0]
-            full = [i for i, shape in enumerate(layers) if shape.window < 0]
+            windowed = [i for i, shape in enumerate(layers) if shape.is_local]
+            full = [i for i, shape in enumerate(layers) if not shape.is_local]
             pool = SWAKVPool(size, size, page_size, dtype, heads, head_dim, windowed, full, device)
             # What the allocator would have: pages in another order; slot 0 is nobody's.
             order = torch.randperm(size // page_size, generator=self.generator) + 1
@@ -174,6 +181,8 @@ class FakeEngine:
             hidden = key_pos > query_pos if shape.attn_type == AttentionType.DECODER else torch.zeros(len(rows), len(k), dtype=torch.bool)
             if shape.window >= 0:
                 hidden = hidden | (key_pos < query_pos - shape.window)
+            if shape.chunk:
+                hidden = hidden | (key_pos // shape.chunk != query_pos // shape.chunk)
             probabilities = logits.masked_fill(hidden, float("-inf")).softmax(-1)
             outputs.append(torch.einsum("hqk,khd->qhd", probabilities, v).reshape(len(rows), -1))
         return torch.cat(outputs)

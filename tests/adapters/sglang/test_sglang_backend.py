@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import oracle
 import pytest
 import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape
+from fake_engine import FakeEngine, LayerShape, model_config
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
@@ -45,9 +46,9 @@ def check(out: Tensor, expected: Tensor) -> None:
     assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[out.dtype]
 
 
-def serve(engine: FakeEngine) -> None:
+def serve(engine: FakeEngine, **runner: object) -> None:
     """Prompts, later chunks of some, decode steps, and a mixed step."""
-    backend = SGLangAttentionBackend(engine.runner())
+    backend = SGLangAttentionBackend(engine.runner(**runner))
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])  # 0 and 1 have a prefix in the cache
     step(engine, backend, ForwardMode.EXTEND, [2], [9])  # alone, and beside another again
@@ -94,6 +95,29 @@ def test_keys_and_values_of_another_type_are_converted(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 def test_sliding_windows(page_size: int, hybrid: bool, device: str, dtype: torch.dtype) -> None:
     serve(FakeEngine(WINDOWED, page_size, dtype, hybrid, device))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_chunked_local_attention(page_size: int, hybrid: bool) -> None:
+    """Llama 4: with a pool of its own for such layers, whose tables do not begin at token 0."""
+    layers = (LayerShape(chunk=32, logit_cap=5.0), LayerShape(), LayerShape(chunk=32))
+    serve(FakeEngine(layers, page_size, hybrid=hybrid), model_config=model_config(attention_chunk_size=32))
+
+
+def test_alibi_of_the_module_around() -> None:
+    """Baichuan 13B has its slopes beside its attention, and hands them to one of SGLang's backends alone."""
+    engine, slopes = FakeEngine(), torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02])
+    engine.model.alibi_slopes = slopes
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.EXTEND, [0, 1], [20, 7])
+    backend.init_forward_metadata(batch)
+    q, k, v = engine.tensors(batch, 0)
+    out = backend.forward(q, k, v, engine.model[0], batch)
+    linear = oracle.Variant(logits=lambda logits, pairs: logits + slopes.double()[pairs.head] * (pairs.token - pairs.position))
+    for rows in (slice(0, 20), slice(20, 27)):
+        expected, _ = oracle.attention(q[rows].reshape(-1, 6, 64), k[rows], v[rows], variant=linear)
+        check(out[rows], expected.reshape(-1, 384))
 
 
 def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:

@@ -104,7 +104,6 @@ def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"device": "xpu"}, "device 'xpu'"),
         ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "MLA"),
-        ({"model_config": model_config(is_encoder_decoder=True)}, "cross attention"),
     ],
 )
 def test_refused_runners(changes: dict[str, object], message: str) -> None:
@@ -140,7 +139,6 @@ def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_cross_attention": True}, "cross attention"),
         ({"v_head_dim": 32}, "64 and 32"),
         ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
         ({"sliding_window_size": 8, "attn_type": AttentionType.ENCODER_ONLY}, "sliding window over both sides"),
@@ -153,28 +151,48 @@ def test_refused_layers(changes: dict[str, object], message: str) -> None:
         ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
 
 
-@pytest.mark.parametrize(("use_irope", "chunk", "refused"), [(True, 8192, True), (False, 8192, False), (True, None, False)])
-def test_chunked_local_attention_is_refused(use_irope: bool, chunk: int | None, refused: bool) -> None:
-    """Llama 4: its other layers see everything, and so does a layer of a model without chunks."""
+class Gemma3ForConditionalGeneration(torch.nn.ModuleList):
+    """Has the method by which models hand masks over images to SGLang's Triton backend."""
+
+    def prepare_attn_masks(self, forward_batch: object, input_ids: object, mask_dtype: object) -> None: ...
+
+
+class OtherModel(Gemma3ForConditionalGeneration):
+    """One whose masks nobody has read."""
+
+
+@pytest.mark.parametrize(
+    ("model_class", "multimodal", "chunked", "message"),
+    [
+        (Gemma3ForConditionalGeneration, True, -1, None),
+        (Gemma3ForConditionalGeneration, False, 512, None),  # its default: there are no images
+        (Gemma3ForConditionalGeneration, True, 512, "in prompts that are computed in chunks.*--chunked-prefill-size -1"),
+        (OtherModel, True, -1, "the masks over the images of a prompt that OtherModel makes.*leave --enable-multimodal out"),
+    ],
+)
+def test_masks_over_images(
+    model_class: type[torch.nn.ModuleList], multimodal: bool, chunked: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register()
+    monkeypatch.setattr(compat, "setting", lambda path, default: chunked if path == "schedule.chunked_prefill_size" else default)
     engine = FakeEngine()
-    engine.model[0].use_irope = use_irope
-    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model_config=model_config(attention_chunk_size=chunk)))
-    if refused:
-        with pytest.raises(ValueError, match=r"chunks of 8192 tokens \(layer 0\)"):
-            start()
-    else:
+    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model=model_class(engine.model), model_config=model_config(is_multimodal=multimodal)))
+    if message is None:
         start()
+    else:
+        with pytest.raises(ValueError, match=message):
+            start()
 
 
-def test_masks_over_images_are_refused() -> None:
-    """SGLang hands them to its Triton backend alone, and says nothing to the others. Without --enable-multimodal, its default here, there are no images."""
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"schedule.chunked_prefill_size": 512}, "in chunks"), ({"memory.disable_radix_cache": False}, "cached prefixes")]
+)
+def test_encoders_need_whole_prompts(settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    engine = FakeEngine()
-    engine.model.prepare_attn_masks = lambda forward_batch, input_ids, mask_dtype: None
-    ATTENTION_BACKENDS[NAME](engine.runner())
-    with pytest.raises(ValueError, match=r"masks over the images.*leave --enable-multimodal out.*--attention-backend triton"):
-        ATTENTION_BACKENDS[NAME](engine.runner(model_config=model_config(is_multimodal=True)))
+    monkeypatch.setattr(compat, "setting", settings.get)
+    layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, attn_type=AttentionType.ENCODER_ONLY)
+    with pytest.raises(ValueError, match=message):
+        ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
 
 
 def test_images_without_masks_are_served() -> None:
@@ -194,9 +212,10 @@ def test_the_user_is_told_of_an_untried_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [torch.device("cpu")]
 
 
-def test_sinks_are_refused() -> None:
+def test_sinks_of_no_layer_are_refused() -> None:
     register()
     engine = FakeEngine()
+    engine.model = torch.nn.ModuleList([engine.model])
     engine.model.sinks = torch.nn.Parameter(torch.zeros(6))
     with pytest.raises(ValueError, match="attention sinks"):
         ATTENTION_BACKENDS[NAME](engine.runner())

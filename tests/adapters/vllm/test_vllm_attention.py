@@ -119,7 +119,7 @@ def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, c
         query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
         check(output, query, batch, k, v)
         outputs.append(output)
-        taken = [node for node in builder.plans[impl.plan_key].schedule().forest if node.group >= 0]
+        taken = [node for node in builder.plans[impl.plan_key].attention.schedule().forest if node.group >= 0]
         if mode == "always" or (mode and pays):
             assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (len(query_lens), 0, 12)
         else:
@@ -251,10 +251,9 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
     [
         ({"head_size": 100}, "head size 100"),
         ({"head_size": 264}, "head size 264"),
-        ({"alibi_slopes": [0.5] * 6}, "ALiBi"),
         ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"attn_type": "encoder_only"}, "encoder_only"),
-        ({"sinks": torch.zeros(6)}, "sinks"),
+        ({"attn_type": "encoder"}, "type encoder"),
+        ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
         ({"chunk_lookback": 1}, "chunk_lookback"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -276,7 +275,7 @@ def test_layers_that_are_accepted() -> None:
     ("changes", "what"),
     [
         ({"model_config": SimpleNamespace(rswa_window=128)}, "R-SWA"),
-        ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "multimodal prefixes"),
+        ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "--disable-chunked-mm-input"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode context parallelism"),
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "prefill context parallelism"),
         ({"diffusion_config": SimpleNamespace()}, "diffusion"),
@@ -341,13 +340,10 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_maxima() -> None:
-    spec = make_spec()
-    assert workspace_maxima(make_config(), spec) == (256, 8)
+    assert workspace_maxima(make_config()) == (256, 8)
     graphs = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
-    assert workspace_maxima(make_config(compilation_config=graphs), spec) == (512, 512)
-    assert workspace_maxima(make_config(speculative_config=SimpleNamespace(num_speculative_tokens=63)), spec) == (512, 8)
-    chunked = SimpleNamespace(attention_chunk_size=64)
-    assert workspace_maxima(make_config(), chunked) == (256, 2 * 8 + 4)
+    assert workspace_maxima(make_config(compilation_config=graphs)) == (512, 512)
+    assert workspace_maxima(make_config(speculative_config=SimpleNamespace(num_speculative_tokens=63))) == (512, 8)
 
 
 def test_class_of_a_cpu_layer() -> None:

@@ -77,7 +77,7 @@ def test_workspaces_of_plans(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **options: gpu.pools)
     with gpu.use_pool():
         builder = make_builder([make_impl(), make_impl(sliding_window=8)], device="cuda:0")
-    assert list(builder.plans.values()) == [0, 0]
+    assert [plan.attention for plan in builder.plans.values()] == [0, 0]
     assert asked == [GPU]
 
 
@@ -106,7 +106,7 @@ def test_workspaces_are_outside_torchs_pools() -> None:
         with torch.cuda.use_mem_pool(inner):
             nested = sampler.workspace_of(SimpleNamespace(), GPU)
     assert in_a_pool(direct)
-    attention = builder.plans[impl.plan_key]
+    attention = builder.plans[impl.plan_key].attention
     held: list[Any] = [value for value in vars(attention).values() if isinstance(value, Tensor) and value.numel()]
     assert held
     assert not any(map(in_a_pool, [*held, workspace, nested]))

@@ -1,0 +1,145 @@
+"""flashinfer.attention: any batch in one plan, and attention sinks. Every wrapper does the first here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView
+from ..metadata.structure import refuse
+from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_type, from_zero, on_device, paged_cache, rows_of, scaled
+from .batch_prefill import run_rows
+from .features import not_supported, refuse_given
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+
+__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+
+
+class BatchAttention:
+    """Decodes, chunks and prompts of a batch over a paged cache; `plan` once a step, `run` once a layer.
+
+    Args:
+        kv_layout: "NHD" or "HND".
+        device: not needed: that of the plan's tensors is used, and of a plan on the host this one.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+        self._kv_layout = check_kv_layout(kv_layout)
+        self._device = torch.device(device)
+        self._planned: PlannedAttention | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Plans a batch; never waits for the device.
+
+        Args:
+            qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [pages], kv_len_arr: int32 [batch_size], tokens.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        """
+        refuse_given(use_profiler=use_profiler)
+        device = kv_indices.device if self._device.type == "cpu" or kv_indices.device.type != "cpu" or not torch.cuda.is_available() else self._device
+        if self._planned is None or self._planned.device != device:
+            self._planned = PlannedAttention(device)
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), element_type(q_data_type, kv_data_type))
+        self._first_row, qo_indptr = from_zero(qo_indptr)
+        first, kv_indptr = from_zero(kv_indptr)
+        self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
+        last_page_len = (kv_len_arr - 1) % page_size + 1
+        table = csr_on_device(kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len, page_size, device)
+        view = BSRView(on_device(qo_indptr, device, True), table, causal=causal)
+        self._planned.plan(view, self._heads, Logits(self._soft_cap), rows=rows_of(qo_indptr))
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: PagedKV,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: Tensor | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
+
+        Args:
+            q: [rows, num_qo_heads, head_dim].
+            kv_cache: (k, v), or both in one tensor, in kv_layout.
+            logits_soft_cap: 0, or that of the plan.
+
+        Returns:
+            The output in q's shape, and float32 [rows, num_qo_heads], to base 2.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+        """
+        refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        if self._planned is None:
+            raise ValueError("run() before a successful plan()")
+        if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
+            refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
+        scale = scaled(self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale, k_scale=k_scale)
+        kv = paged_cache(kv_cache, self._kv_layout)
+        result = run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        assert isinstance(result, tuple)
+        return result
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks, sm_scale)`, sinks float32 [num_qo_heads].
+
+    Args:
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode: not used: those of the plan count. window_left: of plans that say none.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        if head_dim_vo != head_dim_qk:
+            not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
+        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, backend)
+        self._has_sinks = True

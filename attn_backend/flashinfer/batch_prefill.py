@@ -1,0 +1,166 @@
+"""Queries of a batch: what the wrappers over paged and over ragged K and V have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView, KVCache, PageTable
+from ..metadata.structure import refuse
+from .arguments import check_kv_layout, check_pos_encoding_mode
+from .features import not_supported
+from .planned_attention import Heads, Logits, PlannedAttention
+
+BACKENDS = ("auto", "fa2", "fa3")
+
+
+class BatchPrefill:
+    """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes, and the options that `forward` may change."""
+
+    # Of the last plan.
+    _heads: Heads
+    _table: PageTable
+    _qo_indptr: Tensor
+    _first_row: int
+    _items: tuple[Tensor | None, Tensor | None]
+    _batch_invariant: bool
+    _sm_scale: float | None
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
+        self._kv_layout = check_kv_layout(kv_layout)
+        if backend not in BACKENDS:
+            not_supported(f"backend = {backend!r}")
+        self._backend = backend
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        self._use_cuda_graph = use_cuda_graph
+        self._planned = PlannedAttention(self.device, use_cuda_graph)
+        self._has_sinks = has_sinks(jit_args)
+        self._custom_mask_buf: Any = None
+        self._mask_indptr_buf: Any = None
+        self._rows: int | None = None
+        self._fixed_batch_size = 0
+        self._is_planned = False
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Accepted; the buffers are not used."""
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
+        """Bytes of the two workspace buffers that a plan needs: none."""
+        return 0, 0
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+    def _check_fixed(self, batch_size: int, qo_indptr: Tensor) -> None:
+        """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the first plan."""
+        if batch_size != self._fixed_batch_size:
+            refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
+        if not self._is_planned and self._rows is None:
+            self._rows = int(qo_indptr[-1])  # waits for the device, once: the workspace is made for so many rows
+        room = self._planned.max_rows
+        if room and self._rows is not None and self._rows > room:
+            refuse("qo_indptr[-1]", self._rows, f"at most {room}, that of the first plan, with use_cuda_graph=True")
+
+    def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:
+        """The mask, in the buffers if there are CUDA graphs."""
+        if packed is None or not self._use_cuda_graph:
+            if not self._use_cuda_graph:
+                self._custom_mask_buf, self._mask_indptr_buf = packed, mask_indptr
+            self._mask = (packed, mask_indptr)
+            return
+        assert mask_indptr is not None
+        for name, buffer in (("custom_mask_buf", self._custom_mask_buf), ("mask_indptr_buf", self._mask_indptr_buf)):
+            if not isinstance(buffer, Tensor):
+                refuse(name, buffer, "a tensor, with use_cuda_graph=True and a custom mask")
+        if len(packed) > len(self._custom_mask_buf):
+            refuse("len(custom_mask_buf)", len(self._custom_mask_buf), f"at least {len(packed)}, the bytes of the mask")
+        self._custom_mask_buf[: len(packed)].copy_(packed, non_blocking=non_blocking)
+        self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
+        self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
+
+    def _plan_logits(self, causal: bool, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None) -> None:
+        """Plans the batch that is known."""
+        self._options = (causal, pos_encoding_mode, window_left, logits_soft_cap)
+        packed, mask_indptr = self._mask
+        prefix_len, token_pos_in_items = self._items
+        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr, prefix_len, token_pos_in_items)
+        if self._has_sinks:
+            self._planned.with_sinks()
+        view = BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1))
+        self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
+        self._is_planned = True
+
+    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> Tensor | None:
+        """What a run is given behind q, K and V if the wrapper is for sinks: (sinks, sm_scale). Returns the sinks."""
+        if not args:
+            return sinks
+        if not self._has_sinks or len(args) > 2:
+            not_supported("the argument args")
+        self._sm_scale = float(args[1]) if len(args) > 1 else self._sm_scale
+        taken: Tensor = args[0]
+        return taken
+
+    def _scale(self) -> float:
+        return self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
+
+    def _check_run(self, q: Tensor, window_left: int | None = None) -> None:
+        if not self._is_planned:
+            raise ValueError("run() before a successful plan()")
+        if self._rows is not None and q.shape[0] != self._first_row + self._rows:
+            refuse("q.shape[0]", q.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
+        if window_left is not None and window_left != self._options[2]:
+            refuse("window_left", window_left, f"{self._options[2]}, that of the plan")
+
+    def set_causal(self, causal: bool) -> None:
+        """Plans again if the plan has another one."""
+        if self._is_planned and causal != self._options[0]:
+            self._plan_logits(causal, *self._options[1:])
+
+    def _plan_as(self, causal: bool, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
+        """For `forward`, whose options replace the plan's."""
+        if self._is_planned and (causal, pos_encoding_mode, window_left, logits_soft_cap) != self._options:
+            self._plan_logits(causal, pos_encoding_mode, window_left, logits_soft_cap)
+        self._sm_scale = sm_scale
+
+
+def has_sinks(jit_args: list[Any] | None) -> bool:
+    """Whether jit_args ask for FlashInfer's variant of attention sinks, the only one that has a counterpart: C++ for its kernels is not for ours.
+
+    Raises:
+        NotImplementedError: another variant.
+    """
+    if jit_args is None:
+        return False
+    name = jit_args[11] if len(jit_args) > 11 else None
+    if name != "AttentionSink":
+        not_supported(f"jit_args of the variant {name!r}")
+    return True
+
+
+def run_rows(
+    planned: PlannedAttention,
+    first_row: int,
+    q: Tensor,
+    kv: KVCache,
+    sm_scale: float,
+    *,
+    out: Tensor | None,
+    lse: Tensor | None,
+    return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """planned.run of the rows of q from first_row on. Those before are no request's: their output is 0."""
+    if not first_row:
+        return planned.run(q, kv, sm_scale, out=out, lse=lse, return_lse=return_lse, **options)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
+    planned.run(q[first_row:], kv, sm_scale, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
+    return (out, lse) if return_lse and lse is not None else out

@@ -1,0 +1,301 @@
+"""flashinfer.cascade: shared prefixes, and attention states that merge."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels.states import merge_state as merge_two
+from ..kernels.states import merge_states as merge_all
+from ..metadata import Composition, PageTable
+from ..metadata.structure import refuse
+from .arguments import DType, PagedKV, check_kv_layout, check_pos_encoding_mode, copy_if_other, element_type, from_zero, on_device, paged_cache, rows_of
+from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
+from .batch_prefill import run_rows
+from .features import not_supported
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .prefill import single_prefill_with_kv_cache
+
+__all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of each row over the tokens of both: v [rows, heads, head_dim], s float32 [rows, heads], to base 2.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    return merge_two(v_a, s_a.float(), v_b, s_b.float(), log2=True)
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """merge_state into v and s; rows whose mask (bool [rows]) is False are left alone.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    merge_two(v, s, v_other, s_other.float(), out=v, out_lse=s, mask=mask, log2=True)
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of each row over the tokens of all: v [rows, states, heads, head_dim], s float32 [rows, states, heads], to base 2.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    return merge_all(v, s.float(), log2=True)
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Prefixes shared by runs of consecutive rows: a page table for each level, the most shared first. One launch for all levels.
+
+    `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the other wrappers find them by themselves.
+
+    Args:
+        num_levels: at most 8.
+        float_workspace_buffer: any tensor on the device.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: a buffer for each level.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
+    ) -> None:
+        if not 1 <= num_levels <= 8:
+            refuse("num_levels", num_levels, "1 .. 8")
+        self._num_levels = num_levels
+        self._kv_layout = check_kv_layout(kv_layout)
+        self.device = float_workspace_buffer.device
+        self._use_cuda_graph = use_cuda_graph
+        self._buffers: list[tuple[Tensor, ...]] = []
+        if use_cuda_graph:
+            arrays = {
+                "qo_indptr_buf_arr": qo_indptr_buf_arr,
+                "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+                "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+                "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+            }
+            for name, array in arrays.items():
+                if array is None or len(array) != num_levels:
+                    refuse(name, array, f"a list of {num_levels} tensors if use_cuda_graph")
+            self._buffers = list(zip(*(array for array in arrays.values() if array is not None), strict=True))
+        self._planned = PlannedAttention(self.device, use_cuda_graph)
+        self._is_planned = False
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
+        """Accepted; the buffers are not used."""
+
+    def plan(
+        self,
+        qo_indptr_arr: list[Tensor],
+        paged_kv_indptr_arr: list[Tensor],
+        paged_kv_indices_arr: list[Tensor],
+        paged_kv_last_page_len: list[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+    ) -> None:
+        """Plans a batch.
+
+        Args:
+            qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its prefixes. All end at the same row.
+            paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its page tables.
+            causal: of the last level, what each request has for itself.
+            window_left: -1 with several levels.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        """
+        arrays = {
+            "qo_indptr_arr": qo_indptr_arr,
+            "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        for name, array in arrays.items():
+            if len(array) != self._num_levels:
+                refuse(f"len({name})", len(array), f"num_levels = {self._num_levels}")
+        if self._num_levels > 1 and window_left >= 0:
+            not_supported(f"window_left = {window_left} with several levels")
+        has_alibi = check_pos_encoding_mode(pos_encoding_mode)
+        if self._num_levels > 1 and has_alibi:
+            not_supported("pos_encoding_mode = 'ALIBI' with several levels")
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), element_type(q_data_type, kv_data_type))
+        self._sm_scale = sm_scale
+        rows = rows_of(qo_indptr_arr[-1])
+        if rows is None and self._use_cuda_graph and not self._is_planned:
+            rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
+        qo_indptrs, tables = [], []
+        for level, parts in enumerate(zip(*arrays.values(), strict=True)):
+            qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, *parts)
+            qo_indptrs.append(qo_indptr)
+            tables.append(PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size))
+        composition = Composition.cascade(qo_indptrs, tables, causal=causal, window_left=max(window_left, -1))
+        self._planned.plan(composition, self._heads, Logits(logits_soft_cap or 0.0, has_alibi), rows=rows)
+        self._is_planned = True
+
+    begin_forward = plan
+
+    def _on_device(self, level: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of a level: its buffers, filled, if there are CUDA graphs."""
+        if self._use_cuda_graph:
+            for buffer, part in zip(self._buffers[level], parts, strict=True):
+                if len(part) > len(buffer):
+                    refuse(f"levels[{level}]: elements", len(part), f"at most {len(buffer)}, those of its buffer")
+                copy_if_other(buffer[: len(part)], part, True)
+            return self._buffers[level]
+        qo_indptr, kv_indptr, kv_indices, last_page_len = parts
+        first, kv_indptr = from_zero(kv_indptr)
+        parts = (qo_indptr, kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len)
+        return tuple(on_device(part, self.device, True) for part in parts)
+
+    def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
+        """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet.
+        """
+        if not self._is_planned:
+            raise ValueError("run() before a successful plan()")
+        kv = paged_cache(paged_kv_cache, self._kv_layout)
+        scale = self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
+        out = run_rows(self._planned, 0, q, kv, scale, out=None, lse=None, return_lse=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """One query of each request, whose prefix lies in tensors of its own; for code that was written before MultiLevelCascadeAttentionWrapper.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        self._kv_layout = check_kv_layout(kv_layout)
+        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Accepted; the buffers are not used."""
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: Tensor,
+        unique_kv_indices: Tensor,
+        unique_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: DType = "float16",
+    ) -> None:
+        """Plans what each request has for itself, as BatchDecodeWithPagedKVCacheWrapper.plan."""
+        self._unique.plan(
+            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=None, data_type=data_type
+        )
+
+    def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV) -> Tensor:
+        """q [batch_size, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout: attention over both, in q's shape."""
+        return _merged(
+            single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True), self._unique.run_return_lse(q, unique_kv_cache)
+        )
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Queries of each request, whose prefix lies in tensors of its own; for code that was written before MultiLevelCascadeAttentionWrapper.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        self._kv_layout = check_kv_layout(kv_layout)
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Accepted; the buffers are not used."""
+
+    def begin_forward(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_data_type: DType = "float16",
+    ) -> None:
+        """Plans what each request has for itself, as BatchPrefillWithPagedKVCacheWrapper.plan. q_data_type: FlashInfer has float16 only."""
+        self._unique.plan(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k_shared: Tensor,
+        v_shared: Tensor,
+        unique_kv_cache: PagedKV,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """q [rows, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout: attention over both, in q's shape. causal: in
+        what each request has for itself."""
+        shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
+        return _merged(shared, self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale))
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
+def _merged(shared: Tensor | tuple[Tensor, Tensor], unique: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    (out, lse), (other, other_lse) = shared, unique
+    merge_state_in_place(out, lse, other, other_lse)
+    return out

@@ -1,0 +1,84 @@
+"""flashinfer.decode: one query, or a few, for each request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..metadata import BSRView, PageTable
+from .arguments import check_kv_layout, check_pos_encoding_mode, element_type, indptr_of_equal, ragged_cache, scaled
+from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from .features import missing, not_supported
+from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+
+__all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
+]
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One query of one request.
+
+    Args:
+        q: [num_qo_heads, head_dim].
+        k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
+
+    Returns:
+        [num_qo_heads, head_dim]; with return_lse also float32 [num_qo_heads], to base 2.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+    check_kv_layout(kv_layout)
+    logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
+    kv = ragged_cache(k, v, kv_layout)
+    head_dim = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
+    heads = Heads(q.shape[0], kv.num_kv_heads, head_dim, element_type(q.dtype, k.dtype))
+    attention = attention_of_call(q.device, heads, logits)
+    table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
+    attention.plan(BSRView(indptr_of_equal(1, 1, q.device), table, causal=True, window_left=max(window_left, -1)), heads, logits, rows=1)
+    scale = scaled(head_dim**-0.5 if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
+    result = attention.run(q.unsqueeze(0), kv, scale, return_lse=return_lse, v_scale=v_scale)
+    return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
+
+
+class BatchDecodeMlaWithPagedKVCacheWrapper:
+    """Not supported: MLA.
+
+    Raises:
+        NotImplementedError: always.
+    """
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        not_supported("BatchDecodeMlaWithPagedKVCacheWrapper")
+
+
+cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
+single_decode_with_kv_cache_with_jit_module = missing("single_decode_with_kv_cache_with_jit_module")
+trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
+xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")

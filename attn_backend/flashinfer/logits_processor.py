@@ -1,0 +1,263 @@
+"""flashinfer.logits_processor: what happens to logits, as a list of steps; those in front of a draw become one launch with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..metadata.structure import refuse
+from . import sampling
+from .features import missing, refuse_given
+
+__all__ = ["LogitsPipe", "LogitsProcessor", "MinP", "Sample", "Softmax", "TaggedTensor", "Temperature", "TensorType", "TopK", "TopP"]
+
+
+class TensorType(Enum):
+    """What a tensor of a pipe is: scores, probabilities, or tokens."""
+
+    LOGITS = auto()
+    PROBS = auto()
+    INDICES = auto()
+
+
+@dataclass(frozen=True)
+class TaggedTensor:
+    """A tensor that says what it is."""
+
+    data: Tensor
+    type: TensorType
+
+    @classmethod
+    def logits(cls, t: Tensor) -> TaggedTensor:
+        return cls(t, TensorType.LOGITS)
+
+    @classmethod
+    def probs(cls, t: Tensor) -> TaggedTensor:
+        return cls(t, TensorType.PROBS)
+
+    @classmethod
+    def indices(cls, t: Tensor) -> TaggedTensor:
+        return cls(t, TensorType.INDICES)
+
+
+class LogitsProcessor:
+    """A step of a pipe. `makes`: the type that it makes of each type that it takes."""
+
+    makes: ClassVar[dict[TensorType, TensorType]] = {}
+    letter: ClassVar[str] = "?"  # in the patterns of what goes together with a draw
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        """The step alone. options: those of the call."""
+        raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.params.items())})"
+
+
+class Temperature(LogitsProcessor):
+    """logits / temperature: of the call, one above 0, or float32 [batch]."""
+
+    makes: ClassVar = {TensorType.LOGITS: TensorType.LOGITS}
+    letter = "T"
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        temperature = _option(options, "temperature")
+        return tensor / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+
+
+class Softmax(LogitsProcessor):
+    """softmax(logits). enable_pdl: not used."""
+
+    makes: ClassVar = {TensorType.LOGITS: TensorType.PROBS}
+    letter = "S"
+
+    def __init__(self, enable_pdl: bool | None = None, **params: Any) -> None:
+        super().__init__(enable_pdl=enable_pdl, **params)
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        return sampling.softmax(tensor)
+
+
+class TopK(LogitsProcessor):
+    """The top_k (of the call) most likely tokens. joint_topk_topp: a TopP that follows counts all tokens, not what TopK leaves."""
+
+    makes: ClassVar = {TensorType.LOGITS: TensorType.LOGITS, TensorType.PROBS: TensorType.PROBS}
+    letter = "K"
+
+    def __init__(self, joint_topk_topp: bool = False, **params: Any) -> None:
+        super().__init__(joint_topk_topp=joint_topk_topp, **params)
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        top_k = _option(options, "top_k")
+        return sampling.top_k_mask_logits(tensor, top_k) if given_type is TensorType.LOGITS else sampling.top_k_renorm_probs(tensor, top_k)
+
+
+class TopP(LogitsProcessor):
+    """The most likely tokens that together have the probability top_p, of the call."""
+
+    makes: ClassVar = {TensorType.PROBS: TensorType.PROBS}
+    letter = "P"
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        return sampling.top_p_renorm_probs(tensor, _option(options, "top_p"))
+
+
+class MinP(LogitsProcessor):
+    """The tokens that are at least min_p (of the call) times as likely as the most likely one."""
+
+    makes: ClassVar = {TensorType.PROBS: TensorType.PROBS}
+    letter = "M"
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        min_p = _option(options, "min_p")
+        least = tensor.amax(-1, keepdim=True) * (min_p.unsqueeze(-1) if isinstance(min_p, Tensor) else min_p)
+        kept = tensor.masked_fill(tensor < least, 0.0)
+        return kept / kept.sum(-1, keepdim=True)
+
+
+class Sample(LogitsProcessor):
+    """A token of each row. indices, generator, seed, offset: of the call, as in flashinfer.sampling. deterministic: always."""
+
+    makes: ClassVar = {TensorType.LOGITS: TensorType.INDICES, TensorType.PROBS: TensorType.INDICES}
+
+    def __init__(self, deterministic: bool = True, **params: Any) -> None:
+        super().__init__(deterministic=deterministic, **params)
+
+    def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
+        draw = sampling.sampling_from_logits if given_type is TensorType.LOGITS else sampling.sampling_from_probs
+        tokens = draw(tensor, **_draw_options(options))
+        assert isinstance(tokens, Tensor)
+        return tokens
+
+
+# Steps in front of a draw that are one launch with it, by their letters.
+_TOGETHER = {TensorType.LOGITS: re.compile(r"T?(K?|S(K?P?|M)|KSP?)"), TensorType.PROBS: re.compile(r"K?P?|M")}
+
+
+class LogitsPipe:
+    """Steps one after another: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits, temperature=0.8, top_p=0.9)`.
+
+    Args:
+        processors: at least one.
+        compile: whether steps in front of a draw become one launch with it.
+        input_type: what the first step is given; needed if that takes logits and probabilities.
+
+    Raises:
+        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: rules of one's own.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        compile: bool = True,
+        input_type: TensorType | None = None,
+        custom_fusion_rules: Any = None,
+        custom_validity_checks: Any = None,
+    ) -> None:
+        refuse_given(custom_fusion_rules=custom_fusion_rules, custom_validity_checks=custom_validity_checks)
+        if not processors:
+            refuse("processors", processors, "at least one")
+        self.processors = list(processors)
+        if input_type is None:
+            if len(self.processors[0].makes) != 1:
+                refuse("input_type", None, f"given: {self.processors[0]} takes logits and probabilities")
+            input_type = next(iter(self.processors[0].makes))
+        self._initial_type = input_type
+        self._types = [input_type]
+        for i, processor in enumerate(self.processors):
+            if self._types[-1] not in processor.makes:
+                refuse(f"processors[{i}]", processor, f"a step that takes {self._types[-1].name}")
+            self._types.append(processor.makes[self._types[-1]])
+        self._drawn_from = len(self.processors)  # from this step on all is one launch
+        if compile:
+            self.compile()
+
+    @property
+    def initial_type(self) -> TensorType:
+        """What the first step is given."""
+        return self._initial_type
+
+    def compile(self, custom_fusion_rules: Any = None, custom_validity_checks: Any = None) -> None:
+        """Puts the steps in front of a draw together with it."""
+        refuse_given(custom_fusion_rules=custom_fusion_rules, custom_validity_checks=custom_validity_checks)
+        if not isinstance(self.processors[-1], Sample):
+            return
+        letters = "".join(processor.letter for processor in self.processors[:-1])
+        starts = range(len(letters) + 1)
+        self._drawn_from = next(i for i in starts if self._types[i] in _TOGETHER and _TOGETHER[self._types[i]].fullmatch(letters[i:]))
+
+    def __call__(self, x: Tensor | TaggedTensor, **options: Any) -> Tensor:
+        """Runs the steps.
+
+        Args:
+            x: [batch, vocab].
+            options: what the steps need: temperature, top_k, top_p, min_p, indices, generator, seed, offset.
+
+        Raises:
+            ValueError: an option that is missing or wrong.
+        """
+        tensor = x.data if isinstance(x, TaggedTensor) else x
+        if isinstance(x, TaggedTensor) and x.type is not self._initial_type:
+            refuse("x.type", x.type, self._initial_type.name)
+        for processor, given_type in zip(self.processors[: self._drawn_from], self._types, strict=False):
+            tensor = processor.apply(tensor, given_type, options)
+        return self._draw(tensor, options) if self._drawn_from < len(self.processors) else tensor
+
+    def _draw(self, tensor: Tensor, options: dict[str, Any]) -> Tensor:
+        """The last steps in one launch (after another one, if there is a temperature, or rows are named by indices)."""
+        steps = {processor.letter: processor for processor in self.processors[self._drawn_from : -1]}
+        if "T" in steps:
+            tensor = steps["T"].apply(tensor, TensorType.LOGITS, options)
+        draw = _draw_options(options)
+        is_joint = "K" in steps and bool(steps["K"].params.get("joint_topk_topp"))
+        if self._types[self._drawn_from] is TensorType.LOGITS and "M" not in steps:
+            if not {"K", "P"} & steps.keys():
+                return sampling.sampling_from_logits(tensor, **draw)
+            top_k = _option(options, "top_k") if "K" in steps else 0
+            top_p = _option(options, "top_p") if "P" in steps else 1.0
+            return sampling.top_k_top_p_sampling_from_logits(tensor, top_k, top_p, filter_apply_order="joint" if is_joint else "top_k_first", **draw)
+        if "M" in steps:
+            probs = sampling.softmax(tensor) if "S" in steps else tensor
+            tokens = sampling.min_p_sampling_from_probs(probs, _option(options, "min_p"), **draw)
+        elif "K" in steps and "P" in steps:
+            order = "joint" if is_joint else "top_k_first"
+            tokens = sampling.top_k_top_p_sampling_from_probs(tensor, _option(options, "top_k"), _option(options, "top_p"), filter_apply_order=order, **draw)
+        elif "K" in steps:
+            tokens = sampling.top_k_sampling_from_probs(tensor, _option(options, "top_k"), **draw)
+        elif "P" in steps:
+            tokens = sampling.top_p_sampling_from_probs(tensor, _option(options, "top_p"), **draw)
+        else:
+            tokens = sampling.sampling_from_probs(tensor, **draw)
+        assert isinstance(tokens, Tensor)
+        return tokens
+
+    def __repr__(self) -> str:
+        return f"LogitsPipe([{' -> '.join(type(processor).__name__ for processor in self.processors)}])"
+
+
+def _option(options: dict[str, Any], name: str) -> Any:
+    """An option of the call, which must be above 0 if it is a number."""
+    value = options.get(name)
+    if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value > 0):
+        refuse(name, value, "a number above 0 or a tensor [batch]")
+    return value
+
+
+def _draw_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("indices", "generator", "seed", "offset") if options.get(name) is not None}
+
+
+Compiler = missing("logits_processor.Compiler")
+FusionRule = missing("logits_processor.FusionRule")
+Op = missing("logits_processor.Op")
+ParameterizedOp = missing("logits_processor.ParameterizedOp")
+compile_pipeline = missing("logits_processor.compile_pipeline")
+legalize_processors = missing("logits_processor.legalize_processors")

@@ -1,0 +1,94 @@
+"""flashinfer.page: page tables, and new tokens into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.append import append_kv
+from ..metadata.structure import refuse
+from .arguments import PagedKV, check_kv_layout, paged_cache
+from .features import missing
+
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+]
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """[batch_size]: tokens of each request of a page table. On the device of its arguments; nothing waits for it."""
+    full_pages = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp_(min=0)
+    return full_pages * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Which request each new token is of, and where it stands in it: the new tokens of a request are its last ones.
+
+    Args:
+        append_indptr: int32 or int64 [batch_size + 1], prefix sum of the numbers of new tokens.
+        seq_lens: [batch_size], tokens of each request, the new ones among them.
+        nnz: elements of what is returned; those behind the last new token are request -1, position 0.
+        batch_indices, positions: int32 [nnz], written; made if None.
+
+    Raises:
+        ValueError: batch_indices or positions of another shape, dtype or device.
+    """
+    device = append_indptr.device
+    for name, out in (("batch_indices", batch_indices), ("positions", positions)):
+        if out is not None and (out.shape != (nnz,) or out.dtype != torch.int32 or out.device != device):
+            refuse(name, out, f"an int32 tensor [{nnz}] on {device}")
+    batch_size = append_indptr.shape[0] - 1
+    token = torch.arange(nnz, dtype=append_indptr.dtype, device=device)
+    request = torch.searchsorted(append_indptr[1:].contiguous(), token, right=True)
+    is_padding = request >= batch_size
+    known = request.clamp(max=max(batch_size - 1, 0))
+    position = token - append_indptr[known + 1] + seq_lens.to(device)[known]
+    found = request.masked_fill(is_padding, -1).to(torch.int32), position.masked_fill(is_padding, 0).to(torch.int32)
+    for out, value in zip((batch_indices, positions), found, strict=True):
+        if out is not None:
+            out.copy_(value)
+    return found[0] if batch_indices is None else batch_indices, found[1] if positions is None else positions
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: PagedKV,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes token i of append_key and append_value to where position positions[i] of request batch_indices[i] is. Nothing waits for the device.
+
+    Args:
+        append_key, append_value: [tokens, num_kv_heads, head_dim].
+        batch_indices, positions: int32 [tokens]; a request below 0 is skipped.
+        paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
+        kv_indices, kv_indptr: the page table, which has room for the new tokens. kv_last_page_len is not needed.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    kv = paged_cache(paged_kv_cache, check_kv_layout(kv_layout))
+    page_size = kv.page_size
+    if append_key.shape[0] == 0:
+        return
+    page = positions // page_size
+    entry = (kv_indptr[batch_indices.clamp(min=0).long()] + page).clamp_(0, max(kv_indices.shape[0] - 1, 0))
+    slots = kv_indices[entry.long()].long() * page_size + (positions - page * page_size)
+    append_kv(append_key, append_value, kv, slots.masked_fill_(batch_indices < 0, -1))
+
+
+append_paged_mla_kv_cache = missing("append_paged_mla_kv_cache")
+nvfp4_quantize_append_paged_kv_cache = missing("nvfp4_quantize_append_paged_kv_cache")
+nvfp4_quantize_append_paged_kv_cache_with_slot_mapping = missing("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping")

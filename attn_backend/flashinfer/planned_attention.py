@@ -1,0 +1,254 @@
+"""What every wrapper is made of: an Attention that grows with the plans, and FlashInfer's conventions around its runs."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention import Attention
+from ..kernels.manifest import CUDA_HEAD_DIMS
+from ..metadata import BSRView, Composition, KVCache
+from ..metadata.structure import refuse
+from ..variants import Variant, builtin
+from .arguments import alibi_slopes_on, number
+from .features import not_supported
+
+LOG2_E = math.log2(math.e)
+_LEAST_ROWS = 1024
+_LEAST_BATCH = 64
+_ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU, and nothing waits for it
+_KEPT_PER_THREAD = 32
+
+Args = Mapping[str, Tensor | float | int]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What an Attention is made for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """What happens to the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item scoring."""
+
+    soft_cap: float = 0.0
+    alibi: bool = False
+    packed_mask: Tensor | None = None
+    mask_indptr: Tensor | None = None
+    prefix_len: Tensor | None = None
+    token_pos_in_items: Tensor | None = None
+
+    def variant(self) -> Variant | None:
+        """None: what every kernel can do (a soft cap alone)."""
+        return _variant(self.alibi, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0)
+
+    def args(self, num_qo_heads: int, device: torch.device) -> Args | None:
+        """The arguments of the variant."""
+        args: dict[str, Tensor | float | int] = {}
+        if self.alibi:
+            args["slopes"] = alibi_slopes_on(num_qo_heads, device)
+        if self.packed_mask is not None and self.mask_indptr is not None:
+            args.update(packed_mask=self.packed_mask, mask_indptr=self.mask_indptr)
+        if self.prefix_len is not None and self.token_pos_in_items is not None:
+            args.update(prefix_len=self.prefix_len, token_pos_in_items=self.token_pos_in_items)
+        if args and self.soft_cap > 0:
+            args["cap"] = self.soft_cap
+        return args or None
+
+
+@lru_cache
+def _variant(alibi: bool, has_mask: bool, has_items: bool, has_soft_cap: bool) -> Variant | None:
+    parts = [builtin.alibi()] if alibi else []
+    parts += [builtin.custom_mask()] if has_mask else []
+    parts += [builtin.multi_item_scoring()] if has_items else []
+    if parts and has_soft_cap:
+        parts.append(builtin.soft_cap())
+    return Variant.combine(*parts) if parts else None
+
+
+class PlannedAttention:
+    """An Attention that is made when the first plan says what for, and made anew where a plan or a run needs more room or something else.
+
+    Args:
+        device: of Q, K and V.
+        is_fixed: CUDA graphs may have captured runs, so the Attention must stay: what would need another one is refused.
+    """
+
+    def __init__(self, device: torch.device, is_fixed: bool = False) -> None:
+        self.device = device
+        self._is_fixed = is_fixed
+        self._attention: Attention | None = None
+        self._made_for: tuple[object, ...] = ()
+        self._with_sinks = False
+        self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
+        self._args: Args | None = None
+        self._soft_cap = 0.0
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that the Attention has room for; 0: there is none yet."""
+        return 0 if self._attention is None else self._attention.max_rows
+
+    def with_sinks(self) -> None:
+        """Runs will be given sinks."""
+        self._with_sinks = True
+
+    def plan(self, composition: Composition | BSRView, heads: Heads, logits: Logits, *, rows: int | None, batch_invariant: bool = False) -> None:
+        """Plans on the current stream; never waits for it.
+
+        Args:
+            rows: of Q, where the composition ends; None: not known to the host. A run with more rows than there is room for plans again.
+
+        Raises:
+            ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may hold this one.
+        """
+        levels = (composition,) if isinstance(composition, BSRView) else composition.levels
+        variant = logits.variant()
+        made_for = (heads, variant, self._with_sinks, len(levels), batch_invariant)
+        batch = max(level.batch_size for level in levels)
+        attention = self._attention
+        if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
+            attention = self._make(made_for, variant, heads, len(levels), batch, rows, batch_invariant)
+        self._args = logits.args(heads.num_qo_heads, self.device)
+        self._soft_cap = logits.soft_cap if variant is None else 0.0
+        attention.plan(composition, variant_args=self._args)
+        self._planned = composition, heads, logits, batch_invariant
+
+    def _make(
+        self, made_for: tuple[object, ...], variant: Variant | None, heads: Heads, num_levels: int, batch: int, rows: int | None, batch_invariant: bool
+    ) -> Attention:
+        before = self._attention
+        if before is not None and self._is_fixed and made_for != self._made_for:
+            raise ValueError("heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must be those of its first plan")
+        if before is not None and self._is_fixed:
+            what, value, room = ("batch_size", batch, before.max_batch) if batch > before.max_batch else ("qo_indptr[-1]", rows, before.max_rows)
+            refuse(what, value, f"at most {room}, that of the first plan: CUDA graphs may hold its workspace")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, before the capture")
+        if self._is_fixed:
+            max_rows, max_batch = max(rows or _ROWS_UNKNOWN, 1), max(batch, 1)
+        else:
+            max_rows, max_batch = _room(rows or _ROWS_UNKNOWN, _LEAST_ROWS), _room(batch, _LEAST_BATCH)
+            if before is not None and made_for == self._made_for:
+                max_rows, max_batch = max(max_rows, before.max_rows), max(max_batch, before.max_batch)
+        self._attention = Attention(
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            dtype=heads.dtype,
+            device=self.device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            max_levels=num_levels,
+            batch_invariant=batch_invariant,
+            variant=variant,
+            sinks=self._with_sinks,
+        )
+        self._made_for = made_for
+        return self._attention
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        sm_scale: float | Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        v_scale: float | Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan. lse is to base 2.
+
+        Raises:
+            ValueError: what Attention refuses, or no plan yet.
+        """
+        attention = self._attention
+        if attention is None or self._planned is None:
+            raise ValueError("run() before a successful plan()")
+        rows = q.shape[0]
+        if rows > attention.max_rows or (sinks is not None and not self._with_sinks):
+            attention = self._plan_again(rows, sinks)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        attention.run(
+            q,
+            kv,
+            out=out,
+            lse=lse if return_lse else None,
+            sm_scale=number("sm_scale", sm_scale),
+            logits_soft_cap=self._soft_cap,
+            variant_args=self._args,
+            sinks=sinks,
+        )
+        if v_scale is not None:
+            out.mul_(v_scale)
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse.mul_(LOG2_E)
+
+    def _plan_again(self, rows: int, sinks: Tensor | None) -> Attention:
+        """The last plan, with room for these rows, and for sinks."""
+        assert self._planned is not None
+        composition, heads, logits, batch_invariant = self._planned
+        if sinks is not None and not self._with_sinks:
+            self._with_sinks = True
+            self._made_for, self._attention = (), None  # also of a fixed one: no graph has captured a run with sinks
+        self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
+        assert self._attention is not None
+        return self._attention
+
+
+def _room(wanted: int, least: int) -> int:
+    """The next power of two: plans that grow one by one need few workspaces."""
+    return max(least, 1 << max(wanted - 1, 0).bit_length())
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.of_calls: OrderedDict[object, PlannedAttention] = OrderedDict()
+
+
+_kept = _Kept()
+
+
+def attention_of_call(device: torch.device, heads: Heads, logits: Logits) -> PlannedAttention:
+    """For a call that plans and runs: this thread's, for the current stream and for what it is made for, the latest of which are kept."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, heads, logits.variant())
+    attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
+    _kept.of_calls[key] = attention
+    if len(_kept.of_calls) > _KEPT_PER_THREAD:
+        _kept.of_calls.popitem(last=False)
+    return attention
+
+
+def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> int:
+    """The one head_dim.
+
+    Raises:
+        NotImplementedError: K and V have different ones, or the kernels of this device lack it.
+    """
+    if head_dim_vo is not None and head_dim_vo != head_dim_qk:
+        not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
+    if device.type == "cuda" and head_dim_qk not in CUDA_HEAD_DIMS:
+        not_supported(f"head_dim = {head_dim_qk} on CUDA, where there are {CUDA_HEAD_DIMS}")
+    if device.type != "cuda" and (head_dim_qk > 256 or head_dim_qk % 8):
+        not_supported(f"head_dim = {head_dim_qk} on a CPU, where there are multiples of 8 up to 256")
+    return head_dim_qk

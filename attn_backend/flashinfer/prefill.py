@@ -1,0 +1,98 @@
+"""flashinfer.prefill: many queries of a request, or of each request of a batch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView, PageTable
+from .arguments import check_kv_layout, check_pos_encoding_mode, element_type, indptr_of_equal, ragged_cache, scaled
+from .batch_prefill import BACKENDS
+from .features import missing, not_supported, refuse_given
+from .masks import pack_single_mask
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "fmha_varlen",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
+]
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """All queries of one request.
+
+    Args:
+        q: [qo_len, num_qo_heads, head_dim].
+        k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
+        custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a mask `causal` does not count.
+        use_fp16_qk_reduction: not used: sums are float32.
+
+    Returns:
+        q's shape; with return_lse also float32 [qo_len, num_qo_heads], to base 2.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+    refuse_given(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    check_kv_layout(kv_layout)
+    if backend not in BACKENDS:
+        not_supported(f"backend = {backend!r}")
+    packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
+    logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr)
+    kv = ragged_cache(k, v, kv_layout)
+    head_dim = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
+    heads = Heads(q.shape[1], kv.num_kv_heads, head_dim, element_type(q.dtype, k.dtype, o_dtype))
+    attention = attention_of_call(q.device, heads, logits)
+    view = BSRView(
+        indptr_of_equal(1, q.shape[0], q.device),
+        PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device)),
+        causal=causal and packed is None,
+        window_left=max(window_left, -1),
+    )
+    attention.plan(view, heads, logits, rows=q.shape[0])
+    scale = scaled(head_dim**-0.5 if sm_scale is None else sm_scale, k_scale=k_scale)
+    return attention.run(q, kv, scale, return_lse=return_lse, v_scale=v_scale)
+
+
+single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+
+fmha_varlen = missing("fmha_varlen")
+single_prefill_with_kv_cache_with_jit_module = missing("single_prefill_with_kv_cache_with_jit_module")
+trtllm_batch_context_with_kv_cache = missing("trtllm_batch_context_with_kv_cache")
+trtllm_fmha_v2_prefill = missing("trtllm_fmha_v2_prefill")
+trtllm_ragged_attention_deepseek = missing("trtllm_ragged_attention_deepseek")

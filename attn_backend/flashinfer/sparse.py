@@ -1,0 +1,265 @@
+"""flashinfer.sparse: rows of blocks, each of which sees some blocks of tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView, KVCache
+from ..metadata.structure import refuse
+from .arguments import DType, check_pos_encoding_mode, csr_on_device, element_type, on_device
+from .features import not_supported, refuse_given
+from .masks import pack_custom_mask
+from .page import get_seq_lens
+from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
+
+_BACKENDS = ("auto", "fa2", "fa3")
+
+
+def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
+    """A mask of blocks, bool [blocks, R, C], as attention takes it: for each row of blocks its R rows of all its columns, flattened.
+
+    Args:
+        indptr: int32 [rows of blocks + 1]: row i has the blocks indptr[i]:indptr[i + 1].
+    """
+    rows = [mask[begin:end].transpose(0, 1).reshape(-1) for begin, end in pairwise(indptr.tolist())]
+    return torch.cat(rows) if rows else mask.reshape(-1)
+
+
+class _Sparse:
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
+        if backend not in _BACKENDS:
+            not_supported(f"backend = {backend!r}")
+        self.device = float_workspace_buffer.device
+        self._planned = PlannedAttention(self.device)
+        self._sm_scale: float | None = None
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Accepted; the buffers are not used."""
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+    def _scale(self) -> float:
+        return self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
+
+    _heads: Heads
+
+
+class BlockSparseAttentionWrapper(_Sparse):
+    """Rows of Q in blocks of R, tokens in blocks of C: a BSR matrix, whose blocks are the pages of this package.
+
+    Args:
+        float_workspace_buffer: any tensor on the device.
+        backend: "auto", "fa2" or "fa3": all the same here.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: Tensor | None = None,
+        packed_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        block_mask: Tensor | None = None,
+    ) -> None:
+        """Plans a matrix.
+
+        Args:
+            indptr: int32 [ceil(M / R) + 1], indices: int32 [blocks]: block column of each block.
+            M, N: rows of Q, tokens. R, C: of a block; C divides N.
+            mask: bool [blocks, R, C], inside of blocks; packed_mask: uint8, each row of blocks from a byte of its own.
+            causal: a row sees the tokens up to its position among those of its blocks, as in FlashInfer.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        """
+        refuse_given(block_mask=block_mask)
+        if N % C:
+            refuse("N", N, f"a multiple of C = {C}")
+        dtype = element_type(q_data_type, kv_data_type, None if o_data_type == "float16" else o_data_type)
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), dtype)
+        self._sm_scale, self._page_size, self._num_tokens = sm_scale, C, N
+        block_rows = len(indptr) - 1
+        qo_indptr = (torch.arange(block_rows + 1, dtype=torch.int32, device=indptr.device) * R).clamp_(max=M)
+        last_page_len = torch.full((block_rows,), C, dtype=torch.int32, device=indptr.device)
+        if mask is not None and packed_mask is None:
+            mask = convert_bsr_mask_layout(mask, indptr)
+        kv_lens = get_seq_lens(indptr, last_page_len, C) * (indptr[1:] > indptr[:-1])
+        packed, mask_indptr = pack_custom_mask(mask, packed_mask, qo_indptr, kv_lens, self.device, non_blocking)
+        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr)
+        table = csr_on_device(indptr, indices, last_page_len, C, self.device, non_blocking)
+        view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None)
+        self._planned.plan(view, self._heads, logits, rows=M)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim].
+
+        Returns:
+            The output in q's shape; with return_lse also float32 [M, num_qo_heads], to base 2.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+        """
+        refuse_given(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        if self._planned.max_rows == 0:
+            raise ValueError("run() before a successful plan()")
+        kv = KVCache.from_slots(k, v, self._page_size)
+        return self._planned.run(q, kv, self._scale(), out=out, lse=lse, return_lse=return_lse)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: float | None = None, **_more: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """`run`, for code that was written before it."""
+        self._sm_scale = sm_scale
+        return self.run(q, k, v)
+
+
+class VariableBlockSparseAttentionWrapper(_Sparse):
+    """A matrix of blocks of any sizes for each KV head.
+
+    Args:
+        float_workspace_buffer: any tensor on the device.
+        backend: "auto", "fa2" or "fa3": all the same here.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def plan(
+        self,
+        block_mask_map: Tensor,
+        block_row_sz: Tensor,
+        block_col_sz: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+    ) -> None:
+        """Plans a matrix for each KV head. Waits for the device: the number of blocks that are seen decides a length.
+
+        Args:
+            block_mask_map: bool [num_kv_heads, block rows, block columns]: which blocks are seen.
+            block_row_sz: int32 [num_kv_heads, block rows], rows of each; block_col_sz: int32 [num_kv_heads, block columns], tokens of each. They sum up to the
+                same numbers for each head.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        """
+        if num_qo_heads % num_kv_heads:
+            refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+        if block_mask_map.shape != (num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]):
+            refuse("block_mask_map", block_mask_map, f"of shape {[num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]]}")
+        group_size = num_qo_heads // num_kv_heads
+        self._num_kv_heads = num_kv_heads
+        # Each (head, block row) is a request, whose pages are tokens of a cache with one head.
+        self._heads = Heads(group_size, 1, check_head_dims(head_dim, None, self.device), element_type(q_data_type, kv_data_type))
+        self._sm_scale = sm_scale
+        is_seen = block_mask_map.bool()
+        qo_indptr = _indptr_of(block_row_sz.flatten())
+        kv_indptr = _indptr_of((is_seen * block_col_sz[:, None, :]).sum(-1).flatten())
+        first_tokens = (block_col_sz.flatten().cumsum(0) - block_col_sz.flatten()).view(block_col_sz.shape)
+        head, _, column = is_seen.nonzero(as_tuple=True)
+        lengths = block_col_sz[head, column]
+        ends = lengths.cumsum(0)
+        num_entries = int(ends[-1]) if len(ends) else 0
+        begins = torch.repeat_interleave(first_tokens[head, column] - (ends - lengths), lengths, output_size=num_entries)
+        kv_indices = (begins + torch.arange(num_entries, device=begins.device)).to(torch.int32)
+        last_page_len = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=kv_indptr.device)
+        table = csr_on_device(kv_indptr, kv_indices, last_page_len, 1, self.device, non_blocking)
+        view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal)
+        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
+        self._planned.plan(view, self._heads, logits, rows=int(qo_indptr[-1]))
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan: q [num_qo_heads, qo_len, head_dim], k and v [num_kv_heads, kv_len, head_dim].
+
+        Returns:
+            The output in q's shape; with return_lse also float32 [num_qo_heads, qo_len], to base 2. Written to `out` and `lse` if given.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet.
+        """
+        if self._planned.max_rows == 0:
+            raise ValueError("run() before a successful plan()")
+        heads, qo_len, head_dim = q.shape
+        by_kv_head = (self._num_kv_heads, heads // self._num_kv_heads, qo_len)
+        rows = q.reshape(*by_kv_head, head_dim).transpose(1, 2).reshape(-1, by_kv_head[1], head_dim)
+        kv = KVCache.from_slots(k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim))
+        result = self._planned.run(rows, kv, self._scale(), return_lse=return_lse)
+        out_rows, lse_rows = result if isinstance(result, tuple) else (result, None)
+        by_head = out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim).transpose(1, 2).reshape(q.shape)
+        out = by_head if out is None else out.copy_(by_head)
+        if lse_rows is None:
+            return out
+        lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
+        return out, lse_by_head if lse is None else lse.copy_(lse_by_head)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: float | None = None, **_more: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """`run`, for code that was written before it."""
+        self._sm_scale = sm_scale
+        return self.run(q, k, v)
+
+
+def _indptr_of(lengths: Tensor) -> Tensor:
+    """int32 [len(lengths) + 1]."""
+    indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, out=indptr[1:])
+    return indptr

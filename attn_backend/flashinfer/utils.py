@@ -1,0 +1,57 @@
+"""flashinfer.utils: what code that uses FlashInfer asks about devices and kernels."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+
+class MaskMode(Enum):
+    """FlashInfer's masks by their numbers."""
+
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class PosEncodingMode(Enum):
+    """FlashInfer's encodings of positions by their numbers."""
+
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+class TensorLayout(Enum):
+    """Layouts of K and V by their numbers."""
+
+    NHD = 0
+    HND = 1
+
+
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}, must be a CUDA device")
+    return torch.cuda.get_device_capability(device)
+
+
+def is_sm90a_supported(device: torch.device) -> bool:
+    """Whether Hopper kernels run on it."""
+    return get_compute_capability(device)[0] == 9
+
+
+def has_flashinfer_jit_cache() -> bool:
+    """Whether kernels need no compilation ahead: they are in the package."""
+    return True
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """The least power of two that is not below x; 1 for x < 1."""
+    return 1 if x < 1 else 1 << (x - 1).bit_length()

@@ -1,0 +1,50 @@
+"""Seeds and positions of draws that no request has: of a generator, another one for each row and each call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import refuse
+
+_rows: dict[torch.device, Tensor] = {}
+
+
+def row_numbers(batch: int, device: torch.device) -> Tensor:
+    """int64 [batch]: 0, 1, 2, ... Kept: calls of a step make nothing."""
+    known = _rows.get(device)
+    if known is None or known.shape[0] < batch:
+        known = _rows[device] = torch.arange(max(batch, 1024), dtype=torch.int64, device=device)
+    return known[:batch]
+
+
+def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
+    """A number of the generator's, which then gives another one; nothing waits for the device.
+
+    Args:
+        generator: of `device`; None: torch's default generator there.
+
+    Raises:
+        ValueError: a generator of another device.
+    """
+    if generator is not None and generator.device.type != device.type:
+        refuse("generator.device", generator.device, f"{device}, where the rows are")
+    if device.type != "cuda":
+        return int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64, device="cpu"))
+    if generator is None:
+        generator = torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+    state = generator.get_state()  # on the host: seed and offset of Philox, 8 bytes each
+    seed, offset = (int(word) for word in state.view(torch.int64))
+    state.view(torch.int64)[1] = offset + 4  # offsets are multiples of 4
+    generator.set_state(state)
+    return mixed(seed, offset)
+
+
+def mixed(seed: int, offset: int) -> int:
+    """Both in an int64, such that offsets after one another are far apart: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    mask = 2**64 - 1
+    x = (seed ^ offset * 0x9E3779B97F4A7C15) & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x

@@ -1,0 +1,97 @@
+"""Attention states that lie in tensors, and how they merge: (o, lse), normalised output and log-sum-exp over some of a row's tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import check_plain, check_types, refuse
+from . import manifest
+from .cubins import arch_of, find_kernel
+from .library import library
+
+_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@cache
+def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return str(find_kernel(manifest.merge_states_name(_NAMES.get(dtype, "f32")), arch_of(torch.cuda.get_device_capability(device))))
+
+
+def merge_states(o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: bool = False) -> tuple[Tensor, Tensor]:
+    """Merges the states of each row, in their order. One launch; capturable in a CUDA graph; never synchronises.
+
+    Args:
+        o: float32, float16 or bfloat16 [rows, states, heads, head_dim]; with an indptr [states of all rows, heads, head_dim]. head_dim is contiguous.
+        lse: float32, of o's shape without head_dim; heads are contiguous. -inf: the state of a row that sees nothing.
+        indptr: int32 or int64 [rows + 1]: row i has the states indptr[i]:indptr[i + 1]. They must exist (not checked).
+        log2: lse is a logarithm to base 2, not a natural one; so is that which is returned.
+
+    Returns:
+        o [rows, heads, head_dim] in o's dtype, lse float32 [rows, heads]. A row without states: 0 and -inf.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+
+    Source: arXiv 2501.01005, section 2.2.
+    """
+    check_plain("o", o)
+    check_plain("lse", lse)
+    ndim = 4 if indptr is None else 3
+    if o.ndim != ndim:
+        refuse("o", o, f"a tensor of {ndim} dimensions")
+    rows = o.shape[0] if indptr is None else check_plain("indptr", indptr).shape[0] - 1
+    if rows < 0:
+        refuse("indptr", indptr, "of at least one element: [rows + 1]")
+    out = torch.empty((rows, *o.shape[-2:]), dtype=o.dtype, device=o.device)
+    out_lse = torch.empty((rows, o.shape[-2]), dtype=torch.float32, device=o.device)
+    _merge(o, lse, None, None, indptr, None, out, out_lse, log2)
+    return out, out_lse
+
+
+def merge_state(
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_lse: Tensor | None = None,
+    mask: Tensor | None = None,
+    log2: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Merges two states of each row. One launch; capturable in a CUDA graph; never synchronises.
+
+    Args:
+        o_a, o_b: float32, float16 or bfloat16 [rows, heads, head_dim], of one dtype and with the same strides; head_dim is contiguous.
+        lse_a, lse_b: float32 [rows, heads].
+        out, out_lse: written; made if None. They may be o_a and lse_a themselves.
+        mask: bool [rows]: rows with False are left alone.
+        log2: lse is a logarithm to base 2, not a natural one; so is that which is returned.
+
+    Returns:
+        out, out_lse.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        check_plain(name, tensor)
+    out = torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device) if out is None else check_plain("out", out)
+    out_lse = torch.empty(lse_a.shape, dtype=torch.float32, device=o_a.device) if out_lse is None else check_plain("out_lse", out_lse)
+    _merge(o_a, lse_a, o_b, lse_b, None, mask, out, out_lse, log2)
+    return out, out_lse
+
+
+def _merge(
+    o: Tensor, lse: Tensor, o_b: Tensor | None, lse_b: Tensor | None, indptr: Tensor | None, mask: Tensor | None, out: Tensor, out_lse: Tensor, log2: bool
+) -> None:
+    check_types(bool, "True or False", log2=log2)
+    if mask is not None:
+        check_plain("mask", mask)
+        mask = mask.view(torch.uint8)
+    library().merge_states(o, lse, o_b, lse_b, indptr, mask, out, out_lse, log2, _kernel_file(o.dtype, o.device))

@@ -1,0 +1,134 @@
+// Merges attention states that lie in tensors, one warp a row and head. The order is that of the states: same bits for
+// same states.
+#pragma once
+
+#include "attention/merge/merge_states.h"
+#include "common/elements.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/math.cuh"
+
+namespace attn {
+
+/// The elements of a row's output as they lie in memory, and kColumns of them as floats.
+template <class Element>
+struct StateColumns {
+  static_assert(Element::kBytes == 2, "of 16 bits");
+  using Storage = uint16_t;
+
+  template <int kColumns>
+  __device__ __forceinline__ static void load(const uint16_t* from, float (&values)[kColumns]) {
+    if constexpr (kColumns == 4) {
+      const uint2 words = *reinterpret_cast<const uint2*>(from);
+      values[0] = Element::unpack(words.x);
+      values[1] = Element::unpack(words.x >> 16);
+      values[2] = Element::unpack(words.y);
+      values[3] = Element::unpack(words.y >> 16);
+    } else {
+      values[0] = Element::unpack(*from);
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ static void store(uint16_t* to, const float (&values)[kColumns]) {
+    if constexpr (kColumns == 4) {
+      *reinterpret_cast<uint2*>(to) =
+          make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+    } else {
+      *to = static_cast<uint16_t>(Element::pack(values[0], 0.0f));
+    }
+  }
+};
+
+struct Float32State {};
+
+template <>
+struct StateColumns<Float32State> {
+  using Storage = float;
+
+  template <int kColumns>
+  __device__ __forceinline__ static void load(const float* from, float (&values)[kColumns]) {
+    if constexpr (kColumns == 4) {
+      const float4 x = *reinterpret_cast<const float4*>(from);
+      values[0] = x.x;
+      values[1] = x.y;
+      values[2] = x.z;
+      values[3] = x.w;
+    } else {
+      values[0] = *from;
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ static void store(float* to, const float (&values)[kColumns]) {
+    if constexpr (kColumns == 4) {
+      *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+    } else {
+      *to = values[0];
+    }
+  }
+};
+
+/// Merges the states of one row and head. All lanes of the warp take part.
+template <class Element, int kColumns>
+__device__ __forceinline__ void merge_states_of_row(const MergeStatesParams& p, int32_t row, int32_t head) {
+  using Columns = StateColumns<Element>;
+  using Storage = typename Columns::Storage;
+  const int32_t lane = threadIdx.x % 32;
+  const int64_t begin = p.begin(row);
+  const int64_t count = p.end(row) - begin;
+  const float* lse = p.lse + row * p.lse_row_stride + begin * p.lse_state_stride + head;
+  const Storage* o =
+      static_cast<const Storage*>(p.o) + row * p.o_row_stride + begin * p.o_state_stride + head * p.o_head_stride;
+  Storage* out = static_cast<Storage*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
+
+  float maximum = minus_infinity();  // to base 2
+  for (int64_t i = lane; i < count; i += 32) maximum = fmaxf(maximum, lse[i * p.lse_state_stride] * p.to_log2);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
+  const float base = maximum == minus_infinity() ? 0.0f : maximum;
+  float sum = 0.0f;
+  for (int64_t i = 0; i < count; ++i) sum += ptx::ex2(lse[i * p.lse_state_stride] * p.to_log2 - base);
+  const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // of a row that sees nothing the output is 0
+
+  for (int32_t column = lane * kColumns; column < p.head_dim; column += 32 * kColumns) {
+    float merged[kColumns] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const float weight = ptx::ex2(lse[i * p.lse_state_stride] * p.to_log2 - base);
+      float values[kColumns];
+      Columns::load(o + i * p.o_state_stride + column, values);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) merged[j] += weight == 0.0f ? 0.0f : weight * values[j];
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) merged[j] *= factor;
+    Columns::store(out + column, merged);
+  }
+  __syncwarp();  // out_lse may be lse itself, which all lanes have read by now
+  if (lane == 0)
+    p.out_lse[row * p.out_lse_row_stride + head] = sum > 0.0f ? (base + ptx::lg2(sum)) / p.to_log2 : minus_infinity();
+}
+
+template <class Element>
+__device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
+  ptx::wait_for_previous_grid();
+  constexpr int kWarps = kMergeStatesThreads / 32;
+  const int64_t pairs = static_cast<int64_t>(p.num_rows) * p.num_heads;
+  constexpr int64_t kVectorBytes = 4 * sizeof(typename StateColumns<Element>::Storage);
+  const int64_t strides = p.o_row_stride | p.o_state_stride | p.o_head_stride | p.out_row_stride | p.out_head_stride;
+  const bool in_vectors = (reinterpret_cast<uint64_t>(p.o) | reinterpret_cast<uint64_t>(p.out)) % kVectorBytes == 0 &&
+                          (strides | p.head_dim) % 4 == 0;
+  for (int64_t pair = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; pair < pairs;
+       pair += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int32_t row = static_cast<int32_t>(pair / p.num_heads);
+    const int32_t head = static_cast<int32_t>(pair - static_cast<int64_t>(row) * p.num_heads);
+    if (p.mask != nullptr && p.mask[row] == 0) continue;
+    if (in_vectors) {
+      merge_states_of_row<Element, 4>(p, row, head);
+    } else {
+      merge_states_of_row<Element, 1>(p, row, head);
+    }
+  }
+}
+
+}  // namespace attn

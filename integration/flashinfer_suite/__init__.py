@@ -1,0 +1,1 @@
+"""FlashInfer's own tests against attn_backend.flashinfer."""

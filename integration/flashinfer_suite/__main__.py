@@ -1,0 +1,94 @@
+"""Runs FlashInfer's own tests against attn_backend.flashinfer, unmodified but for the import: `python -m integration.flashinfer_suite CHECKOUT`.
+
+CHECKOUT is FlashInfer's source (github.com/flashinfer-ai/flashinfer, commit fb28d724); nothing of it is kept. On a CPU (--device cpu) the device is replaced,
+too, and cases that capture CUDA graphs are skipped; take a sample of the cases, and leave the large ones out:
+
+    python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048
+
+The table has a line for each file: cases that passed, failed, need what attn_backend.flashinfer refuses by name, or were skipped by their own conditions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from .layout import FILES, lay_out, missing_files
+
+OUTCOMES = ("passed", "failed", "not supported", "skipped")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_file(folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]) -> dict[str, object]:
+    """What became of one file's cases: counts by outcome, the reasons, and how the run ended."""
+    results = folder / "results.jsonl"
+    results.unlink(missing_ok=True)
+    environment = os.environ | {"FLASHINFER_SUITE": json.dumps(options | {"results": str(results)})}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--show-capture=no", "-W", "ignore", name, *pytest_arguments]
+    ended = "in time"
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=timeout, check=False, capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        if done.returncode not in (0, 1, 5):
+            ended = f"with exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, ended = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout or ""), "by the time limit"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    counts = Counter(line["outcome"] for line in lines if "outcome" in line)
+    taken = next((line for line in lines if "taken" in line), {"cases": 0, "taken": 0})
+    return {"file": name, **taken, **{outcome: counts[outcome] for outcome in OUTCOMES}, "ended": ended, "lines": lines, "output": output}
+
+
+def table(results: list[dict[str, object]]) -> str:
+    head = ("file", "cases", "taken", *OUTCOMES)
+    rows = [head] + [tuple(str(result[column]) for column in head) for result in results]
+    rows.append(("all", *(str(sum(int(str(result[column])) for result in results)) for column in head[1:])))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="FlashInfer's source")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="files whose names contain this")
+    parser.add_argument("--sample", type=int, default=0, help="so many cases of each file, by chance; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--max-tokens", type=int, default=0, help="leave out cases with more tokens (requests times longest length); 0: none")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each file")
+    parser.add_argument("--json", type=Path, help="every case with its outcome")
+    parser.add_argument("--output", type=Path, help="what pytest printed")
+    parser.add_argument("--pytest", default="", help="more arguments for pytest, as in a shell")
+    given = parser.parse_args()
+    if absent := missing_files(given.checkout):
+        parser.error(f"checkout: {given.checkout} has no {absent[0]}")
+    options = {"device": given.device, "sample": given.sample, "seed": given.seed, "max_tokens": given.max_tokens}
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lay_out(given.checkout, folder, given.device)
+        for file in FILES:
+            if given.only in file:
+                results.append(run_file(folder, file, options, given.timeout, shlex.split(given.pytest)))
+                print(f"{file}: {', '.join(f'{results[-1][outcome]} {outcome}' for outcome in OUTCOMES)}; ended {results[-1]['ended']}", flush=True)
+    print(table(results))
+    if given.output:
+        given.output.write_text("\n".join(str(result["output"]) for result in results))
+    if given.json:
+        given.json.write_text(json.dumps([{key: value for key, value in result.items() if key != "output"} for result in results], indent=1))
+    return 1 if any(result["failed"] or result["ended"] != "in time" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

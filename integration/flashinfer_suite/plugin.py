@@ -1,0 +1,171 @@
+"""The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of each case.
+
+FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, results (a file).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import attn_backend.flashinfer as ours
+
+OPTIONS = json.loads(os.environ["FLASHINFER_SUITE"])
+ON_CPU = OPTIONS["device"] == "cpu"
+NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
+# Tests that a limit of FlashInfer's is refused, where this package has none.
+NO_SUCH_LIMIT = {
+    "test_batch_decode_rejects_unequal_kv_strides_nvfp4_contract": "K and V may have different strides",
+    "test_tensor_core_decode_rejects_mismatched_q_len": "several queries of a request with every backend",
+}
+
+
+class _Absent(ModuleType):
+    """A module of FlashInfer's that is not there: its names can be imported, and refuse calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        feature = f"{self.__name__.removeprefix('attn_backend.')}.{name}"
+
+        def refuse(*_arguments: Any, **_options: Any) -> None:
+            raise NotImplementedError(f"{feature} {NOT_SUPPORTED}")
+
+        return type(name, (), {"__new__": refuse})  # a class: annotations may name it
+
+
+def _declarations() -> ModuleType:
+    """C++ that tests hand to jit_args, from the checkout."""
+    spec = importlib.util.spec_from_file_location("flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _stand_in_for_jit() -> None:
+    """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
+    names = ("jit", "jit.utils", "jit.attention", "jit.attention.variants", "fp4_quantization", "cutile", "cutile.cutile_common")
+    for name in (*names, "quantization.nvfp4_quantization_utils"):
+        full = f"{ours.__name__}.{name}"
+        if "." not in name and importlib.util.find_spec(full):
+            continue
+        module: Any = _declarations() if name.endswith("variants") else _Absent(full)
+        module.__path__ = []
+        sys.modules[full] = module
+        parent, _, last = full.rpartition(".")
+        setattr(sys.modules[parent], last, module)
+    ours.utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})  # type: ignore[attr-defined]
+    utils: Any = sys.modules[f"{ours.__name__}.jit.utils"]
+    if isinstance(utils, _Absent):
+        utils.__dict__["filename_safe_dtype_map"] = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class _Nothing:
+    """A stream, an event, a context: whatever is asked of it, it does nothing."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None: ...
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_arguments, **_options: None
+
+
+def _skip(reason: str) -> Callable[..., None]:
+    return lambda *_arguments, **_options: pytest.skip(reason)
+
+
+def _stand_in_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_device"):
+        setattr(cuda, name, lambda *_arguments: None)
+    for name in ("Stream", "Event", "stream", "device", "current_stream"):
+        setattr(cuda, name, _Nothing)
+    cuda.CUDAGraph = cuda.graph = _skip("CUDA graphs need a GPU")
+    cuda.get_device_properties = _skip("asks a GPU about itself")
+    cuda.get_device_capability = lambda *_arguments: (9, 0)
+    run_process = subprocess.run
+
+    def run(command: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(command, list | tuple) and command[0] == sys.executable:
+            pytest.skip("starts a process of its own, which looks for a GPU")
+        return run_process(command, *arguments, **options)
+
+    subprocess.run = run  # type: ignore[assignment]
+    utils: Any = ours.utils
+    utils.get_compute_capability = lambda _device: (9, 0)
+
+
+_stand_in_for_jit()
+if ON_CPU:
+    _stand_in_for_cuda()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def tokens_of(parameters: dict[str, Any]) -> int:
+    """About how much a case is about: requests times their longest length, or times a thousandth of the vocabulary."""
+    numbers = {name: value for name, value in parameters.items() if isinstance(value, int)}
+    lengths = [value for name, value in numbers.items() if "len" in name]
+    return numbers.get("batch_size", 1) * max([*lengths, numbers.get("vocab_size", 0) // 1000, 1])
+
+
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def captures_graph(item: pytest.Item) -> bool:
+    return bool(parameters_of(item).get("use_cuda_graph")) or "cuda_graph" in item.name
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    total = len(items)
+    most = OPTIONS["max_tokens"] or math.inf
+    kept = [item for item in items if tokens_of(parameters_of(item)) <= most and not (ON_CPU and captures_graph(item))]
+    if OPTIONS["sample"] and len(kept) > OPTIONS["sample"]:
+        chosen = set(random.Random(OPTIONS["seed"]).sample(range(len(kept)), OPTIONS["sample"]))
+        kept = [item for i, item in enumerate(kept) if i in chosen]
+    for item in kept:
+        if reason := NO_SUCH_LIMIT.get(getattr(item, "originalname", item.name)):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    _write({"cases": total, "taken": len(kept)})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    outcome = report.outcome
+    error = call.excinfo.value if call.excinfo is not None else None
+    text = str(error) if error is not None else ""
+    if report.failed and isinstance(error, NotImplementedError) and NOT_SUPPORTED in text:
+        outcome = "not supported"  # type: ignore[assignment]
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, text)
+    if report.when == "call" or outcome != "passed":
+        _write({"case": item.nodeid, "outcome": outcome, "why": text.split(NOT_SUPPORTED)[0].strip()[:300] if outcome != "passed" else ""})
+    return report
+
+
+def _write(line: dict[str, Any]) -> None:
+    with open(OPTIONS["results"], "a") as file:
+        file.write(json.dumps(line) + "\n")

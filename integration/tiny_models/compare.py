@@ -1,0 +1,98 @@
+"""Serves a tiny random model of each family with both engines on a CPU, and compares with transformers and with the engines' own backends.
+
+    python -m integration.tiny_models.compare [vllm|sglang ...]
+
+Exit status: 1 if an answer differs by more than 1e-4, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from integration.cache import cached_folder
+from integration.environment import REPOSITORY
+from integration.tiny_models.families import FAMILIES, make_model
+from integration.tiny_models.questions import largest_difference, read_answers
+from integration.tiny_models.runner import answers_file
+
+LARGEST = 1e-4
+STOCK_TOO = {"vllm": ("gpt_oss", "bert", "llama4", "whisper"), "sglang": ("bert", "whisper")}  # what the engines' own CPU backends serve, besides Family.stock
+SOURCES = ("families.py", "questions.py", "reference.py", "tokenizer.py")
+
+
+def models_folder() -> Path:
+    """The models with the reference's answers, made once."""
+    digest = hashlib.sha256(version("transformers").encode())
+    for name in SOURCES:
+        digest.update((REPOSITORY / "integration" / "tiny_models" / name).read_bytes())
+
+    def fill(folder: Path) -> None:
+        for name, family in FAMILIES.items():
+            make_model(family, folder / name)
+        run("reference", folder, list(FAMILIES))
+
+    return cached_folder(f"tiny_models/{digest.hexdigest()[:12]}", fill)
+
+
+def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None) -> None:
+    """One of the programs of this package, in a process of its own.
+
+    Raises:
+        RuntimeError: a family has failed; the end of what the program said.
+    """
+    command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment |= {} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+
+
+def serve(engine: str, answers: Path) -> None:
+    """Writes the answers of an engine's models, with this package's backend and with its own."""
+    served = [name for name, family in FAMILIES.items() if engine in family.engines]
+    stock = [name for name in served if engine in FAMILIES[name].stock or name in STOCK_TOO[engine]]
+    folder = models_folder()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, f"{engine}_runner", folder, served, "--backend", "ours", answers=answers)]
+        runs.append(pool.submit(run, f"{engine}_runner", folder, stock, "--backend", "stock", answers=answers))
+        for one in runs:
+            one.result()
+
+
+def difference(engine: str, family: str, answers: Path) -> float:
+    """The largest, from all that this family's answers are compared with."""
+    ours = read_answers(answers_file(answers, family, f"{engine}-ours"))
+    others = [] if engine in FAMILIES[family].stock else [read_answers(answers_file(models_folder(), family, "reference"))]
+    stock = answers_file(answers, family, f"{engine}-stock")
+    others += [read_answers(stock)] if stock.exists() else []
+    return max(largest_difference(ours, other) for other in others)
+
+
+def main() -> None:
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", nargs="*", default=["vllm", "sglang"])
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in parser.parse_args().engines:
+            serve(engine, Path(folder))
+            for name, family in FAMILIES.items():
+                if engine in family.engines:
+                    largest = difference(engine, name, Path(folder))
+                    worst = max(worst, largest)
+                    print(f"{engine:8}{name:12}{largest:10.1e}   {family.asks}")
+    sys.exit(int(worst > LARGEST))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The families: what each asks of attention, which models are like it, and a model of it with random weights, a few layers deep.
+
+python -m integration.tiny_models.families FOLDER           # all of them; needs transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, PAD, VOCAB, write_tokenizer
+
+IMAGE_LEN = 16  # tokens of an image
+IMAGE_SIZE = 32  # pixels
+WINDOW = 24
+CHUNK = 32
+AUDIO_SECONDS = 1
+MEL_BINS = 16
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        asks: what attention must do.
+        models: that ask it.
+        make: its configuration and its class.
+        kind: "generate", "embed", "image", "audio", or "items": the tokens behind each of several items are scored.
+        stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
+            pooling).
+        engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
+    """
+
+    name: str
+    asks: str
+    models: str
+    make: Callable[[], tuple[Any, Any]]
+    kind: str = "generate"
+    stock: tuple[str, ...] = ()
+    engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+
+
+def _gemma2() -> tuple[Any, Any]:
+    config: dict[str, Any] = {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    return transformers.Gemma2Config(**COMMON, **config), transformers.Gemma2ForCausalLM
+
+
+def _gpt_oss() -> tuple[Any, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    config: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
+    return transformers.GptOssConfig(**COMMON, **config), transformers.GptOssForCausalLM
+
+
+def _bloom() -> tuple[Any, Any]:
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=128, n_layer=3, n_head=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    return config, transformers.BloomForCausalLM
+
+
+def _bert() -> tuple[Any, Any]:
+    names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
+    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
+    return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers), transformers.BertModel
+
+
+def _modernbert() -> tuple[Any, Any]:
+    names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    special: dict[str, Any] = {"cls_token_id": BOS, "sep_token_id": EOS}
+    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
+    return transformers.ModernBertConfig(**{name: COMMON[name] for name in names}, **special, **layers), transformers.ModernBertModel
+
+
+def _llama4() -> tuple[Any, Any]:
+    config: dict[str, Any] = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 100, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]}
+    config |= {"num_local_experts": 2, "floor_scale": 16, "rope_parameters": PLAIN_ROPE, "tie_word_embeddings": False}
+    config |= {"attn_temperature_tuning": False}  # vLLM decides about it by the longest context
+    config |= {"use_qk_norm": False}  # SGLang's needs bfloat16 on a CPU
+    return transformers.Llama4TextConfig(**COMMON, **config), transformers.Llama4ForCausalLM
+
+
+def _gemma3_text_config() -> dict[str, Any]:
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    return COMMON | {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "layer_types": layer_types, "sliding_window_pattern": 2}
+
+
+def _gemma3() -> tuple[Any, Any]:
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 8,
+    }
+    vision |= {"vision_use_head": False}
+    tokens: dict[str, Any] = {"eos_token_id": EOS, "image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
+    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=IMAGE_LEN, **tokens)
+    return config, transformers.Gemma3ForConditionalGeneration
+
+
+def _gemma3n() -> tuple[Any, Any]:
+    # No window: SGLang's is a token longer than transformers'.
+    config: dict[str, Any] = {
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+    }
+    config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+    return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
+
+
+def _items() -> tuple[Any, Any]:
+    return transformers.Qwen2Config(**COMMON, tie_word_embeddings=False), transformers.Qwen2ForCausalLM
+
+
+def _whisper() -> tuple[Any, Any]:
+    sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
+    special: dict[str, Any] = {
+        "decoder_start_token_id": BOS,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+    return transformers.WhisperConfig(vocab_size=VOCAB, **sizes, **special), transformers.WhisperForConditionalGeneration
+
+
+WHOLE_PROMPTS = {"chunked_prefill_size": -1, "disable_radix_cache": True}
+ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {"vllm": {}, "sglang": WHOLE_PROMPTS | {"is_embedding": True}}
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("gemma2", "soft cap, sliding window", "Gemma 2, Grok 1", _gemma2),
+        Family("gpt_oss", "attention sinks, sliding window", "gpt-oss", _gpt_oss),
+        Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=("vllm",), engines={"vllm": {}}),
+        Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
+        Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
+        Family("llama4", "chunked local attention", "Llama 4", _llama4),
+        Family("gemma3", "prefix-LM: images see both sides", "Gemma 3 with images", _gemma3, "image", engines={
+            "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
+        }),
+        Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
+        Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
+        Family("items", "several items behind one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
+    )
+}  # fmt: skip
+
+
+def matrix() -> str:
+    """What is served, as a table in Markdown (docs/engines.md)."""
+    lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
+    for family in FAMILIES.values():
+        cells = ["served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")]
+        if family.kind == "items":
+            cells[0] = "has no such option"
+        lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def make_model(family: Family, folder: Path) -> None:
+    """Writes a model of the family: random weights that are large enough for every token to matter."""
+    config, model_class = family.make()
+    torch.manual_seed(0)
+    model = model_class._from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "vision_tower" in name and "mlp.fc2" in name:
+                parameter.zero_()  # behind an activation that is another one in SGLang
+            elif parameter.ndim >= 2:
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+            elif "sinks" in name:
+                parameter.copy_(parameter.normal_(0, 2).bfloat16())  # which SGLang keeps them in
+            elif "bias" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
+    write_tokenizer(folder)
+    if family.kind == "image":
+        image = transformers.Gemma3ImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        transformers.Gemma3Processor(image, tokenizer, image_seq_length=IMAGE_LEN).save_pretrained(folder)
+    if family.kind == "audio":
+        transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
+
+
+def _rename_weights(file: Path, old: str, new: str) -> None:
+    weights = load_file(file)
+    save_file({name if new in name else name.replace(old, new): weight for name, weight in weights.items()}, file, {"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    arguments = parser.parse_args()
+    for name in arguments.families:
+        make_model(FAMILIES[name], arguments.folder / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What the tiny models are asked, and what they answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from integration.tiny_models.families import AUDIO_SECONDS, IMAGE_LEN, IMAGE_SIZE, Family
+from integration.tiny_models.tokenizer import BOS, FIRST_WORD, IMAGE_TOKENS, NEWLINES, VOCAB
+
+NEW_TOKENS = 10
+LABELS = [20, 21, 22]  # tokens that are scored behind an item
+SAMPLING_RATE = 16000
+
+
+@dataclass(frozen=True)
+class Question:
+    """Attributes:
+    tokens: of the prompt; where an image is, the one token before it.
+    image: uint8 [height, width, 3], or None.
+    audio: float32 [samples] at SAMPLING_RATE, or None.
+    items: each continues the prompt, as if the others were not there.
+    """
+
+    tokens: list[int]
+    image: Any = None
+    audio: Any = None
+    items: list[list[int]] = field(default_factory=list)
+
+    @property
+    def expanded(self) -> list[int]:
+        """The tokens with those of the image."""
+        image_token, before, behind = IMAGE_TOKENS
+        whole = [NEWLINES[1], before, *[image_token] * IMAGE_LEN, behind, NEWLINES[1]]
+        return [part for token in self.tokens for part in (whole if token == before else [token])]
+
+
+@dataclass
+class Answer:
+    """Attributes:
+    tokens: generated, greedily.
+    logprobs: float natural logarithms of the probabilities of each of them.
+    prompt_logprobs: the same of the prompt's tokens but the first, from those who tell.
+    embedding: of a model that does not generate.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)
+
+
+def questions(family: Family) -> list[Question]:
+    """Prompts longer and shorter than windows and chunks."""
+    generator = torch.Generator().manual_seed(1)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(FIRST_WORD, VOCAB, (count,), generator=generator).tolist()
+
+    pixels = np.random.default_rng(0)
+    if family.kind == "image":
+        image = [pixels.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8) for _ in range(2)]
+        before = IMAGE_TOKENS[1]
+        return [Question([BOS, *words(9), before, *words(20)], image[0]), Question([BOS, *words(33)]), Question([BOS, *words(30), before, *words(5)], image[1])]
+    if family.kind == "audio":
+        return [Question([BOS, *words(count)], audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32)) for count in (3, 9)]
+    if family.kind == "items":
+        return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((30, (1, 4, 2)), (5, (9, 3)))]
+    return [Question(words(count)) for count in (70, 33, 5, 90)]
+
+
+def write_answers(path: Path, answers: list[Answer]) -> None:
+    path.write_text(json.dumps([asdict(answer) for answer in answers]))
+
+
+def read_answers(path: Path) -> list[Answer]:
+    return [Answer(**answer) for answer in json.loads(path.read_text())]
+
+
+def largest_difference(one: list[Answer], other: list[Answer]) -> float:
+    """Of log-probabilities, or of elements of embeddings of length 1. Infinite where tokens differ.
+
+    Raises:
+        ValueError: answers to other questions, or none.
+    """
+    if len(one) != len(other) or not one:
+        raise ValueError(f"{len(one)} and {len(other)} answers, must be as many, and some")
+    largest = 0.0
+    for a, b in zip(one, other, strict=True):
+        if a.tokens != b.tokens or len(a.embedding) != len(b.embedding) or not (a.tokens or a.embedding):
+            return float("inf")
+        prompts = [a.prompt_logprobs, b.prompt_logprobs] if a.prompt_logprobs and b.prompt_logprobs else [[], []]
+        pairs = [*zip(a.logprobs, b.logprobs, strict=True), *zip(a.embedding, b.embedding, strict=True), *zip(*prompts, strict=True)]
+        largest = max(largest, *(abs(x - y) for x, y in pairs))
+    return largest

@@ -1,0 +1,54 @@
+"""What the three programs have in common: their command line, and a process for each family that begins with everything imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from integration.tiny_models.families import FAMILIES, Family
+from integration.tiny_models.questions import Answer, write_answers
+
+
+def answers_file(folder: Path, name: str, who: str) -> Path:
+    """Where the answers of an engine's backend, or of the reference, are kept."""
+    return folder / name / f"{who}.answers.json"
+
+
+def run_families(description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]) -> None:
+    """Writes the answers of each family that the command line names. Exits with 1 if one has failed; the others are answered all the same.
+
+    ATTN_BACKEND_ANSWERS: a folder for the answers; default: beside the models.
+
+    Engines are made to be started once a process: each family gets a fork of this one, which has imported the engine and has started no thread.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the models are")
+    parser.add_argument("families", nargs="*", help=f"default: {' '.join(names)}")
+    arguments, _ = parser.parse_known_args()
+    answers = Path(os.environ.get("ATTN_BACKEND_ANSWERS", arguments.folder))
+    failed = []
+    for name in arguments.families or names:
+        child = os.fork()
+        if child == 0:
+            _answer_and_leave(FAMILIES[name], arguments.folder, answers_file(answers, name, who), answer_all)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+            failed.append(name)
+    sys.exit(f"failed: {' '.join(failed)}" if failed else 0)
+
+
+def _answer_and_leave(family: Family, folder: Path, answers: Path, answer_all: Callable[[Family, Path], list[Answer]]) -> None:
+    status = 1
+    try:
+        answers.parent.mkdir(parents=True, exist_ok=True)
+        write_answers(answers, answer_all(family, folder / family.name))
+        status = 0
+    except BaseException:
+        traceback.print_exc(limit=-12)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,89 @@
+"""Answers of vLLM on a CPU, with its own backend or with this package's.
+
+python -m integration.tiny_models.vllm_runner FOLDER [family ...] --backend ours|stock
+"""
+
+# ruff: noqa: E402  (engines read the environment when they are imported)
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
+# One process, so that the backend's class can be looked at; one thread, because there is a program for each backend at the same time.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours"))}
+
+import vllm.v1.engine.core
+import vllm.v1.worker.cpu_worker  # noqa: F401  (here once, and not in each family's process)
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.models import registry
+
+from integration.tiny_models.families import FAMILIES, Family
+from integration.tiny_models.questions import NEW_TOKENS, SAMPLING_RATE, Answer, Question, questions
+from integration.tiny_models.runner import run_families
+
+registry._run_in_subprocess = lambda function: function()  # looks at a model's class in this process, which has imported all that another would
+
+
+def answer_all(family: Family, folder: Path) -> list[Answer]:
+    """Twice, the second time from the prefix cache; both must be the same."""
+    options = {"runner": "pooling"} if family.kind == "embed" else {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        block_size=32,
+        num_gpu_blocks_override=64,
+        **options | family.engines["vllm"],
+    )
+    _check_backend(llm)
+    prompts = [_prompt(question) for question in questions(family)]
+    if family.kind == "embed":
+        return [Answer(embedding=output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)]
+    tells = family.kind == "generate"
+    answers = _generate(llm, prompts, prompt_logprobs=tells)
+    again = _generate(llm, prompts, prompt_logprobs=False)
+    if [answer.tokens for answer in again] != [answer.tokens for answer in answers]:
+        raise AssertionError("other tokens with prefixes from the cache")
+    return answers
+
+
+def _generate(llm: LLM, prompts: list[Any], prompt_logprobs: bool) -> list[Answer]:
+    parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1, prompt_logprobs=1 if prompt_logprobs else None, ignore_eos=True)
+    answers = []
+    for output in llm.generate(prompts, parameters, use_tqdm=False):
+        made = output.outputs[0]
+        of_prompt = zip(output.prompt_logprobs[1:] if prompt_logprobs else [], output.prompt_token_ids[1:], strict=False)
+        logprobs = [step[token].logprob for step, token in zip(made.logprobs, made.token_ids, strict=True)]
+        answers.append(Answer(list(made.token_ids), logprobs, [step[token].logprob for step, token in of_prompt]))
+    return answers
+
+
+def _prompt(question: Question) -> Any:
+    if question.image is not None:
+        from PIL import Image
+
+        return TokensPrompt(prompt_token_ids=question.tokens, multi_modal_data={"image": Image.fromarray(question.image)})
+    if question.audio is not None:
+        return TokensPrompt(prompt_token_ids=question.tokens, multi_modal_data={"audio": (question.audio, SAMPLING_RATE)})
+    return TokensPrompt(prompt_token_ids=question.tokens)
+
+
+def _check_backend(llm: LLM) -> None:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    layers = getattr(worker, "worker", worker).model_runner.compilation_config.static_forward_context.values()
+    modules = {type(layer.impl).__mro__[-4 if OURS == "ours" else 0].__module__ for layer in layers if hasattr(layer, "impl")}
+    ours = [any(base.__module__.startswith("attn_backend.") for base in type(layer.impl).__mro__) for layer in layers if hasattr(layer, "impl")]
+    if not ours or set(ours) != {OURS == "ours"}:
+        raise AssertionError(f"layers of {modules}, must be those of the {OURS} backend")
+
+
+if __name__ == "__main__":
+    run_families(__doc__, f"vllm-{OURS}", [name for name, family in FAMILIES.items() if "vllm" in family.engines], answer_all)

@@ -1,0 +1,141 @@
+"""Layers that ask for more than a causal mask and a window, against attention in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1", reason="needs vLLM")
+
+from test_vllm_attention import check, fill_cache, run_layer
+from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+from vllm_layer import PAGE, Batch, Layer, make_batch, make_builder, make_cache, make_config, make_impl
+
+from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm.cpu import CpuAttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+
+MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
+PREFIX_LM = {"model_config": SimpleNamespace(is_mm_prefix_lm=True, get_num_attention_heads=lambda config: 6)}
+WHOLE_IMAGES = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256, disable_chunked_mm_input=True)
+
+
+def serve(impl: Any, batch: Batch, builder: AttnMetadataBuilder | None = None, **expected: Any) -> None:
+    cache = make_cache("NHD")
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, (builder or make_builder([impl])).build(0, batch.metadata), batch, cache, k, v)
+    check(output, query, batch, k, v, **expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(dtype: torch.dtype) -> None:
+    """gpt-oss: they come in the model's dtype, and are loaded after the layer was made, possibly again."""
+    sinks = torch.nn.Parameter(torch.zeros(6, dtype=dtype), requires_grad=False)
+    impl = make_impl(sinks=sinks, sliding_window=16)
+    for seed in (0, 1):
+        sinks.copy_(torch.randn(6, generator=torch.Generator().manual_seed(seed)))
+        impl.process_weights_after_loading(dtype)
+        serve(impl, make_batch(*MIXED), window_left=15, sinks=sinks.double())
+
+
+def test_alibi() -> None:
+    slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.02]
+    table = torch.tensor(slopes, dtype=torch.float64)
+    variant = oracle.Variant(logits=lambda logits, pairs: logits + table[pairs.head] * (pairs.token - pairs.position))
+    serve(make_impl(alibi_slopes=slopes), make_batch(*MIXED), variant=variant)
+
+
+def of_this_step(impl: Any, batch: Batch, **expected: Any) -> None:
+    """An encoder: no cache, and padding rows behind K and V."""
+    metadata = make_builder([impl]).build(0, batch.metadata)
+    tokens = sum(batch.query_lens)
+    query, key, value = (torch.randn(tokens + 2, heads, 64) for heads in (6, 2, 2))
+    impl.do_kv_cache_update(None, key, value, torch.empty(0), metadata.slot_mapping)
+    output = torch.full_like(query, torch.nan)
+    impl.forward(None, query, key, value, torch.empty(0), metadata, output)
+    begin = 0
+    for count in batch.query_lens:
+        rows = slice(begin, begin + count)
+        reference, _ = oracle.attention(query[rows], key[rows], value[rows], causal=False, **expected)
+        assert (output[rows].double() - reference).norm() <= 1e-5 * reference.norm()
+        begin += count
+    assert output[tokens:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_encoders(window: int | None) -> None:
+    """A window is to both sides: ModernBERT."""
+    batch = make_batch([7, 40, 1], [7, 40, 1], causal=False)
+    near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
+    of_this_step(make_impl(attn_type="encoder_only", sliding_window=window), batch, variant=near)
+
+
+def test_cross_attention() -> None:
+    """Each row sees all tokens of the encoder, however many rows there are: a request without an encoder gets 0."""
+    impl, batch = make_impl(attn_type="encoder_decoder"), make_batch([1, 5, 2], [50, 3, 17], causal=False)
+    serve(impl, batch, causal=False)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_images_that_see_both_sides(window: int | None) -> None:
+    """Gemma 3: (causal and window) or the same image; the third request's image began in an earlier step."""
+    spans = {0: [], 2: [(2, 20)], 3: [(3, 11), (12, 30)], 4: [(90, 95)]}
+    impl, batch = make_impl(sliding_window=window, logits_soft_cap=5.0), make_batch(*MIXED)
+    batch.metadata.mm_req_doc_ranges = spans
+
+    def mask(pairs: oracle.Pairs) -> torch.Tensor:
+        far = torch.zeros_like(pairs.position - pairs.token, dtype=torch.bool) if window is None else pairs.position - pairs.token >= window
+        seen = (pairs.token <= pairs.position) & ~far
+        for first, last in spans.get(pairs.request, []):
+            seen = seen | ((pairs.position >= first) & (pairs.position <= last) & (pairs.token >= first) & (pairs.token <= last))
+        return seen
+
+    builder = make_builder([impl], scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
+    serve(impl, batch, builder, causal=False, logits_soft_cap=5.0, variant=oracle.Variant(mask=mask))
+    text = make_batch(*MIXED, seed=1)  # nothing is left of them
+    serve(impl, text, builder, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
+
+
+def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
+    """As vLLM makes it for Llama 4: a class derived from ours that cuts requests."""
+
+    class ChunkedLocalAttentionBuilder(AttnMetadataBuilder):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            return AttentionCGSupport.NEVER
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise AssertionError("requests are cut")
+
+    backend = subclass_attention_backend("Chunked_", CpuAttnBackend, ChunkedLocalAttentionBuilder)
+    spec = ChunkedLocalAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=chunk)
+    layers = {"layer.0": Layer(impl)}
+    builder = backend.get_builder_cls()(spec, list(layers), make_config(layers), torch.device("cpu"))
+    assert isinstance(builder, AttnMetadataBuilder)
+    return builder
+
+
+def test_chunks_are_masks_and_requests_stay_whole() -> None:
+    impl = make_impl()
+    builder = chunked_builder(32, impl)
+    assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
+    near = oracle.Variant(mask=lambda pairs: pairs.position // 32 == pairs.token // 32)
+    serve(impl, make_batch(*MIXED), builder, variant=near)
+
+
+def test_chunks_of_an_unknown_size_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attention_chunk_size"):
+        compat.chunk_of(SimpleNamespace())
+
+
+def test_images_cut_by_a_window_are_refused() -> None:
+    """Gemma 4."""
+    layer = Layer(make_impl())
+    layer.mm_prefix_clamp_sliding_window = True
+    config = make_config({"layer.0": layer}, scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
+    assert "within a sliding window" in (compat.unsupported_feature(config) or "")

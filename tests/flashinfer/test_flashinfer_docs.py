@@ -1,0 +1,46 @@
+"""The example of docs/flashinfer.md runs as it stands there; what is missing is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backend import flashinfer
+from attn_backend.flashinfer.features import MISSING
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "flashinfer.md"
+
+
+def test_the_example(device: torch.device) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example.replace('"cpu"', f'"{device.type}"'), names)
+    assert names["out"].shape == (3, 8, 64)
+    assert not names["out"].isnan().any()
+    assert names["tokens"].shape == (3,)
+
+
+def test_public_names_are_there() -> None:
+    for name in flashinfer.__all__:
+        assert hasattr(flashinfer, name)
+
+
+@pytest.mark.parametrize("name", sorted(MISSING))
+def test_missing_names_are_found_and_refuse(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^{name} is not supported by attn_backend\.flashinfer"):
+        getattr(flashinfer, name)(1, option=2)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        flashinfer.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["apply_rope", "append_paged_mla_kv_cache", "cudnn_batch_decode_with_kv_cache", "BatchDecodeMlaWithPagedKVCacheWrapper"])
+def test_functions_that_are_missing_refuse(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        getattr(flashinfer, name)()

@@ -1,0 +1,157 @@
+"""attn_backend.flashinfer: cascades, merging, page tables, BatchAttention, POD and block-sparse wrappers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flashinfer_oracle import DEVICES, attention, check, make_batch, workspace
+
+from attn_backend import flashinfer
+from attn_backend.flashinfer.triton.cascade import variable_length_merge_states
+
+Q_LENS, KV_LENS = [3, 1, 17, 2], [7, 1, 33, 20]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("use_cuda_graph", [False, True])
+def test_cascade_of_two_levels(device: str, use_cuda_graph: bool) -> None:
+    own, shared = make_batch(Q_LENS, KV_LENS, device=device), make_batch([sum(Q_LENS)], [11], device=device, seed=1)
+    cache = torch.cat((own.cache, shared.cache))
+    qo_indptrs = [shared.qo_indptr, own.qo_indptr]
+    tables = [[shared.page_indptr, own.page_indptr], [shared.page_indices + len(own.cache), own.page_indices], [shared.last_page_len, own.last_page_len]]
+    buffers = [[torch.zeros_like(tensor) for tensor in tensors] for tensors in (qo_indptrs, *tables)] if use_cuda_graph else []
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device), "NHD", use_cuda_graph, *buffers)
+    wrapper.plan(qo_indptrs, *tables, *own.shape, 5, causal=True)
+    parts = []
+    for i in range(len(Q_LENS)):
+        rows, tokens = (slice(int(x[i]), int(x[i + 1])) for x in (own.qo_indptr, own.kv_indptr))
+        k, v = torch.cat((shared.k, own.k[tokens])), torch.cat((shared.v, own.v[tokens]))
+        parts.append(attention(own.q[rows], k, v, causal=True)[0])
+    check(wrapper.run(own.q, cache), (torch.cat(parts), torch.empty(0)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefix_in_tensors_of_its_own(device: str) -> None:
+    for q_lens, causal in (([1] * 4, True), (Q_LENS, True), (Q_LENS, False)):
+        own, shared = make_batch(q_lens, KV_LENS, device=device), make_batch([1], [11], device=device, seed=1)
+        parts = []
+        for i in range(len(q_lens)):
+            rows, tokens = (slice(int(x[i]), int(x[i + 1])) for x in (own.qo_indptr, own.kv_indptr))
+            mask = torch.ones(q_lens[i], 11 + KV_LENS[i], dtype=torch.bool)
+            if causal:
+                mask[:, 11:] = torch.tril(mask[:, 11:], diagonal=KV_LENS[i] - q_lens[i])
+            parts.append(attention(own.q[rows], torch.cat((shared.k, own.k[tokens])), torch.cat((shared.v, own.v[tokens])), mask=mask)[0])
+        if q_lens == [1] * 4:
+            decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+            decode.begin_forward(*own.tables(), *own.shape, 5)
+            check(decode.forward(own.q, shared.k, shared.v, own.cache), (torch.cat(parts), torch.empty(0)))
+        prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+        prefill.begin_forward(own.qo_indptr, *own.tables(), *own.shape, 5)
+        check(prefill.forward(own.q, shared.k, shared.v, own.cache, causal=causal), (torch.cat(parts), torch.empty(0)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_merging_halves_is_attention_to_all(device: str) -> None:
+    batch = make_batch([5], [40], device=device)
+    halves = [flashinfer.single_prefill_with_kv_cache_return_lse(batch.q, batch.k[part], batch.v[part]) for part in (slice(0, 13), slice(13, 40))]
+    (v_a, s_a), (v_b, s_b) = halves
+    expected = batch.expected()
+    check(flashinfer.merge_state(v_a, s_a, v_b, s_b), expected)
+    stacked = torch.stack((v_a, v_b), 1), torch.stack((s_a, s_b), 1)
+    check(flashinfer.merge_states(*stacked), expected)
+    indptr = torch.arange(0, 12, 2, dtype=torch.int32, device=device)
+    check(variable_length_merge_states(stacked[0].flatten(0, 1), stacked[1].flatten(0, 1), indptr), expected)
+    mask = torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool, device=device)
+    v, s = v_a.clone(), s_a.clone()
+    flashinfer.merge_state_in_place(v, s, v_b, s_b, mask)
+    check((v[mask], s[mask]), (expected[0][mask.cpu()], expected[1][mask.cpu()]))
+    assert torch.equal(v[~mask], v_a[~mask])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_new_tokens_of_a_page_table(device: str, kv_layout: str) -> None:
+    batch = make_batch([1] * 4, KV_LENS, device=device)
+    seq_lens = flashinfer.get_seq_lens(batch.page_indptr, batch.last_page_len, 5)
+    assert seq_lens.tolist() == KV_LENS
+    new = [2, 0, 7, 1]
+    indptr = torch.tensor([0, 2, 2, 9, 10], dtype=torch.int32, device=device)
+    requests, positions = flashinfer.get_batch_indices_positions(indptr, seq_lens, 12)
+    assert requests.tolist() == [0, 0, *[2] * 7, 3, -1, -1]
+    assert positions.tolist() == [5, 6, *range(26, 33), 19, 0, 0]
+    outs = torch.empty(12, dtype=torch.int32, device=device), torch.empty(12, dtype=torch.int32, device=device)
+    assert flashinfer.get_batch_indices_positions(indptr, seq_lens, 12, *outs)[0] is outs[0]
+    assert torch.equal(outs[1], positions)
+    last = torch.cat([torch.arange(int(end) - count, int(end)) for end, count in zip(batch.kv_indptr[1:].tolist(), new, strict=True)]).to(device)
+    padded = torch.cat((last, last[:2]))  # the last two are no request's
+    wanted = batch.paged(kv_layout)
+    cache = batch.cache.clone()
+    for token, request, position in zip(range(10), requests.tolist(), positions.tolist(), strict=False):
+        page = int(batch.page_indices[int(batch.page_indptr[request]) + position // 5])
+        cache[page, :, position % 5] = token  # what is to be overwritten
+    cache = cache if kv_layout == "NHD" else cache.transpose(2, 3).contiguous()
+    flashinfer.append_paged_kv_cache(
+        batch.k[padded], batch.v[padded], requests, positions, cache, batch.page_indices, batch.page_indptr, batch.last_page_len, kv_layout
+    )
+    assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batch_attention(device: str) -> None:
+    batch = make_batch(Q_LENS, KV_LENS, device=device, dtype=torch.bfloat16)
+    wrapper = flashinfer.BatchAttention("NHD", device)
+    kv_lens = torch.tensor(KV_LENS, dtype=torch.int32, device=device)
+    wrapper.plan(batch.qo_indptr, batch.page_indptr, batch.page_indices, kv_lens, 4, 2, 64, 64, 5, causal=True, logits_soft_cap=6.0)
+    check(wrapper.run(batch.q, batch.cache, logits_soft_cap=6.0), batch.expected(causal=True, soft_cap=6.0), 2e-2)
+    with pytest.raises(ValueError, match=r"logits_soft_cap is 5\.0, must be 0, or that of the plan: 6\.0"):
+        wrapper.run(batch.q, batch.cache, logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_and_decodes(device: str) -> None:
+    prompt, decodes = make_batch([9], [30], device=device), make_batch([1] * 4, KV_LENS, device=device, seed=1)
+    pod = flashinfer.PODWithPagedKVCacheWrapper(workspace(device))
+    pod.plan(*decodes.tables(), *decodes.shape, 5)
+    out_p, out_d = pod.run(prompt.q, prompt.k, prompt.v, decodes.q, decodes.cache, causal_p=True)
+    check(out_p, prompt.expected(causal=True))
+    check(out_d, decodes.expected(causal=True))
+    both = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace(device))
+    both.plan(prompt.qo_indptr, *prompt.tables(), decodes.qo_indptr, *decodes.tables(), *decodes.shape, 5)
+    (out_p, out_d), (lse_p, lse_d) = both.run(prompt.q, prompt.cache, decodes.q, decodes.cache, causal_p=True, return_lse=True)
+    check((out_p, lse_p), prompt.expected(causal=True))
+    check((out_d, lse_d), decodes.expected(causal=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_block_sparse(device: str, has_mask: bool) -> None:
+    torch.manual_seed(0)
+    M, N, R, C = 24, 40, 4, 5
+    q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((M, 4), (N, 2), (N, 2)))
+    seen = torch.rand(M // R, N // C) < 0.4
+    seen[2] = False
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), seen.sum(1).cumsum(0))).to(torch.int32)
+    indices = seen.nonzero()[:, 1].to(torch.int32)
+    blocks = torch.rand(len(indices), R, C) < 0.7 if has_mask else torch.ones(len(indices), R, C, dtype=torch.bool)
+    mask = torch.zeros(M // R, N // C, R, C, dtype=torch.bool)
+    mask[seen] = blocks
+    expected = attention(q, k, v, mask=mask.transpose(1, 2).reshape(M, N))
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper.plan(indptr.to(device), indices.to(device), M, N, R, C, 4, 2, 64, mask=blocks.to(device) if has_mask else None)
+    check(wrapper.run(q.to(device), k.to(device), v.to(device), return_lse=True), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_any_size(device: str) -> None:
+    torch.manual_seed(0)
+    rows, columns = torch.tensor([[3, 5, 2], [4, 1, 5]], dtype=torch.int32), torch.tensor([[7, 2, 6, 1], [1, 9, 3, 3]], dtype=torch.int32)
+    seen = torch.rand(2, 3, 4) < 0.6
+    q, k, v = torch.randn(4, 10, 64).half(), torch.randn(2, 16, 64).half(), torch.randn(2, 16, 64).half()
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
+    wrapper.plan(seen.to(device), rows.to(device), columns.to(device), 4, 2, 64)
+    out, lse = wrapper.run(q.to(device), k.to(device), v.to(device), return_lse=True)
+    for head in range(2):
+        mask = seen[head].repeat_interleave(rows[head].long(), 0).repeat_interleave(columns[head].long(), 1)
+        of_head = slice(2 * head, 2 * head + 2)
+        expected = attention(q[of_head].transpose(0, 1), k[head].unsqueeze(1), v[head].unsqueeze(1), mask=mask)
+        check((out[of_head].transpose(0, 1), lse[of_head].T), expected)

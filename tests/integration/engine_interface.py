@@ -1,0 +1,109 @@
+"""What the adapters touch of the engines, besides what they import: that is read from their own sources.
+
+Each name must be in every release that is listed, but for those with a reason in MAYBE: there the adapters look first.
+"""
+
+from __future__ import annotations
+
+# Our classes, and the engines' that they derive from.
+BASES = {
+    "vllm": [
+        ("vllm/backend.py:AttnBackend", "vllm.v1.attention.backend:AttentionBackend"),
+        ("vllm/impl.py:AttnImpl", "vllm.v1.attention.backend:AttentionImpl"),
+        ("vllm/metadata.py:AttnMetadataBuilder", "vllm.v1.attention.backend:AttentionMetadataBuilder"),
+    ],
+    "sglang": [
+        ("sglang/backend.py:SGLangAttentionBackend", "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"),
+        ("sglang/sampler.py:AttnSampler", "sglang.srt.layers.sampler:Sampler"),
+    ],
+}
+
+# Attributes and methods of the engines' objects.
+MEMBERS = {
+    "vllm": {
+        "vllm.v1.attention.backend:CommonAttentionMetadata": (
+            "query_start_loc seq_lens num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal mm_req_doc_ranges"
+        ),
+        "vllm.v1.attention.backend:AttentionType": "DECODER ENCODER_ONLY ENCODER_DECODER",
+        "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
+        "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
+        "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
+        "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
+        "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
+        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed",
+        "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
+        "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size",
+        "vllm.config.parallel:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank",
+        "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens",
+        "vllm.config.vllm:VllmConfig": "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler": "sample apply_sampling_params sampling_states logprobs_mode",
+        "vllm.v1.worker.gpu.sample.states:SamplingStates": "add_request apply_temperature apply_min_p temperature top_k top_p min_p seeds vocab_size",
+        "vllm.v1.sample.sampler:Sampler": "sample apply_temperature logprobs_mode",
+        "vllm.v1.sample.metadata:SamplingMetadata": ("all_greedy all_random temperature top_k top_p generators max_num_logprobs logprob_token_ids logitsprocs"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "_sample _bookkeeping_sync input_batch requests sampler seq_lens device",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "num_reqs req_ids sampling_metadata generators",
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": "generator",
+    },
+    "sglang": {
+        "sglang.srt.layers.radix_attention:RadixAttention": (
+            "tp_q_head_num tp_k_head_num head_dim qk_head_dim v_head_dim scaling layer_id logit_cap sliding_window_size "
+            "is_cross_attention use_irope attn_type logit_capping_method xai_temperature_len"
+        ),
+        "sglang.srt.layers.radix_attention:AttentionType": "DECODER ENCODER_ONLY",
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
+            "forward_mode batch_size req_pool_indices seq_lens out_cache_loc positions extend_seq_lens extend_seq_lens_cpu "
+            "extend_prefix_lens_cpu encoder_lens encoder_out_cache_loc spec_info mm_inputs multi_item_delimiter_indices"
+        ),
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
+            "is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend is_draft_extend_v2"
+        ),
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
+        "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
+        "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
+        "sglang.srt.model_executor.model_runner:ModelRunner": (
+            "device dtype kv_cache_dtype page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
+        ),
+        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size",
+        "sglang.srt.configs.model_config:AttentionArch": "MHA",
+        "sglang.srt.managers.schedule_batch:MultimodalDataItem": "is_image offsets",
+        "sglang.srt.managers.schedule_batch:MultimodalInputs": "mm_items",
+        "sglang.srt.layers.sampler:Sampler": "_preprocess_logits _sync_token_ids_across_tp _sample_from_probs _sample_from_logprobs",
+        "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
+            "temperatures top_ks top_ps min_ps is_all_greedy need_top_k_sampling need_top_p_sampling need_min_p_sampling "
+            "sampling_seed adjusted_from_schedule_batch"
+        ),
+        "sglang.srt.plugins.hook_registry:HookRegistry": "register _hooks",
+        "sglang.srt.plugins.hook_registry:HookType": "AROUND",
+    },
+}
+
+# Functions that are called: how many positional arguments, and which named ones.
+CALLS = {
+    "vllm": {
+        "vllm.v1.attention.backends.registry:register_backend": (2, ""),
+        "vllm.config:get_layers_from_vllm_config": (3, ""),
+    },
+    "sglang": {
+        "sglang.srt.layers.attention.attention_registry:register_attention_backend": (1, ""),
+        "sglang.srt.server_args:add_attention_backend_choices": (1, ""),
+        "sglang.srt.server_args:add_deterministic_attention_backend_choices": (1, ""),
+        "sglang.srt.layers.sampler:register_sampler_backend": (2, ""),
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
+        "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
+        "sglang.srt.utils.common:support_triton": (1, ""),
+        "sglang.srt.utils.common:is_pin_memory_available": (1, ""),
+        "sglang.srt.plugins.hook_registry:HookRegistry.register": (3, ""),
+    },
+}
+
+# Names that some releases lack: the adapters ask before they use them.
+MAYBE = {
+    "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases lay out the cache themselves",
+    "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",
+}
+
+# Of vLLM's layer: how it makes an implementation, by position.
+IMPL_ARGUMENTS = "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type kv_sharing_target_layer_name"

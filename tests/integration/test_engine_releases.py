@@ -1,0 +1,215 @@
+"""Every class, method, argument and attribute of the engines that the adapters touch, in every release that they support.
+
+The sources of the releases are read (`python -m integration.engine_sources` fetches them once), nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS
+from engine_modules import Parameters, Release, parameters_of
+
+from attn_backend.releases import RELEASES, was_checked
+from integration.engine_sources import CannotFetch, sources
+
+pytestmark = pytest.mark.slow  # the first time, it fetches 600 MB
+ADAPTERS = Path(__file__).resolve().parents[2] / "attn_backend" / "adapters"
+ALL = [pytest.param(engine, version, id=f"{engine}-{version}") for engine, versions in RELEASES.items() for version in versions]
+
+
+@cache
+def read(engine: str, version: str) -> Release | str:
+    """The release, or why there is none."""
+    try:
+        return Release(sources(engine, version))
+    except (CannotFetch, OSError) as error:
+        return str(error)
+
+
+@pytest.fixture
+def release(engine: str, version: str) -> Release:
+    found = read(engine, version)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def adapter_files(engine: str) -> list[Path]:
+    return sorted((ADAPTERS / engine).glob("*.py"))
+
+
+def our_class(path: str) -> ast.ClassDef:
+    file, _, name = path.partition(":")
+    return next(node for node in ast.parse((ADAPTERS / file).read_text()).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+@pytest.mark.parametrize(("engine", "version"), ALL)
+def test_what_is_imported_is_there(engine: str, version: str, release: Release) -> None:
+    missing = []
+    for file in adapter_files(engine):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == engine:
+                for alias in node.names:
+                    path = f"{node.module}:{alias.name}"
+                    known = release.find(str(node.module), alias.name) or release.module(f"{node.module}.{alias.name}")
+                    if known is None and path not in MAYBE and node.module != engine:
+                        missing.append(f"{file.name}: {path}")
+    assert not missing
+
+
+@pytest.mark.parametrize(("engine", "version"), ALL)
+def test_members_are_there(engine: str, version: str, release: Release) -> None:
+    missing = []
+    for path, names in MEMBERS[engine].items():
+        module, _, name = path.partition(":")
+        class_ = release.find(module, name)
+        if not isinstance(class_, ast.ClassDef):
+            missing.append(path)
+            continue
+        missing += [f"{path}.{name}" for name in names.split() if release.member(module, class_, name) is None and f"{path}.{name}" not in MAYBE]
+    assert not missing
+
+
+@pytest.mark.parametrize(("engine", "version"), ALL)
+def test_calls_are_accepted(engine: str, version: str, release: Release) -> None:
+    refused = []
+    for path, (positional, named) in CALLS[engine].items():
+        parameters = release.parameters(path)
+        names = named.split()
+        if parameters is None or not _accepts(parameters, positional, names):
+            refused.append(f"{path}({positional} arguments{', ' if names else ''}{named}): {parameters}")
+    assert not refused
+
+
+def _accepts(parameters: Parameters, positional: int, named: list[str]) -> bool:
+    given = set(parameters.names[:positional]) | set(named)
+    enough = all(name in given for name in [*parameters.names[: parameters.num_required], *parameters.required_named])
+    return enough and (parameters.has_args or positional <= parameters.num_positional) and (parameters.has_kwargs or set(named) <= set(parameters.names))
+
+
+@pytest.mark.parametrize(("engine", "version"), ALL)
+def test_overrides_take_what_the_engine_gives(engine: str, version: str, release: Release) -> None:
+    """By position and by name; and what the engine demands is there."""
+    wrong = []
+    for ours, base in BASES[engine]:
+        class_ = our_class(ours)
+        methods = {node.name: node for node in class_.body if isinstance(node, ast.FunctionDef)}
+        wrong += [f"{ours} lacks {name}" for name in release.abstract_methods(base) if name not in methods]
+        for name, method in methods.items():
+            theirs = release.parameters(f"{base}.{name}")
+            if theirs is None or name in ("__init__", "__init_subclass__"):
+                continue
+            mine = parameters_of(method)
+            for place, parameter in enumerate(theirs.names):
+                by_position = place < theirs.num_positional
+                taken = parameter in mine.names if not by_position else mine.names[place : place + 1] == [parameter]
+                if not taken and not (mine.has_kwargs and (mine.has_args or not by_position)):
+                    wrong.append(f"{ours}.{name} does not take {parameter!r} at {place}: {theirs.names}")
+            if mine.num_required > theirs.num_positional and not theirs.has_args:
+                wrong.append(f"{ours}.{name} needs more than {theirs.names}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> None:
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    layer = release.module("vllm.model_executor.layers.attention.attention")
+    assert layer is not None
+    calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "impl_cls"]
+    assert [[ast.unparse(argument) for argument in call.args] for call in calls] == [IMPL_ARGUMENTS.split()]
+    ours = next(node for node in our_class("vllm/impl.py:AttnImpl").body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert parameters_of(ours).names[:10] == IMPL_ARGUMENTS.split()
+    assert parameters_of(ours).has_kwargs
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) -> None:
+    """The lists are those by which the sampler itself decides whether it may replace them."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    namespace: dict[str, object] = {}
+    source = (ADAPTERS / "vllm" / "sampler.py").read_text()
+    wanted = ("V2_SAMPLER", "V1_SAMPLER", "_V2_BATCHES", "_KNOWN_ARGUMENTS")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and re.match(rf"\(?({'|'.join(wanted)})", ast.unparse(node.targets[0])):
+            exec(ast.unparse(node), namespace)
+    known = namespace["_KNOWN_ARGUMENTS"]
+    assert isinstance(known, dict)
+    for (module, name), lists in known.items():
+        found = release.find(module, name)
+        assert isinstance(found, ast.FunctionDef), f"{module}:{name}"
+        names = [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+        assert " ".join(names) in lists, f"{module}:{name}({' '.join(names)})"
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    module = release.module("vllm.model_executor.layers.attention.chunked_local_attention")
+    assert module is not None
+    builder = next(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == "ChunkedLocalAttentionBuilder")
+    assert {node.name for node in builder.body if isinstance(node, ast.FunctionDef)} <= {"build", "update_block_table", "get_cudagraph_support"}
+
+
+@pytest.mark.parametrize("version", RELEASES["sglang"])
+def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
+    """A name that a release lacks would silently read as its default."""
+    release = read("sglang", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    text = "".join(file.read_text() for file in adapter_files("sglang"))
+    paths = set(re.findall(r'setting\("([a-z_.]+)"', text)) | set(re.findall(r'"--[a-z-]+": "([a-z_.]+)"', text))
+    assert len(paths) > 8
+    for path in paths:
+        group, *_, field = path.split(".")
+        assert release.find("sglang.srt.runtime_context", f"get_{group}") is not None, path
+        field = {"attn_dcp_size": "dcp_size", "attn_dp_rank": "dp_size"}.get(field, field)  # computed from these
+        assert field in release.fields, path
+
+
+@pytest.mark.parametrize("version", RELEASES["sglang"])
+def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
+    release = read("sglang", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    from attn_backend.adapters.sglang import name_checks
+
+    known = [all(release.find(*path.split(":")) is not None for check in checks for path in (check.function, check.view)) for checks in name_checks.CHECKS]
+    assert known.count(True) == 1
+    for check in name_checks.CHECKS[known.index(True)]:
+        module, _, name = check.function.partition(":")
+        function = release.find(module, name)
+        assert isinstance(function, ast.FunctionDef)
+        assert len(parameters_of(function).names) <= 1  # the server's arguments, which may be self
+        text = ast.unparse(function)
+        assert f"'{check.accepted}'" in text
+        assert "resolved_view(" in text or "_resolved_attention_backends(" in text
+
+
+def test_reasons_are_about_names_that_are_used() -> None:
+    touched = {f"{path}.{name}" for members in MEMBERS.values() for path, names in members.items() for name in names.split()}
+    imported = "".join(file.read_text() for engine in RELEASES for file in adapter_files(engine))
+    assert all(name in touched or name.rpartition(":")[2] in imported for name in MAYBE)
+
+
+def test_members_are_named_in_the_adapters() -> None:
+    """The table lists nothing that nobody reads any more."""
+    text = "".join(file.read_text() for file in ADAPTERS.rglob("*.py"))
+    unread = {name for members in MEMBERS.values() for names in members.values() for name in names.split() if not re.search(rf"\b{name}\b", text)}
+    assert not unread
+
+
+def test_builds_for_other_devices_are_of_a_release() -> None:
+    assert was_checked("vllm", "0.32.0+cpu")
+    assert not was_checked("vllm", "0.25.1")
+    assert not was_checked("sglang", "0.5.230")

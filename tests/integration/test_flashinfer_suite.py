@@ -1,0 +1,79 @@
+"""FlashInfer's tests, copied: what is changed in them, what is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration.flashinfer_suite.__main__ import run_file, table
+from integration.flashinfer_suite.layout import FILES, HELPERS, lay_out, missing_files, redirected
+
+TEST = """
+import pytest
+import torch
+import flashinfer
+import flashinfer.triton
+from flashinfer.utils import get_compute_capability
+from tests.test_helpers.jit_utils import gen_decode_attention_modules
+
+
+@pytest.mark.parametrize("kv_len", [1, 5, 5000])
+def test_decode(kv_len):
+    assert gen_decode_attention_modules(1) == []
+    assert get_compute_capability(torch.device("cuda:0"))[0] >= 8
+    q, k = torch.randn(2, 64, device="cuda:0"), torch.randn(kv_len, 2, 64).cuda().to(0)
+    o = flashinfer.single_decode_with_kv_cache(q.half(), k.half(), k.half())
+    torch.cuda.synchronize()
+    assert o.shape == q.shape
+
+
+def test_rope():
+    flashinfer.apply_rope(1)
+
+
+def test_wrong():
+    assert flashinfer.triton is None
+
+
+def test_graph():
+    torch.cuda.CUDAGraph()
+"""
+
+
+def checkout_with(folder: Path) -> Path:
+    """The files that a checkout has, empty but for one."""
+    for name in (*FILES, *(f"tests/test_helpers/{helper}.py" for helper in HELPERS), "flashinfer/jit/attention/variants.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / FILES[0]).write_text(TEST)
+    return folder
+
+
+def test_imports_and_devices_are_replaced() -> None:
+    text = redirected('import flashinfer\nfrom flashinfer.x import y\nx = torch.empty(1, device="cuda:0").to(0)\n', "cpu")
+    assert text == (
+        "import attn_backend.flashinfer; flashinfer = attn_backend.flashinfer\nfrom attn_backend.flashinfer.x import y\n"
+        'x = torch.empty(1, device="cpu").to("cpu")\n'
+    )
+    assert '"cuda:0"' in redirected('device="cuda:0"', "cuda")
+
+
+def test_outcomes_are_counted(tmp_path: Path) -> None:
+    checkout, folder = checkout_with(tmp_path / "checkout"), tmp_path / "copy"
+    assert missing_files(checkout) == []
+    lay_out(checkout, folder, "cpu")
+    options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}
+    result = run_file(folder, FILES[0], options, 300, [])
+    assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "ended")} == {
+        "cases": 6,
+        "taken": 5,
+        "passed": 2,
+        "failed": 1,
+        "not supported": 1,
+        "skipped": 1,
+        "ended": "in time",
+    }, result["output"]
+    assert table([result]).splitlines()[-1].split() == ["all", "6", "5", "2", "1", "1", "1"]
+
+
+def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
+    assert missing_files(tmp_path)[0] == FILES[0]

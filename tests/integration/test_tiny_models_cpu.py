@@ -1,0 +1,56 @@
+"""A tiny random model of each family that asks something of attention, in both engines on the CPU: tokens and log-probabilities in float32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the environment of `make test`")
+pytest.importorskip("safetensors", reason="needs the environment of `make test`")
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from integration.tiny_models.compare import LARGEST, difference, serve
+from integration.tiny_models.families import FAMILIES, matrix
+from integration.tiny_models.questions import Answer, largest_difference
+
+SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm", "sglang") for name, family in FAMILIES.items() if engine in family.engines]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """A function that gives the folder with all answers of an engine. Served once."""
+    folders = {}
+
+    def of(engine):
+        if engine not in folders:
+            folders[engine] = tmp_path_factory.mktemp(engine)
+            serve(engine, folders[engine])
+        return folders[engine]
+
+    return of
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "family"), SERVED)
+def test_answers_are_those_of_the_reference(engine, family, answers, need_engine):
+    need_engine(engine)
+    assert difference(engine, family, answers(engine)) <= LARGEST
+
+
+def test_differences_are_seen():
+    answer = Answer([1, 2], [-1.0, -2.0], [-3.0])
+    assert largest_difference([answer], [Answer([1, 2], [-1.0, -2.5])]) == 0.5
+    assert largest_difference([answer], [Answer([1, 2], [-1.0, -2.0], [-4.0])]) == 1.0
+    assert largest_difference([answer], [Answer([1, 3], [-1.0, -2.0])]) == float("inf")
+    assert largest_difference([Answer(embedding=[0.5])], [Answer(embedding=[0.25])]) == 0.25
+    assert largest_difference([Answer()], [Answer()]) == float("inf")
+    with pytest.raises(ValueError, match="0 and 1 answers"):
+        largest_difference([], [answer])
+
+
+def test_the_matrix_of_the_documentation_is_that_of_the_tests():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
+    assert f"\n\n{matrix()}\n\n" in text
