@@ -36,6 +36,7 @@ help:
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
+	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
 	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
 
@@ -116,6 +117,13 @@ ifeq ($(NVCC),)
 else
 	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
 endif
+
+DOCS_VENV ?= $(CURDIR)/.venv-docs
+.PHONY: docs
+docs: base-python
+	@[ -x $(DOCS_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install -q "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30"
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 RELEASE_VENV := $(CURDIR)/.venv-release
 .PHONY: wheel

@@ -202,7 +202,7 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
             load()()
     except Exception as error:  # the user must see the engine's error, of whatever type it is
         sys.stderr.write(said.getvalue())
-        advice = "a package that it names does not fit this torch, or see `What is supported` in the README"
+        advice = "a package that it names does not fit this torch, or see docs/formats.md, what is supported"
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 

@@ -98,7 +98,7 @@ class Composition:
     ) -> Composition:  # fmt: skip
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
 
-        The rows qo_indptrs[d][i]:qo_indptrs[d][i+1] see all tokens of request i of tables[d]. Only in the last level, the KV that each request has for itself,
+        The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`. Only in the last level, the KV that each request has for itself,
         `causal` and `window_left` count.
 
         Args:
