@@ -42,6 +42,7 @@ class Meaning:
     is_alibi: bool = False
     sinks: Tensor | None = None
     bias: float = 0.0  # of sigmoid
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # rows of Q or K [rows, heads, head_dim], and their positions
     made_with: dict[str, Any] = field(default_factory=dict)
     run_with: dict[str, Any] = field(default_factory=dict)
     variant_args: dict[str, Tensor] | None = None
@@ -114,6 +115,18 @@ def sigmoid(case: Case, device: torch.device) -> Meaning:
     return Meaning(causal, weights, uses_softmax=False, bias=bias, made_with={"variant": builtin.sigmoid(bias) & builtin.causal()})
 
 
+def rope(case: Case, device: torch.device) -> Meaning:
+    """Q and K as they are before the rotary embedding: K of the cache is rotated where it is read."""
+    frequencies = builtin.rope_frequencies(case.head_dim).to(device)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles = (positions.double()[:, None] * frequencies)[:, None]
+        first, second = x.double().chunk(2, dim=-1)
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+
+    return Meaning(causal, rotate=rotate, made_with={"variant": builtin.rope(frequencies) & builtin.causal()})
+
+
 def document(case: Case, device: torch.device) -> Meaning:
     """Documents of about an eighth of a request, not quite of one length."""
     longest = max(case.kv_lens)
@@ -166,6 +179,7 @@ MEANINGS: dict[str, Callable[[Case, torch.device], Meaning]] = {
     "ALiBi": alibi,
     "sinks": sinks,
     "sigmoid": sigmoid,
+    "RoPE": rope,
     "document mask": document,
     "prefix-LM": prefix_lm,
     "tree mask": tree,
@@ -244,12 +258,15 @@ class Expected:
         self.rows = int(batch.qo_indptr[request]) + rows
         hidden = ~visible(meaning, case, request, rows)
         k, v = (tokens.double() for tokens in batch.tokens(request))
+        q = batch.q[self.rows].double()
         position, token = (kv_len - qo_len + rows)[:, None], torch.arange(kv_len, device=device)[None]
+        if meaning.rotate is not None:
+            q, k = meaning.rotate(q, position[:, 0]), meaning.rotate(k, token[0])
         b = torch.tensor(request, device=device)
         self.out = torch.empty(len(rows), case.num_qo_heads, case.head_dim, dtype=torch.float64, device=device)
         for head in range(case.num_qo_heads):
             kv_head = head // (case.num_qo_heads // case.num_kv_heads)
-            weights = batch.q[self.rows, head].double() @ k[:, kv_head].T * case.head_dim**-0.5
+            weights = q[:, head] @ k[:, kv_head].T * case.head_dim**-0.5
             if meaning.score_mod is not None:
                 weights = meaning.score_mod(weights, b, torch.tensor(head, device=device), position, token)
             if not meaning.uses_softmax:

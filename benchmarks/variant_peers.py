@@ -37,9 +37,9 @@ struct SigmoidWeights : AttentionVariantBase {
 def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
     """The kernels of each peer that can do what a line means, by name; what counts for a peer is its fastest."""
     peers: dict[str, Kernels] = {"FA3": {}, "FlashInfer": {}, "flex_attention": {}}
-    if meaning.is_causal and meaning.uses_softmax and not meaning.is_alibi:
+    if meaning.is_causal and meaning.uses_softmax and not meaning.is_alibi and meaning.rotate is None:
         peers["FA3"]["FA3"] = partial(flash_attention_3, batch, meaning.window - 1, meaning.cap, meaning.sinks)
-    if meaning.uses_softmax:
+    if meaning.uses_softmax and meaning.rotate is None:
         peers["flex_attention"]["compiled"] = partial(flex_attention, batch, meaning)
     if not meaning.uses_softmax:
         peers["FlashInfer"]["JIT, fa2"] = partial(flashinfer_sigmoid, batch, meaning)
@@ -88,6 +88,7 @@ def flex_attention(batch: Batch, meaning: Meaning) -> Run:
 def _plan_options(batch: Batch, meaning: Meaning) -> dict[str, Any]:
     options: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     options |= {"pos_encoding_mode": "ALIBI"} if meaning.is_alibi else {}
+    options |= {"pos_encoding_mode": "ROPE_LLAMA"} if meaning.rotate is not None else {}
     options |= {"window_left": meaning.window - 1} if meaning.window else {}
     return options | ({"logits_soft_cap": meaning.cap} if meaning.cap else {})
 

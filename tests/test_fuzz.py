@@ -141,7 +141,10 @@ def test_all_kinds_of_calls_are_made() -> None:
     results = {"Samples", "SpeculativeSamples"}
     of_variants = {"Param", "Variant", "packbits", "segment_packbits"}  # tests/variants and tests/variant_fuzz
     of_projections = {"Rotary", "append_qkv", "rotate_qk"}  # tests/kernels/test_append_qkv
-    assert {name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)} == results | of_variants | of_projections
+    of_states = {"merge_state", "merge_states"}  # tests/kernels/test_merge_states
+    assert {
+        name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)
+    } == results | of_variants | of_projections | of_states
     assert surfaces >= {f"PageTable.{form}" for form in cases.TABLE_FORMS} | {f"KVCache.from_{form}" for form in cases.CACHE_FORMS}
 
 

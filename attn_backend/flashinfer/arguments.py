@@ -52,13 +52,22 @@ def check_kv_layout(kv_layout: object) -> str:
     return str(kv_layout)
 
 
-def check_pos_encoding_mode(mode: object) -> bool:
-    """Whether it is ALiBi."""
+class PosEncoding(NamedTuple):
+    """How positions count. rope: (scale, theta) of a rotary embedding of Q and K, whose cache holds keys that were not rotated."""
+
+    alibi: bool = False
+    rope: tuple[float, float] | None = None
+
+
+NO_POS_ENCODING = PosEncoding()
+
+
+def pos_encoding(mode: object, rope_scale: float | None = None, rope_theta: float | None = None) -> PosEncoding:
     if mode not in _POS_ENCODING_MODES:
         refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
     if mode == "ROPE_LLAMA":
-        not_supported("pos_encoding_mode = 'ROPE_LLAMA'")
-    return mode == "ALIBI"
+        return PosEncoding(rope=(1.0 if rope_scale is None else float(rope_scale), 1e4 if rope_theta is None else float(rope_theta)))
+    return PosEncoding(alibi=mode == "ALIBI")
 
 
 def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:

@@ -13,15 +13,16 @@ from ..metadata.structure import refuse
 from .arguments import (
     DType,
     PagedKV,
+    PosEncoding,
     buffer_length,
     check_kv_layout,
-    check_pos_encoding_mode,
     copy_if_other,
     element_type,
     from_zero,
     indptr_of_equal,
     on_device,
     paged_cache,
+    pos_encoding,
     scaled,
 )
 from .features import not_supported, refuse_given
@@ -133,7 +134,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             sm_scale: default head_dim ** -0.5.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
             q_len_per_req: queries of each request, its last tokens; they see each other as causal attention does.
-            block_tables, seq_lens, rope_scale, rope_theta: not used.
+            block_tables, seq_lens: not used.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -167,14 +168,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
         self._batch_invariant = fixed_split_size is not None or disable_split_kv
-        self._plan_logits(pos_encoding_mode, window_left, logits_soft_cap)
+        self._plan_logits(pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
 
-    def _plan_logits(self, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None) -> None:
+    def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         """Plans the batch that is known."""
-        self._logits_options = (pos_encoding_mode, window_left, logits_soft_cap)
-        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
+        self._logits_options = (pos, window_left, logits_soft_cap)
+        logits = Logits(logits_soft_cap or 0.0, pos)
         q_len = self._q_len_per_req or 1
         qo_indptr = indptr_of_equal(self._batch_size, q_len, self.device)
         view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
@@ -273,8 +274,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with other options than the plan's, which is then made again. For code that was written before `run`."""
-        if self._q_len_per_req is not None and (pos_encoding_mode, window_left, logits_soft_cap) != self._logits_options:
-            self._plan_logits(pos_encoding_mode, window_left, logits_soft_cap)
+        pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
+        if self._q_len_per_req is not None and (pos, window_left, logits_soft_cap) != self._logits_options:
+            self._plan_logits(pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import refuse
-from .arguments import check_kv_layout, check_pos_encoding_mode
+from .arguments import PosEncoding, check_kv_layout
 from .features import not_supported
 from .planned_attention import Heads, Logits, PlannedAttention
 
@@ -86,12 +86,12 @@ class BatchPrefill:
         self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
         self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
 
-    def _plan_logits(self, causal: bool, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None) -> None:
+    def _plan_logits(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         """Plans the batch that is known."""
-        self._options = (causal, pos_encoding_mode, window_left, logits_soft_cap)
+        self._options = (causal, pos, window_left, logits_soft_cap)
         packed, mask_indptr = self._mask
         prefix_len, token_pos_in_items = self._items
-        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr, prefix_len, token_pos_in_items)
+        logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
         if self._has_sinks:
             self._planned.with_sinks()
         view = BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1))
@@ -124,10 +124,10 @@ class BatchPrefill:
         if self._is_planned and causal != self._options[0]:
             self._plan_logits(causal, *self._options[1:])
 
-    def _plan_as(self, causal: bool, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
+    def _plan_as(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
         """For `forward`, whose options replace the plan's."""
-        if self._is_planned and (causal, pos_encoding_mode, window_left, logits_soft_cap) != self._options:
-            self._plan_logits(causal, pos_encoding_mode, window_left, logits_soft_cap)
+        if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
+            self._plan_logits(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
 
 

@@ -8,7 +8,7 @@ from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, check_kv_layout, check_pos_encoding_mode, copy_if_other, element_type, from_zero, on_device, paged_cache, rows_of
+from .arguments import NO_POS_ENCODING, DType, PagedKV, check_kv_layout, copy_if_other, element_type, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .batch_prefill import run_rows
 from .features import not_supported
@@ -151,9 +151,9 @@ class MultiLevelCascadeAttentionWrapper:
                 refuse(f"len({name})", len(array), f"num_levels = {self._num_levels}")
         if self._num_levels > 1 and window_left >= 0:
             not_supported(f"window_left = {window_left} with several levels")
-        has_alibi = check_pos_encoding_mode(pos_encoding_mode)
-        if self._num_levels > 1 and has_alibi:
-            not_supported("pos_encoding_mode = 'ALIBI' with several levels")
+        pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
+        if self._num_levels > 1 and pos != NO_POS_ENCODING:
+            not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
         self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), element_type(q_data_type, kv_data_type))
         self._sm_scale = sm_scale
         rows = rows_of(qo_indptr_arr[-1])
@@ -165,7 +165,7 @@ class MultiLevelCascadeAttentionWrapper:
             qo_indptrs.append(qo_indptr)
             tables.append(PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size))
         composition = Composition.cascade(qo_indptrs, tables, causal=causal, window_left=max(window_left, -1))
-        self._planned.plan(composition, self._heads, Logits(logits_soft_cap or 0.0, has_alibi), rows=rows)
+        self._planned.plan(composition, self._heads, Logits(logits_soft_cap or 0.0, pos), rows=rows)
         self._is_planned = True
 
     begin_forward = plan

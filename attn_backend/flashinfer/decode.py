@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, check_pos_encoding_mode, element_type, indptr_of_equal, ragged_cache, scaled
+from .arguments import check_kv_layout, element_type, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
 from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
@@ -55,7 +55,7 @@ def single_decode_with_kv_cache(
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
     """
     check_kv_layout(kv_layout)
-    logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
+    logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
     head_dim = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
     heads = Heads(q.shape[0], kv.num_kv_heads, head_dim, element_type(q.dtype, k.dtype))

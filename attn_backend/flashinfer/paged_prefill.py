@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, paged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, paged_cache, pos_encoding, rows_of, scaled
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
@@ -112,7 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of its own. With a mask `causal` does not count.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
-            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, rope_scale, rope_theta, use_fp16_qk_reduction: not used.
+            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -146,7 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
         self._batch_invariant = fixed_split_size is not None or disable_split_kv
-        self._plan_logits(causal, pos_encoding_mode, window_left, logits_soft_cap)
+        self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
 
@@ -214,7 +214,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with other options than the plan's, which is then made again. For code that was written before `run`."""
-        self._plan_as(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._plan_as(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap, sm_scale)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)

@@ -17,7 +17,7 @@ from ..kernels.manifest import CUDA_HEAD_DIMS
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import alibi_slopes_on, number
+from .arguments import NO_POS_ENCODING, PosEncoding, alibi_slopes_on, number
 from .features import not_supported
 
 LOG2_E = math.log2(math.e)
@@ -41,36 +41,41 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """What happens to the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item scoring."""
+    """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item
+    scoring.
+    """
 
     soft_cap: float = 0.0
-    alibi: bool = False
+    pos: PosEncoding = NO_POS_ENCODING
     packed_mask: Tensor | None = None
     mask_indptr: Tensor | None = None
     prefix_len: Tensor | None = None
     token_pos_in_items: Tensor | None = None
 
-    def variant(self) -> Variant | None:
+    def variant(self, heads: Heads) -> Variant | None:
         """None: what every kernel can do (a soft cap alone)."""
-        return _variant(self.alibi, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0)
+        return _variant(self.pos, heads.head_dim, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0)
 
     def args(self, num_qo_heads: int, device: torch.device) -> Args | None:
         """The arguments of the variant."""
         args: dict[str, Tensor | float | int] = {}
-        if self.alibi:
+        if self.pos.alibi:
             args["slopes"] = alibi_slopes_on(num_qo_heads, device)
         if self.packed_mask is not None and self.mask_indptr is not None:
             args.update(packed_mask=self.packed_mask, mask_indptr=self.mask_indptr)
         if self.prefix_len is not None and self.token_pos_in_items is not None:
             args.update(prefix_len=self.prefix_len, token_pos_in_items=self.token_pos_in_items)
-        if args and self.soft_cap > 0:
+        if (args or self.pos.rope is not None) and self.soft_cap > 0:
             args["cap"] = self.soft_cap
         return args or None
 
 
 @lru_cache
-def _variant(alibi: bool, has_mask: bool, has_items: bool, has_soft_cap: bool) -> Variant | None:
-    parts = [builtin.alibi()] if alibi else []
+def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool) -> Variant | None:
+    parts = [builtin.alibi()] if pos.alibi else []
+    if pos.rope is not None:
+        scale, theta = pos.rope
+        parts.append(builtin.rope(builtin.rope_frequencies(head_dim, theta) / scale))
     parts += [builtin.custom_mask()] if has_mask else []
     parts += [builtin.multi_item_scoring()] if has_items else []
     if parts and has_soft_cap:
@@ -115,7 +120,7 @@ class PlannedAttention:
             ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may hold this one.
         """
         levels = (composition,) if isinstance(composition, BSRView) else composition.levels
-        variant = logits.variant()
+        variant = logits.variant(heads)
         made_for = (heads, variant, self._with_sinks, len(levels), batch_invariant)
         batch = max(level.batch_size for level in levels)
         attention = self._attention
@@ -231,7 +236,7 @@ _kept = _Kept()
 def attention_of_call(device: torch.device, heads: Heads, logits: Logits) -> PlannedAttention:
     """For a call that plans and runs: this thread's, for the current stream and for what it is made for, the latest of which are kept."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, heads, logits.variant())
+    key = (device, stream, heads, logits.variant(heads))
     attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
     _kept.of_calls[key] = attention
     if len(_kept.of_calls) > _KEPT_PER_THREAD:

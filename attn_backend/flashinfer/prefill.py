@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, check_pos_encoding_mode, element_type, indptr_of_equal, ragged_cache, scaled
+from .arguments import check_kv_layout, element_type, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .batch_prefill import BACKENDS
 from .features import missing, not_supported, refuse_given
 from .masks import pack_single_mask
@@ -73,7 +73,7 @@ def single_prefill_with_kv_cache(
     if backend not in BACKENDS:
         not_supported(f"backend = {backend!r}")
     packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
-    logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr)
+    logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
     head_dim = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
     heads = Heads(q.shape[1], kv.num_kv_heads, head_dim, element_type(q.dtype, k.dtype, o_dtype))

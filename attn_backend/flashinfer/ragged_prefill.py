@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, ragged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, pos_encoding, ragged_cache, rows_of, scaled
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
@@ -120,7 +120,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
         self._batch_invariant = fixed_split_size is not None or disable_split_kv
-        self._plan_logits(causal, pos_encoding_mode, window_left, logits_soft_cap)
+        self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
 
@@ -179,7 +179,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with other options than the plan's, which is then made again. For code that was written before `run`."""
-        self._plan_as(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._plan_as(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap, sm_scale)
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
-from .arguments import DType, check_pos_encoding_mode, csr_on_device, element_type, on_device
+from .arguments import DType, PosEncoding, csr_on_device, element_type, on_device, pos_encoding
 from .features import not_supported, refuse_given
 from .masks import pack_custom_mask
 from .page import get_seq_lens
@@ -112,7 +112,7 @@ class BlockSparseAttentionWrapper(_Sparse):
             mask = convert_bsr_mask_layout(mask, indptr)
         kv_lens = get_seq_lens(indptr, last_page_len, C) * (indptr[1:] > indptr[:-1])
         packed, mask_indptr = pack_custom_mask(mask, packed_mask, qo_indptr, kv_lens, self.device, non_blocking)
-        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode), packed, mask_indptr)
+        logits = Logits(logits_soft_cap or 0.0, _pos_encoding(pos_encoding_mode), packed, mask_indptr)
         table = csr_on_device(indptr, indices, last_page_len, C, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None)
         self._planned.plan(view, self._heads, logits, rows=M)
@@ -214,7 +214,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         last_page_len = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=kv_indptr.device)
         table = csr_on_device(kv_indptr, kv_indices, last_page_len, 1, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal)
-        logits = Logits(logits_soft_cap or 0.0, check_pos_encoding_mode(pos_encoding_mode))
+        logits = Logits(logits_soft_cap or 0.0, _pos_encoding(pos_encoding_mode))
         self._planned.plan(view, self._heads, logits, rows=int(qo_indptr[-1]))
 
     begin_forward = plan
@@ -263,3 +263,10 @@ def _indptr_of(lengths: Tensor) -> Tensor:
     indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths, 0, out=indptr[1:])
     return indptr
+
+
+def _pos_encoding(mode: str) -> PosEncoding:
+    pos = pos_encoding(mode)
+    if pos.rope is not None:  # a row of blocks sees tokens that do not follow one another
+        not_supported(f"pos_encoding_mode = {mode!r} with sparse blocks")
+    return pos

@@ -8,6 +8,7 @@ import torch
 
 from ..metadata import KVCache
 from ..metadata.structure import check_types, explain_failure
+from . import compiled
 from .cubins import arch_of, find_kernel
 from .library import library
 
@@ -30,6 +31,8 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
+    if torch.compiler.is_compiling():
+        return compiled.append_kv(k, v, kv, slots)
     try:
         if k.is_neg() or v.is_neg() or slots.is_neg() or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
             explain_failure((("k", k), ("v", v), ("slots", slots)))

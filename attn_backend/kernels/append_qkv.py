@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..metadata import KVCache
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
+from . import compiled
 from .attention_config import DTYPE_NAMES
 from .cubins import arch_of, find_kernel
 from .library import library
@@ -96,6 +97,9 @@ def append_qkv(
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
+    if torch.compiler.is_compiling():
+        options = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "norm_offset": norm_offset}
+        return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
     try:
         _launch(q, k, v, out, kv.k, kv.v, slots, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
-from . import manifest
+from . import compiled, manifest
 from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
@@ -145,6 +146,7 @@ class Attention:
             forget_kernels(error)
             self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
+        compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
             self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
@@ -221,6 +223,19 @@ class Attention:
             raise
         self._levels = levels
 
+    @overload
+    def run(
+        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
+        sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
+        variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def run(
+        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     def run(
         self,
         q: Tensor,
@@ -228,12 +243,13 @@ class Attention:
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        return_lse: bool = False,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         after_append: bool = False,
         variant_args: VariantArgs | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
@@ -241,6 +257,7 @@ class Attention:
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
             out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
+            return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined with soft_cap.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
@@ -252,12 +269,23 @@ class Attention:
                 merged with others.
 
         Returns:
-            out.
+            out; with return_lse (out, lse).
 
         Raises:
             ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet; on a CPU also a page id beyond the cache.
             RuntimeError: another thread uses this object.
         """
+        if return_lse:
+            if lse is None and isinstance(q, Tensor):
+                lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            out = self.run(
+                q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args, sinks=sinks
+            )
+            assert lse is not None  # what is no tensor was refused
+            return out, lse
+        if is_compiling():
+            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
+            return compiled.run(self._handle, q, kv, out, variant_args, options)
         try:
             # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
@@ -349,7 +377,9 @@ class _DebugAttention(Attention):
         with self._until_done():
             super().plan(composition, variant_args=variant_args)
 
-    def run(self, *arguments: Any, **options: Any) -> Tensor:
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        if is_compiling():
+            return super().run(*arguments, **options)
         with self._until_done():
             return super().run(*arguments, **options)
 

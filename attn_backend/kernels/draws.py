@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..metadata.structure import refuse
 
+Draw = int | Tensor
+
 _rows: dict[torch.device, Tensor] = {}
 
 
@@ -18,6 +20,29 @@ def row_numbers(batch: int, device: torch.device) -> Tensor:
     return known[:batch]
 
 
+def draws(
+    batch: int, device: torch.device, seed: Draw | None, position: Draw | None, generator: torch.Generator | None, *, of_row: int = 1
+) -> tuple[Draw, Draw]:
+    """seed and position of each row; without them, of a generator.
+
+    Args:
+        of_row: positions that a row's draws take, from its own on; 0: it draws nothing.
+
+    Raises:
+        ValueError: a generator beside a seed or a position; a position without a seed; neither a seed nor a way to get one while a CUDA graph is captured.
+    """
+    if seed is not None:
+        if generator is not None:
+            refuse("generator", generator, "None beside a seed")
+        return seed, 0 if position is None else position
+    if position is not None:
+        refuse("seed", seed, "given beside a position")
+    if of_row == 0:
+        return 0, 0
+    rows = row_numbers(batch, device)
+    return seed_of(generator, device), rows if of_row == 1 else rows * of_row
+
+
 def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
     """A number of the generator's, which then gives another one; nothing waits for the device.
 
@@ -25,12 +50,14 @@ def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
         generator: of `device`; None: torch's default generator there.
 
     Raises:
-        ValueError: a generator of another device.
+        ValueError: a generator of another device; a CUDA graph is being captured, whose replays would repeat the draws.
     """
     if generator is not None and generator.device.type != device.type:
         refuse("generator.device", generator.device, f"{device}, where the rows are")
     if device.type != "cuda":
         return int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64, device="cpu"))
+    if torch.cuda.is_current_stream_capturing():
+        refuse("seed", None, "given, a tensor, while a CUDA graph is captured: its replays would repeat the draws")
     if generator is None:
         generator = torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
     state = generator.get_state()  # on the host: seed and offset of Philox, 8 bytes each

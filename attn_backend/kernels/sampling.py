@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
-from . import manifest
+from . import compiled, manifest
 from .cubins import arch_of, find_kernel
-from .draws import row_numbers, seed_of
+from .draws import draws
 from .library import library
 from .structs import pack, values_of
 
@@ -145,8 +145,8 @@ def sample(
     top_k: Int | None = None,
     top_p: Float | None = None,
     min_p: Float | None = None,
-    seed: Int = 0,
-    position: Int = 0,
+    seed: Int | None = None,
+    position: Int | None = None,
     generator: torch.Generator | None = None,
     token_mask: torch.Tensor | None = None,
     filter_order: FilterOrder = "top_k_first",
@@ -173,8 +173,8 @@ def sample(
             the most likely ones.
         min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the most likely ones.
         seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers; any int64. Rows with the same draw
-            the same: give them, or a generator.
-        generator: of the device: instead of seed and position, another draw for each row and each call. A captured CUDA graph repeats its draws.
+            the same. None, both: another draw for each row and each call. position None beside a seed: 0.
+        generator: of the device: what draws come from without seed and position; default: torch's own there. Not while a CUDA graph is captured.
         token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
         filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all tokens (SGLang).
         return_logprobs: also the log-probability of each token.
@@ -188,12 +188,17 @@ def sample(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
+    if torch.compiler.is_compiling():
+        options = {
+            "workspace": workspace, "token_mask": token_mask, "filter_order": filter_order, "return_logprobs": return_logprobs,
+            "num_top_logprobs": num_top_logprobs, "logprobs_of": logprobs_of, "row_ctas": row_ctas,
+        }  # fmt: skip
+        return compiled.sample(logits, temperature, top_k, top_p, min_p, seed, position, generator, out, options)
     num_top_logprobs = check_int("num_top_logprobs", num_top_logprobs, 0, MAX_TOP_LOGPROBS)
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
     batch, device = _batch_of("logits", logits), logits.device
-    if generator is not None:
-        seed, position = seed_of(generator, device), row_numbers(batch, device)
+    seed, position = draws(batch, device, seed, position, generator, of_row=int(isinstance(temperature, torch.Tensor) or temperature != 0))
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -234,8 +239,8 @@ def sample_from_probs(
     top_k: Int | None = None,
     top_p: Float | None = None,
     min_p: Float | None = None,
-    seed: Int = 0,
-    position: Int = 0,
+    seed: Int | None = None,
+    position: Int | None = None,
     generator: torch.Generator | None = None,
     filter_order: FilterOrder = "top_k_first",
     out: torch.Tensor | None = None,
@@ -252,8 +257,7 @@ def sample_from_probs(
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
     batch, device = _batch_of("probs", probs) if rows is None else _batch_of("rows", rows, 1), check_plain("probs", probs).device
-    if generator is not None:
-        seed, position = seed_of(generator, device), row_numbers(batch, device)
+    seed, position = draws(batch, device, seed, position, generator)
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
@@ -339,8 +343,9 @@ def chain_speculative_sampling(
     draft_token_ids: torch.Tensor,
     target_probs: torch.Tensor,
     *,
-    seed: Int = 0,
-    position: Int = 0,
+    seed: Int | None = None,
+    position: Int | None = None,
+    generator: torch.Generator | None = None,
     row_ctas: int = 0,
 ) -> SpeculativeSamples:
     """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if drawn from the target one by one.
@@ -353,11 +358,13 @@ def chain_speculative_sampling(
         draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
         target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
         seed: of the requests. position: of their first draft token.
+        generator: as in `sample`.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
     batch, rows, device = _batch_of("target_probs", target_probs, 3), target_probs.shape[1], target_probs.device
+    seed, position = draws(batch, device, seed, position, generator, of_row=rows)
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),

@@ -24,13 +24,16 @@ def attention(
     soft_cap: float = 0.0,
     sm_scale: float | None = None,
     alibi: bool = False,
+    rope: tuple[float, float] | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], in the place of causal."""
+    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], in the place of causal. rope: (scale, theta)."""
     q, k, v = q.cpu().double(), k.cpu().double(), v.cpu().double()
     q_len, heads, head_dim = q.shape
     kv_len = k.shape[0]
+    if rope is not None:
+        q, k = rotated(q, torch.arange(q_len) + kv_len - q_len, *rope), rotated(k, torch.arange(kv_len), *rope)
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("qhd,khd->qhk", q, k) * (head_dim**-0.5 if sm_scale is None else sm_scale)
     distance = torch.arange(kv_len)[None, :] - (torch.arange(q_len) + kv_len - q_len)[:, None]  # of the token from the query
@@ -47,6 +50,18 @@ def attention(
     lse = torch.logsumexp(s, -1)
     p = torch.where(lse[..., None].isneginf(), 0.0, (s - lse[..., None]).exp())
     return torch.einsum("qhk,khd->qhd", p[..., :kv_len], v), lse / math.log(2)
+
+
+def rotated(x: Tensor, positions: Tensor, scale: float, theta: float, rotary_dim: int | None = None, interleave: bool = False) -> Tensor:
+    """x [rows, heads, head_dim] in float64, turned by the angles of its rows' positions."""
+    x = x.cpu().double()
+    rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    angles = positions.cpu().double()[:, None, None] * theta ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim) / scale
+    turned, pairs = x.clone(), rotary_dim // 2
+    first, second = (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleave else (slice(pairs), slice(pairs, rotary_dim))
+    turned[..., first] = x[..., first] * angles.cos() - x[..., second] * angles.sin()
+    turned[..., second] = x[..., second] * angles.cos() + x[..., first] * angles.sin()
+    return turned
 
 
 @dataclass

@@ -199,7 +199,6 @@ def plan(**options: object) -> None:
         (ValueError, lambda: plan(q_data_type="float17"), "q_data_type is 'float17'"),
         (ValueError, lambda: plan(q_len_per_req=2), "q_len_per_req is 2, must be 1 without use_tensor_cores"),
         (ValueError, lambda: plan(pos_encoding_mode="ROPE"), "pos_encoding_mode is 'ROPE'"),
-        (NotImplementedError, lambda: plan(pos_encoding_mode="ROPE_LLAMA"), "'ROPE_LLAMA'"),
         (NotImplementedError, lambda: plan(kv_data_type=torch.float8_e4m3fn), "kv_data_type = torch.float8_e4m3fn"),
         (NotImplementedError, lambda: plan(window_right=1), "window_right = 1"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache.to(torch.float8_e4m3fn)), "a KV-cache of torch.float8_e4m3fn"),

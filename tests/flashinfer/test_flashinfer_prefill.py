@@ -20,12 +20,21 @@ OPTIONS: list[dict[str, Any]] = [
     {"soft_cap": 5.0},
     {"alibi": True, "causal": True},
     {"sm_scale": 0.3},
+    {"rope": (2.0, 500.0), "causal": True},
+    {"rope": (1.0, 1e4), "soft_cap": 5.0},
 ]
 
 
 def named(options: dict[str, Any]) -> dict[str, Any]:
     """As FlashInfer calls them."""
     renamed = {"soft_cap": "logits_soft_cap", "alibi": "pos_encoding_mode"}
+    if "rope" in options:
+        scale, theta = options["rope"]
+        options = {name: value for name, value in options.items() if name != "rope"} | {
+            "rope_scale": scale,
+            "rope_theta": theta,
+            "pos_encoding_mode": "ROPE_LLAMA",
+        }
     return {renamed.get(name, name): "ALIBI" if name == "alibi" else value for name, value in options.items()}
 
 

@@ -69,7 +69,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
-@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge"))])
+@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     shutil.copyfile(cubins.compile_kernel(name, "sm_90a")[0], cubin)

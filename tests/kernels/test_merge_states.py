@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import merge_state, merge_states
+from attn_backend import Attention, BSRView, KVCache, PageTable, merge_state, merge_states
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -129,3 +129,31 @@ STATES, LSE = torch.zeros(4, 2, 8), torch.zeros(4, 2)
 def test_refusals(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prefix_in_tensors_of_its_own(device: str) -> None:
+    """Two runs over two caches, merged: what one run over all tokens gives."""
+    prefix_len, own_lens, heads, kv_heads, head_dim = 70, [9, 33, 20], 8, 2, 64
+    q = torch.randn(len(own_lens), heads, head_dim, device=device).bfloat16()
+    prefix = torch.randn(2, prefix_len, kv_heads, head_dim, device=device).bfloat16()
+    own = torch.randn(2, sum(own_lens), kv_heads, head_dim, device=device).bfloat16()
+    attention = Attention(heads, kv_heads, head_dim, device=device, max_rows=16, max_batch=8)
+
+    def indptr(lens: list[int]) -> Tensor:
+        return torch.tensor([0, *lens]).cumsum(0).int().to(device)
+
+    def state(rows: list[int], lens: list[int], kv: Tensor) -> tuple[Tensor, Tensor]:
+        attention.plan(BSRView(indptr(rows), PageTable.ragged(indptr(lens)), causal=False))
+        return attention.run(q, KVCache.from_ragged(*kv), return_lse=True)
+
+    o, lse = merge_state(*state([3], [prefix_len], prefix), *state([1, 1, 1], own_lens, own))
+    whole = torch.cat([part for tokens in own.split(own_lens, 1) for part in (prefix, tokens)], 1)
+    expected_o, expected_lse = state([1, 1, 1], [prefix_len + length for length in own_lens], whole)
+    torch.testing.assert_close(o, expected_o, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    buffers = torch.empty_like(q), torch.empty(3, heads, device=device)
+    given = attention.run(q, KVCache.from_ragged(*whole), out=buffers[0], lse=buffers[1], return_lse=True)
+    assert given[0] is buffers[0]
+    assert given[1] is buffers[1]
+    assert torch.equal(given[0], expected_o)

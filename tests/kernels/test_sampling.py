@@ -337,7 +337,7 @@ def test_refuses(device: torch.device) -> None:
         ("top_p", lambda: sample(logits, top_p=NAN)),
         ("min_p", lambda: sample(logits, min_p=torch.ones(3, 1, device=device))),
         ("seed", lambda: sample(logits, seed=torch.ones(3, dtype=torch.uint8, device=device))),
-        ("position", lambda: sample(logits, position=torch.ones(6, dtype=torch.int64, device=device)[::2])),
+        ("position", lambda: sample(logits, seed=0, position=torch.ones(6, dtype=torch.int64, device=device)[::2])),
         ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 1, dtype=torch.int32, device=device))),
         ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device))),
         ("out", lambda: sample(logits, out=torch.zeros(3, device=device))),
@@ -365,3 +365,29 @@ def test_refuses(device: torch.device) -> None:
     if device.type == "cuda":
         with pytest.raises(ValueError, match=r"^seed\.device is cpu, must be cuda"):
             sample(logits, seed=torch.zeros(3, dtype=torch.int64))
+
+
+def test_draws_without_seeds_differ_between_rows_and_calls(device: torch.device) -> None:
+    logits = torch.zeros(64, 1 << 16, device=device)
+    probs = torch.full((64, 1 << 12), 2.0**-12, device=device)
+    target = probs.view(8, 8, -1)
+    draws = {
+        "sample": lambda: sample(logits).token_ids,
+        "sample_from_probs": lambda: sample_from_probs(probs).token_ids,
+        "chain_speculative_sampling": lambda: chain_speculative_sampling(target[:, :7].contiguous(), torch.zeros(8, 7).int().to(device), target).token_ids,
+    }
+    for name, draw in draws.items():
+        torch.manual_seed(1)
+        first, second = draw(), draw()
+        torch.manual_seed(1)
+        assert torch.equal(first, draw()), name
+        assert not torch.equal(first, second), name
+        if name != "chain_speculative_sampling":
+            assert len(set(first.tolist())) > 60, name
+    generator = torch.Generator(device).manual_seed(5)
+    first = sample(logits, generator=generator).token_ids
+    assert torch.equal(first, sample(logits, generator=generator.manual_seed(5)).token_ids)
+    with pytest.raises(ValueError, match=r"generator is .*, must be None beside a seed"):
+        sample(logits, seed=1, generator=generator)
+    with pytest.raises(ValueError, match="seed is None, must be given beside a position"):
+        sample(logits, position=1)

@@ -11,13 +11,14 @@ from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
+from attn_backend.kernels.manifest import CUDA_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
-    head_sizes: ClassVar[list[int]] = [64, 128, 256]
+    head_sizes: ClassVar[list[int]] = list(CUDA_HEAD_DIMS)
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False
@@ -167,7 +168,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 class CpuAttnImpl(AttnImpl):
     """A layer on a CPU."""
 
-    head_sizes: ClassVar[list[int]] = list(range(8, 257, 8))
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
 
 

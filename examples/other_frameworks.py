@@ -1,0 +1,94 @@
+"""Tensors of other frameworks, through DLPack: nothing is copied.
+
+    python examples/other_frameworks.py          # numpy, jax where it is installed; on a GPU CuPy where it is installed
+
+Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back the same way. jax's arrays may be read so, not
+written: the KV cache, which append_kv writes, is a tensor of torch, numpy or CuPy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 64, 16
+KV_LENS = [40, 7, 100]  # with the new token of each request
+
+
+def arrays() -> dict[str, numpy.ndarray[Any, Any]]:
+    """float16 q, k, v of one decode step, its cache, and its page table."""
+    rng = numpy.random.default_rng(0)
+    pages = [-(-length // PAGE_SIZE) for length in KV_LENS]
+    table = numpy.zeros((len(KV_LENS), max(pages)), numpy.int32)
+    for row, (count, first) in enumerate(zip(pages, numpy.cumsum([0, *pages]), strict=False)):
+        table[row, :count] = numpy.arange(first, first + count)
+    slots = [table[i, (length - 1) // PAGE_SIZE] * PAGE_SIZE + (length - 1) % PAGE_SIZE for i, length in enumerate(KV_LENS)]
+
+    def normal(*shape: int) -> numpy.ndarray[Any, Any]:
+        return rng.standard_normal(shape).astype(numpy.float16)
+
+    return {
+        "q": normal(len(KV_LENS), HEADS, HEAD_DIM),
+        "k": normal(len(KV_LENS), KV_HEADS, HEAD_DIM),
+        "v": normal(len(KV_LENS), KV_HEADS, HEAD_DIM),
+        "cache": normal(sum(pages), 2, PAGE_SIZE, KV_HEADS, HEAD_DIM),
+        "table": table,
+        "kv_lens": numpy.array(KV_LENS, numpy.int32),
+        "qo_indptr": numpy.arange(len(KV_LENS) + 1, dtype=numpy.int32),
+        "slots": numpy.array(slots, numpy.int64),
+    }
+
+
+def attend(given: dict[str, Any]) -> torch.Tensor:
+    """given: what arrays() gives, of any framework."""
+    t = {name: torch.from_dlpack(array) for name, array in given.items()}
+    kv = KVCache.from_tensor(t["cache"])
+    append_kv(t["k"], t["v"], kv, t["slots"])
+    attention = Attention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float16, device=t["q"].device, max_rows=16, max_batch=8)
+    attention.plan(BSRView(t["qo_indptr"], PageTable.block_table(t["table"], t["kv_lens"], PAGE_SIZE)))
+    return attention.run(t["q"], kv)
+
+
+def expected(given: dict[str, numpy.ndarray[Any, Any]]) -> numpy.ndarray[Any, Any]:
+    """float64."""
+    out = numpy.empty(given["q"].shape)
+    for i, length in enumerate(KV_LENS):
+        tokens = given["cache"][given["table"][i]].swapaxes(0, 1).reshape(2, -1, KV_HEADS, HEAD_DIM)[:, :length].astype(float).copy()
+        tokens[:, -1] = given["k"][i], given["v"][i]
+        k, v = numpy.repeat(tokens, HEADS // KV_HEADS, axis=2)
+        scores = numpy.einsum("hd,thd->ht", given["q"][i].astype(float), k) * HEAD_DIM**-0.5
+        weights = numpy.exp(scores - scores.max(1, keepdims=True))
+        out[i] = numpy.einsum("ht,thd->hd", weights / weights.sum(1, keepdims=True), v)
+    return out
+
+
+def frameworks() -> dict[str, ModuleType | None]:
+    """Those that are here. numpy needs no conversion."""
+    names = {"jax": "jax.numpy", "cupy": "cupy"}
+    return {"numpy": None} | {
+        name: import_module(module) for name, module in names.items() if find_spec(name) and (name != "cupy" or torch.cuda.is_available())
+    }
+
+
+def main() -> None:
+    for name, module in frameworks().items():
+        given = arrays()
+        wanted = expected(given)
+        converted: dict[str, Any] = dict(given)
+        if module is not None:
+            written = () if name == "cupy" else ("cache", "slots")  # jax has no 64-bit integers by default, either
+            converted |= {key: module.asarray(array) for key, array in given.items() if key not in written}
+        out = attend(converted)
+        shared = numpy.from_dlpack(out.cpu())
+        print(f"{name}: largest difference from float64 {numpy.abs(shared - wanted).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""torch.compile(fullgraph=True) through run, append_kv, append_qkv and sample: the same bits as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, append_kv, append_qkv, sample
+from attn_backend.variants import builtin
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, VOCAB = 4, 2, 64, 16, 97
+QO_LENS, KV_LENS = [1, 5, 1], [20, 40, 7]
+WIDTH = HEADS * HEAD_DIM
+
+
+def attention(device: torch.device, **options: object) -> Attention:
+    made = Attention(HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=16, max_batch=4, **options)  # type: ignore[arg-type]
+    pages = [-(-length // PAGE) for length in KV_LENS]
+    table = torch.zeros(3, max(pages), dtype=torch.int32, device=device)
+    for row, (count, first) in enumerate(zip(pages, (0, 2, 5), strict=True)):
+        table[row, :count] = torch.arange(first, first + count)
+    indptr = torch.tensor([0, *QO_LENS], device=device).cumsum(0).int()
+    made.plan(BSRView(indptr, PageTable.block_table(table, torch.tensor(KV_LENS, dtype=torch.int32, device=device), PAGE)))
+    return made
+
+
+class Layer(torch.nn.Module):
+    """Projections, attention and what samples from it; `fused`: norm and rotary embedding in the append."""
+
+    def __init__(self, attention: Attention, fused: bool, device: torch.device) -> None:
+        super().__init__()
+        self.attention, self.fused = attention, fused
+        self.qkv = torch.nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False, device=device, dtype=torch.bfloat16)
+        self.out = torch.nn.Linear(WIDTH, VOCAB, bias=False, device=device, dtype=torch.bfloat16)
+        self.rotary = Rotary(builtin.rope_frequencies(HEAD_DIM).float().to(device))
+        self.norm = torch.nn.Parameter(torch.randn(HEAD_DIM, device=device).bfloat16())
+
+    def forward(self, x: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Samples]:
+        kv = KVCache.unchecked(*cache.unbind(1))
+        q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        if self.fused:
+            q = append_qkv(q, k, v, kv, slots, rotary=self.rotary, positions=positions, q_norm=self.norm, k_norm=self.norm)
+        else:
+            append_kv(k, v, kv, slots)
+        lse = torch.empty(len(x), HEADS, dtype=torch.float32, device=x.device)
+        o = self.attention.run(q.contiguous(), kv, lse=lse, after_append=True)
+        logits = self.out(torch.relu(o.flatten(1)) + x)
+        return o, lse, sample(logits, temperature=0.9, top_k=20, seed=seeds, position=positions, return_logprobs=True, num_top_logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> object:
+    with torch.no_grad():
+        torch._dynamo.reset()
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_decoder_layer(device: torch.device, fused: bool) -> None:
+    torch.manual_seed(0)
+    layer = Layer(attention(device), fused, device)
+    rows = sum(QO_LENS)
+    x = torch.randn(rows, WIDTH, device=device).bfloat16()
+    slots = torch.tensor([19, *range(2 * PAGE + 35, 2 * PAGE + 40), 5 * PAGE + 6], device=device)
+    positions, seeds = torch.tensor([19, *range(35, 40), 6], device=device), torch.arange(rows, device=device)
+    compiled = torch.compile(layer, fullgraph=True)
+    cache = torch.randn(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
+    for _ in range(2):
+        caches = cache.clone(), cache.clone()
+        o, lse, samples = layer(x, caches[0], slots, positions, seeds)
+        compiled_o, compiled_lse, compiled_samples = compiled(x, caches[1], slots, positions, seeds)
+        assert not torch.equal(caches[0], cache)
+        for eager, of_graph in (caches, (o, compiled_o), (lse, compiled_lse)):
+            assert torch.equal(eager, of_graph)
+        for name in ("token_ids", "valid", "logprobs", "top_token_ids", "top_logprobs"):
+            assert torch.equal(getattr(samples, name), getattr(compiled_samples, name)), name
+        x = x.roll(1, 0)
+
+
+@pytest.mark.slow
+def test_a_variant_with_arguments(device: torch.device) -> None:
+    variant = builtin.alibi() & builtin.causal()
+    made = attention(device, variant=variant)
+    q = torch.randn(sum(QO_LENS), HEADS, HEAD_DIM, device=device).bfloat16()
+    cache = torch.randn(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
+    slopes = builtin.alibi_slopes(HEADS).to(device)
+
+    def attend(q: Tensor, cache: Tensor, slopes: Tensor) -> Tensor:
+        return made.run(q + q, KVCache.unchecked(*cache.unbind(1)), variant_args={"slopes": slopes}) + 1
+
+    assert torch.equal(attend(q, cache, slopes), torch.compile(attend, fullgraph=True)(q, cache, slopes))
+
+
+@pytest.mark.slow
+def test_draws_without_a_seed_are_refused_when_a_function_is_compiled() -> None:
+    with pytest.raises(Exception, match="seed is None, must be given in a compiled function"):
+        torch.compile(lambda logits: sample(logits).token_ids, fullgraph=True)(torch.randn(2, VOCAB))
