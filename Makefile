@@ -81,6 +81,7 @@ lint-python: environment
 	$(TEST_VENV)/bin/mypy -p integration
 	$(TEST_VENV)/bin/mypy -p benchmarks
 	MYPYPATH=examples $(TEST_VENV)/bin/mypy examples
+	$(TEST_VENV)/bin/mypy -p release
 # clang-tidy: the files of the host library, as cmake compiles them.
 lint-cpp: environment
 	if [ -f .clang-format ]; then $(CPP_FILES) | xargs $(TEST_VENV)/bin/clang-format --dry-run -Werror; fi

@@ -42,7 +42,7 @@ def draw_serving(tables: dict[str, dict[str, dict[str, float]]], path: Path) -> 
     """A panel for each engine: ITL p50 of each backend under three loads; without the lines that switch something off."""
     figure = new_figure(1000, 300)
     figure.set_layout_engine("constrained")
-    for axes, (engine, loads) in zip(figure.subplots(1, len(tables), sharey=True), tables.items(), strict=True):
+    for axes, (engine, loads) in zip(figure.subplots(1, len(tables), sharey=True, squeeze=False)[0], tables.items(), strict=True):
         chosen = {label: next(rows for title, rows in loads.items() if part in title) for label, part in LOADS.items()}
         backends = [name for name in next(iter(chosen.values())) if "," not in name]
         width = 0.8 / len(backends)
