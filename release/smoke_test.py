@@ -14,6 +14,8 @@ torch_seconds = time.perf_counter() - start
 start = time.perf_counter()
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, sample  # noqa: E402
 
+from attn_backend.kernels.library import library  # noqa: E402
+
 import_seconds = time.perf_counter() - start
 
 
@@ -42,6 +44,20 @@ def attention(device: str, dtype: torch.dtype) -> float:
     return float((out - torch.cat(wanted)).abs().max())
 
 
+def expected_isa() -> str | None:
+    """What this processor has, as the operating system says; None where it does not."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = set(next(line for line in file if line.startswith("flags")).split())
+    except (OSError, StopIteration):
+        return None
+    if not {"avx2", "fma", "f16c"} <= flags:
+        return "baseline"
+    if not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+        return "avx2"
+    return "amx" if {"avx512_bf16", "amx_bf16", "amx_tile"} <= flags else "avx512"
+
+
 def main() -> None:
     torch.manual_seed(0)
     cases = [("cpu", torch.float32, 1e-5), ("cpu", torch.bfloat16, 3e-2)]
@@ -50,6 +66,8 @@ def main() -> None:
     for device, dtype, bound in cases:
         error = attention(device, dtype)
         assert error < bound, f"attention on {device} in {dtype}: error {error}"
+    isa, expected = library().current_isa(), expected_isa()
+    assert expected in (None, isa), f"uses {isa} of a CPU that has {expected}"
     logits = torch.full((2, 1000), -10.0)
     logits[0, 7] = logits[1, 999] = 10.0
     assert sample(logits, temperature=0.0).token_ids.tolist() == [7, 999]
