@@ -22,7 +22,3 @@ class CpuAttnBackend(AttnBackend):
     @staticmethod
     def get_impl_cls() -> type[CpuAttnImpl]:
         return CpuAttnImpl
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return CpuAttnImpl.head_sizes

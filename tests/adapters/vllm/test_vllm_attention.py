@@ -267,8 +267,8 @@ def test_layers_that_are_accepted() -> None:
     impl = make_impl(sinks=None, chunk_lookback=-1, logits_soft_cap=None, sliding_window=None, head_size=80)
     assert impl.plan_key == PlanKey(6, 2, 80, -1)
     assert impl.logits_soft_cap == 0.0
-    with pytest.raises(NotImplementedError, match="head size 80: choose another --attention-backend"):
-        AttnImpl(6, 80, 1.0, 2)
+    with pytest.raises(NotImplementedError, match="head size 272: choose another --attention-backend"):
+        AttnImpl(6, 272, 1.0, 2)
 
 
 @pytest.mark.parametrize(

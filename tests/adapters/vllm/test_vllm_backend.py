@@ -47,6 +47,7 @@ def reasons(backend: type[AttnBackend] = AttnBackend, **changes: Any) -> list[st
         {},
         {"head_size": 64},
         {"head_size": 256},
+        {"head_size": 80},
         {"dtype": torch.float16},
         {"kv_cache_dtype": None},
         {"kv_cache_dtype": "bfloat16"},
@@ -75,7 +76,7 @@ def test_accepts(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 96}, "head_size"),
+        ({"head_size": 512}, "head_size"),
         ({"head_size": 512}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
