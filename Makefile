@@ -80,7 +80,8 @@ lint-python: environment
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/mypy -p integration
 	$(TEST_VENV)/bin/mypy -p benchmarks
-	MYPYPATH=examples $(TEST_VENV)/bin/mypy examples
+# those that plug into another project's classes need its types
+	MYPYPATH=examples $(TEST_VENV)/bin/mypy examples --exclude '(mini_sglang|transformers_attention)\.py'
 	$(TEST_VENV)/bin/mypy -p release
 # clang-tidy: the files of the host library, as cmake compiles them.
 lint-cpp: environment

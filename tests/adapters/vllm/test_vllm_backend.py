@@ -77,7 +77,6 @@ def test_accepts(changes: dict[str, Any]) -> None:
     ("changes", "reason"),
     [
         ({"head_size": 512}, "head_size"),
-        ({"head_size": 512}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
