@@ -22,7 +22,11 @@ def is_there(needed: str) -> bool:
     return torch.cuda.is_available() if needed == "gpu" else find_spec(needed) is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+LONG = {"quickstart.md"}  # its first block is that of README.md
+MARKED = [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=str(page.relative_to(ROOT))) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", MARKED)
 def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     left_out = []
