@@ -36,6 +36,8 @@ help:
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
+	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
+	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
 
 .PHONY: demo
@@ -78,6 +80,9 @@ lint-python: environment
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/mypy -p integration
 	$(TEST_VENV)/bin/mypy -p benchmarks
+# those that plug into another project's classes need its types
+	MYPYPATH=examples $(TEST_VENV)/bin/mypy examples --exclude '(mini_sglang|transformers_attention)\.py'
+	$(TEST_VENV)/bin/mypy -p release
 # clang-tidy: the files of the host library, as cmake compiles them.
 lint-cpp: environment
 	if [ -f .clang-format ]; then $(CPP_FILES) | xargs $(TEST_VENV)/bin/clang-format --dry-run -Werror; fi
@@ -115,6 +120,22 @@ else
 	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
 endif
 
+DOCS_VENV ?= $(CURDIR)/.venv-docs
+.PHONY: docs
+docs: base-python
+	@[ -x $(DOCS_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install -q "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30"
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+RELEASE_VENV := $(CURDIR)/.venv-release
+.PHONY: wheel
+wheel: base-python
+	@[ -n "$(NVCC)" ] || { echo "error: make wheel needs nvcc, which compiles the kernels that the wheel ships. Install the CUDA toolkit (13.0 is what CI has)" >&2; exit 1; }
+	$(MAKE) kernels
+	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
+	$(RELEASE_VENV)/bin/python -m release.wheel
+
 .PHONY: base-python
 base-python:
 ifeq ($(BASE_PYTHON),)
@@ -127,4 +148,4 @@ clean:
 	rm -rf build dist results .build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 distclean: clean
-	rm -rf .venv .venv-check .venv-vllm .venv-sglang
+	rm -rf .venv .venv-check .venv-release .venv-docs .venv-vllm .venv-sglang

@@ -27,7 +27,7 @@ WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no 
 TOOLS = ["httpx==0.28.1", "matplotlib==3.11.2", "pandas==3.1.1", "psutil==7.2.2", "pydantic==2.14.3", "rich==15.0.0", *WITHOUT_NEEDS]
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that comes in the version that the engine pins
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
-BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10"]  # as in pyproject.toml
+BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]  # as in pyproject.toml
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by somebody else
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "kernels": {"metadata", "settings", "variants"},
     "adapters": {"kernels", "metadata", "settings", "variants", "attn_backend"},
     "flashinfer": {"kernels", "metadata", "variants"},
-    "cli": {"kernels", "metadata", "settings", "variants", "attn_backend"},
+    "cli": {"adapters", "kernels", "metadata", "settings", "variants", "attn_backend"},
 }
 
 

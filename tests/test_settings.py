@@ -58,7 +58,7 @@ def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Settings.read().cache_folder() == Path(folder)
 
 
-def test_the_readme_lists_every_variable() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_documentation_lists_every_variable() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
     for name in Settings.model_fields:
         assert f"`{PREFIX}{name.upper()}" in text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -200,7 +202,7 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
             load()()
     except Exception as error:  # the user must see the engine's error, of whatever type it is
         sys.stderr.write(said.getvalue())
-        advice = "a package that it names does not fit this torch, or see `What is supported` in the README"
+        advice = "a package that it names does not fit this torch, or see docs/formats.md, what is supported"
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 
@@ -232,9 +234,27 @@ def findings() -> list[Finding]:
     return report
 
 
-def run() -> int:
+_EPILOG = """examples:
+  attn-backend doctor
+  attn-backend doctor --json | python -m json.tool      # for a bug report, or a check before serving
+
+[ok]: there. [--]: absent, and not needed for everything. [!!]: broken; the exit status is then 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="one object: version, findings (mark, subject, text, advice), settings (name, value, meaning)")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something is broken."""
     report = findings()
+    if arguments.json:
+        described = [dict(zip(("name", "value", "meaning"), setting, strict=True)) for setting in settings()]
+        print(json.dumps({"version": version("attn-backend"), "findings": [asdict(finding) for finding in report], "settings": described}, indent=1))
+        return int(any(finding.mark == "!!" for finding in report))
     rows = []
     for finding in report:
         rows.append((f"[{finding.mark}]", finding.subject, finding.text))

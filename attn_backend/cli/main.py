@@ -1,28 +1,53 @@
-"""`attn-backend doctor | plan | compile`."""
+"""`attn-backend doctor | demo | bench | plan | compile | completion`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from types import ModuleType
 
+from . import bench, completion, demo, doctor, plan
 from . import compile as compile_command
-from . import doctor, plan
+
+_EPILOG = """examples:
+  attn-backend doctor                                # is everything there? what to do if not
+  attn-backend demo                                  # serve a small model with the installed engine, ours beside its own
+  attn-backend bench                                 # attention on this machine beside the peers that are installed
+  attn-backend plan --shared-prefix 128x8192+256     # show what would be planned for a batch
+
+`attn-backend COMMAND --help` has examples of each.
+"""
+
+COMMANDS: dict[str, tuple[ModuleType, str]] = {
+    "doctor": (doctor, "what is installed, what works, and what to do about what is missing"),
+    "demo": (demo, "serve a small model with the installed engine: one answer, and latencies beside the engine's own backend"),
+    "bench": (bench, "measure attention on this GPU or CPU beside the peers that are installed"),
+    "plan": (plan, "plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"),
+    "compile": (compile_command, "compile the standard kernels, or a variant's, into the cache"),
+    "completion": (completion, "print what makes bash, zsh or fish complete these commands"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="attn-backend", description="Attention backend for vLLM and SGLang.", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {doctor.version('attn-backend') or '(not installed)'}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (module, description) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}."))
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="attn-backend", description="Attention backend for vLLM and SGLang.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {doctor.version('attn-backend') or '(not installed)'}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what is installed, what works, and what to do about what is missing")
-    plan.add_arguments(commands.add_parser("plan", help="plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"))
-    compile_command.add_arguments(commands.add_parser("compile", help="compile the standard kernels, or a variant's, into the cache"))
+    parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.command == "doctor":
-        return doctor.run()
-    if arguments.command == "plan":
-        return plan.run(arguments)
-    return compile_command.run(arguments)
+    if arguments.command == "completion":
+        print(completion.script(arguments.shell, completion.options_of(parser)), end="")
+        return 0
+    status: int = COMMANDS[arguments.command][0].run(arguments)
+    return status
 
 
 if __name__ == "__main__":

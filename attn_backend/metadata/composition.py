@@ -98,8 +98,8 @@ class Composition:
     ) -> Composition:  # fmt: skip
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
 
-        The rows qo_indptrs[d][i]:qo_indptrs[d][i+1] see all tokens of request i of tables[d]. Only in the last level, the KV that each request has for itself,
-        `causal` and `window_left` count.
+        The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`.
+        Only in the last level, the KV that each request has for itself, `causal` and `window_left` count.
 
         Args:
             qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all should end at the same number of rows (not

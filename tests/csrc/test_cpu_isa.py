@@ -30,6 +30,21 @@ for seed in range(int(sys.argv[2]), int(sys.argv[3])):
 """
 
 
+def test_the_best_set_is_what_the_operating_system_says() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    if not lines or cpu_isa.COMPILER is None:
+        pytest.skip("needs g++ and the flags of an x86-64 processor")
+    flags = set(lines[0].split())
+    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "amx": {"avx512_bf16", "amx_bf16", "amx_tile"}}
+    best = "baseline"
+    for isa, its_flags in needed.items():
+        if not its_flags <= flags:
+            break
+        best = isa
+    assert cpu_isa.used("amx") == best
+
+
 @pytest.mark.parametrize("first", mostly_slow([2000, 2020], fast=1))
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_random_cases(isa: str, first: int) -> None:

@@ -102,7 +102,7 @@ def test_the_command_line_of_the_loads_that_share_prefixes():
 
 def documented_commands(module):
     """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
-    files = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", f"{module.replace('.', '/')}.py")
+    files = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/performance.md", "docs/sampling.md", f"{module.replace('.', '/')}.py")
     texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in files]
     lines = "\n".join(texts).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]

@@ -29,23 +29,41 @@ bool request_amx_tiles() {
 #endif
 }
 
-bool has_amx_bf16() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22;
-  constexpr unsigned kAmxTile = 1u << 24;
-  return (edx & kAmxBf16) != 0 && (edx & kAmxTile) != 0;
+struct CpuidLeaf {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;  // 0 where the processor has no such leaf
+};
+
+CpuidLeaf cpuid(unsigned leaf, unsigned subleaf) {
+  CpuidLeaf result;
+  __get_cpuid_count(leaf, subleaf, &result.eax, &result.ebx, &result.ecx, &result.edx);
+  return result;
 }
 
+/// XCR0: the registers that the operating system saves.
+unsigned saved_registers() {
+  unsigned low = 0, high = 0;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+constexpr bool has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+/// From CPUID itself: __builtin_cpu_supports() needs a part of the compiler's runtime that zig's clang does not fill.
 Isa detect() {
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-    return Isa::kBaseline;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return Isa::kAvx2;
+  constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;         // leaf 1, ecx
+  constexpr unsigned kAvx2 = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;  // 7.0, ebx
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;                                        // 7.0, edx
+  constexpr unsigned kAvx512Bf16 = 1u << 5;                                                           // 7.1, eax
+  constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;                                       // XCR0
+  if (!has_all(cpuid(1, 0).ecx, kFma | kOsXsave | kAvx | kF16c)) return Isa::kBaseline;
+  const CpuidLeaf extended = cpuid(7, 0);
+  const unsigned saved = saved_registers();
+  if (!has_all(extended.ebx, kAvx2) || !has_all(saved, kYmm)) return Isa::kBaseline;
+  if (!has_all(extended.ebx, kF | kDq | kBw | kVl) || !has_all(saved, kZmm)) return Isa::kAvx2;
+  if (!has_all(cpuid(7, 1).eax, kAvx512Bf16) || !has_all(extended.edx, kAmxBf16 | kAmxTile) ||
+      !has_all(saved, kTiles) || !request_amx_tiles()) {
+    return Isa::kAvx512;
   }
-  if (!__builtin_cpu_supports("avx512bf16") || !has_amx_bf16() || !request_amx_tiles()) return Isa::kAvx512;
   return Isa::kAmx;
 }
 

@@ -1,0 +1,279 @@
+"""`attn-backend bench`: attention of this machine's GPU or CPU, beside the peers that are installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_EPILOG = """examples:
+  attn-backend bench                                 # a table, in less than two minutes
+  attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
+  attn-backend bench --json bench.json
+  attn-backend bench --device cpu                    # small sizes, beside torch's scaled_dot_product_attention
+
+Times are medians in µs, of attention alone: the plan of a step, which serves all layers, is a column of its own. On a GPU launches are replayed from
+CUDA graphs with a cold L2, in turns. Peers that are not installed are left out: FlashAttention-3 (of vLLM), FlashInfer.
+docs/benchmarks.md has what was measured with many more cases.
+"""
+
+Launch = Callable[[], Any]
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """shared_pages: leading pages that all requests have in common."""
+
+    name: str
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: tuple[int, int, int] = (32, 8, 128)
+    shared_pages: int = 0
+
+
+ON_GPU = (
+    Case("decode 64 x 4096", (1,) * 64, (4096,) * 64),
+    Case("decode 8 x 32768", (1,) * 8, (32768,) * 8),
+    Case("decode 32 x 512..32768", (1,) * 32, tuple(512 << (i % 7) for i in range(32))),
+    Case("prefill 8 x 2048", (2048,) * 8, (2048,) * 8),
+    Case("chunk 2048 at 8192, 63 decodes", (2048, *(1,) * 63), (8192, *(4096,) * 63)),
+    Case("decode 64 x 8192, shared", (1,) * 64, (8192 + 256,) * 64, shared_pages=8192 // PAGE_SIZE),
+)
+ON_CPU = (
+    Case("decode 4 x 512", (1,) * 4, (512,) * 4, (8, 2, 64)),
+    Case("prefill 2 x 128", (128,) * 2, (128,) * 2, (8, 2, 64)),
+    Case("chunk 64 at 256, 3 decodes", (64, 1, 1, 1), (256, 512, 512, 512), (8, 2, 64)),
+    Case("decode 8 x 1024, shared", (1,) * 8, (1024 + 32,) * 8, (8, 2, 64), shared_pages=1024 // PAGE_SIZE),
+)
+
+
+class Batch:
+    """The tensors of a case: bfloat16 on a GPU, float32 on a CPU. Pages lie anywhere in the cache."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        import torch
+
+        self.case, self.device = case, device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        num_qo_heads, num_kv_heads, head_dim = case.heads
+        pages = [-(-length // PAGE_SIZE) for length in case.kv_lens]
+        num_pages = case.shared_pages + sum(count - case.shared_pages for count in pages)
+        places = torch.randperm(num_pages, dtype=torch.int32)
+        table, used = torch.zeros(len(pages), max(pages), dtype=torch.int32), case.shared_pages
+        for row, count in zip(table, pages, strict=True):
+            row[: case.shared_pages] = places[: case.shared_pages]
+            own = count - case.shared_pages
+            row[case.shared_pages : count] = places[used : used + own]
+            used += own
+        self.block_table = table.to(device)
+        self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
+        self.qo_indptr = torch.tensor([0, *case.q_lens], device=device).cumsum(0, dtype=torch.int32)
+        self.q = torch.randn(sum(case.q_lens), num_qo_heads, head_dim, dtype=self.dtype, device=device)
+        self.kv = torch.randn(num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device)
+
+
+def ours(batch: Batch) -> tuple[Launch, Launch]:
+    """(plan, run)."""
+    from attn_backend import Attention, BSRView, KVCache, PageTable
+
+    attention = Attention(*batch.case.heads, dtype=batch.dtype, device=batch.device, max_rows=batch.q.shape[0], max_batch=len(batch.case.q_lens))
+    view = BSRView(batch.qo_indptr, PageTable.block_table(batch.block_table, batch.kv_lens, PAGE_SIZE), causal=True)
+    cache = KVCache.from_tensor(batch.kv)
+    attention.plan(view)
+    return lambda: attention.plan(view), lambda: attention.run(batch.q, cache)
+
+
+def flash_attention_3(batch: Batch) -> Launch:
+    """With its scheduler's metadata computed beforehand where it is vLLM's."""
+    from ..adapters.vllm.flash_attention import flash_attention_3 as launch
+
+    return launch(batch.q, batch.kv, batch.qo_indptr, batch.kv_lens, batch.block_table, max(batch.case.q_lens), max(batch.case.kv_lens))
+
+
+def flashinfer(batch: Batch) -> Launch:
+    """Its plan reads lengths on the host and is not timed."""
+    import torch
+
+    package = import_module("flashinfer")
+    workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=batch.device)
+    pages = (batch.kv_lens + PAGE_SIZE - 1) // PAGE_SIZE
+    used = torch.arange(batch.block_table.shape[1], device=batch.device)[None] < pages[:, None]
+    table = (torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % PAGE_SIZE + 1)
+    types = {"q_data_type": batch.dtype, "kv_data_type": batch.dtype}
+    if max(batch.case.q_lens) == 1:
+        decode = package.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(*table, *batch.case.heads, PAGE_SIZE, **types)
+        return lambda: decode.run(batch.q, batch.kv)
+    prefill = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    prefill.plan(batch.qo_indptr, *table, *batch.case.heads, PAGE_SIZE, causal=True, **types)
+    return lambda: prefill.run(batch.q, batch.kv)
+
+
+def torch_sdpa(batch: Batch) -> Launch:
+    """Request after request, over K and V that were gathered beforehand."""
+    import torch
+
+    requests = []
+    for i, (q_len, kv_len) in enumerate(zip(batch.case.q_lens, batch.case.kv_lens, strict=True)):
+        pages = batch.block_table[i, : -(-kv_len // PAGE_SIZE)].long()
+        k, v = (part.flatten(0, 1)[:kv_len].transpose(0, 1)[None].contiguous() for part in batch.kv[pages].unbind(1))
+        q = batch.q[batch.qo_indptr[i] : batch.qo_indptr[i + 1]].transpose(0, 1)[None]
+        mask = torch.arange(kv_len, device=q.device) <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
+        requests.append((q, k, v, mask))
+
+    def run() -> torch.Tensor:
+        parts = [torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True) for q, k, v, mask in requests]
+        return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+    return run
+
+
+PEERS: dict[str, dict[str, Callable[[Batch], Launch]]] = {
+    "cuda": {"FA3": flash_attention_3, "FlashInfer": flashinfer},
+    "cpu": {"torch SDPA": torch_sdpa},
+}
+
+
+def times(launches: list[Launch], device: str, repeats: int) -> list[float]:
+    """Median µs of each; they take turns."""
+    import torch
+
+    clear: torch.Tensor | None = None
+    if device == "cuda":
+        clear = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        launches = [_replay_of(launch) for launch in launches]
+    measured: list[list[float]] = [[] for _ in launches]
+    for repeat in range(2 + repeats):  # two warm up
+        for launch, of_launch in zip(launches, measured, strict=True):
+            if clear is None:
+                start = time.perf_counter()
+                launch()
+                elapsed = (time.perf_counter() - start) * 1e6
+            else:
+                clear.zero_()
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                launch()
+                end.record()
+                torch.cuda.synchronize()
+                elapsed = begin.elapsed_time(end) * 1e3
+            if repeat >= 2:
+                of_launch.append(elapsed)
+    return [statistics.median(of_launch) for of_launch in measured]
+
+
+def _replay_of(launch: Launch) -> Launch:
+    import torch
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
+    """A line of the table: name, µs of the plan, of ours and of each peer that is installed; the largest difference from a peer is checked."""
+    batch = Batch(case, device)
+    plan, run = ours(batch)
+    out = run().float().clone()
+    launches: dict[str, Launch] = {"plan": plan, "ours": run}
+    for name, make in PEERS[device].items():
+        try:
+            launch = make(batch)
+            difference = float((launch().float().view_as(out) - out).abs().max())
+        except ImportError:
+            continue
+        except Exception as error:  # a peer may raise anything, and stops nothing
+            print(f"{case.name}: {name}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        if not difference < 0.05:
+            print(f"{case.name}: {name} differs from ours by {difference:.3f}", file=sys.stderr)
+        launches[name] = launch
+    line: dict[str, Any] = {"case": case.name}
+    return line | dict(zip(launches, times(list(launches.values()), device, repeats), strict=True))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch sees a GPU")
+    parser.add_argument("--case", action="append", default=[], metavar="TEXT", help="only cases whose names contain this; repeatable")
+    parser.add_argument("--repeats", type=int, default=30, help="timed rounds (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table; returns the exit status."""
+    try:
+        import torch
+
+        from .console import print_table
+        from .plan import check_matplotlib
+
+        if arguments.svg:
+            check_matplotlib("--svg")
+        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cases = [case for case in (ON_GPU if device == "cuda" else ON_CPU) if not arguments.case or any(text in case.name for text in arguments.case)]
+        if not cases or arguments.repeats < 1:
+            raise ValueError(f"--case {arguments.case}: no case has such a name" if not cases else f"--repeats is {arguments.repeats}, must be at least 1")
+        torch.manual_seed(0)
+        lines = [measure(case, device, arguments.repeats) for case in _progress(cases)]
+        columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
+        rows = [[line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)] for line in lines]
+        where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        print(f"µs on {where}")
+        print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
+        absent = [name for name in PEERS[device] if name not in columns]
+        if absent:
+            print(f"\nnot measured, since not installed or without such a kernel: {', '.join(absent)}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"device": where, "unit": "us", "lines": lines}, indent=1))
+        if arguments.svg:
+            draw(lines, columns[1:], where, arguments.svg)
+            print(f"\nwrote {arguments.svg}")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"attn-backend bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+def _progress(cases: list[Case]) -> Any:
+    if not sys.stdout.isatty():
+        return cases
+    from rich.progress import track
+
+    return track(cases, "measuring", transient=True)
+
+
+def draw(lines: list[dict[str, Any]], columns: list[str], where: str, path: Path) -> None:
+    """Bars: how many times as fast as ours each peer is; ours is 1."""
+    from .picture import new_figure, write
+
+    figure = new_figure(760, 120 + 26 * len(lines) * len(columns))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(columns)
+    for number, name in enumerate(columns):
+        points = [(place + number * height, line["ours"] / line[name]) for place, line in enumerate(lines) if name in line]
+        axes.barh([place for place, _ in points], [value for _, value in points], height, label=name, color="C3" if name == "ours" else f"C{number + 6}")
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(lines))], [line["case"] for line in lines], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel(f"speed; ours is 1 ({where})", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
+    write(figure, path, "svg")

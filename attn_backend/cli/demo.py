@@ -1,0 +1,263 @@
+"""`attn-backend demo`: the installed engine serves a small model with this backend and with its own; one answer, and a table of latencies."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+_EPILOG = """examples:
+  attn-backend demo                                          # vLLM, or SGLang where there is no vLLM
+  attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
+  attn-backend demo --requests 8 --output-len 32 --svg demo.svg
+
+Each server is started, asked, measured and stopped, one after another. The load is some requests at a time with one beginning, which the engine's prefix
+caching shares. The model is downloaded by the engine if it is no folder. For serious measurements see docs/benchmarks.md.
+"""
+
+QUESTION = "What is the capital of Japan?"
+PREFIX = "The following text is a careful answer to a question of a reader who wants to know more about the history of cities. " * 12
+OURS, STOCK = "attn_backend", "stock"
+SERVED_NAME = "demo"
+
+
+@dataclass
+class Answers:
+    """Seconds, of all requests of a load."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    failed: int = 0
+    duration: float = 0.0
+
+
+def server_command(engine: str, model: str, backend: str, port: int, device: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(command, environment variables) of a server that has this backend or the one that the engine chooses."""
+    ours = backend == OURS
+    if engine == "vllm":
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", SERVED_NAME, "--max-model-len", "2048"]
+        if device == "cpu":
+            environment = {"ATTN_BACKEND_VLLM_CPU": str(int(ours)), "VLLM_CPU_KVCACHE_SPACE": "1"}
+            command += ["--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]
+        else:
+            environment = {}
+            command += ["--attention-backend", "CUSTOM"] if ours else []
+    else:
+        environment = {}
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", SERVED_NAME, "--context-length", "2048"]
+        command += ["--device", "cpu"] if device == "cpu" else []
+        command += ["--attention-backend", "attn_backend"] if ours else []
+    return [*command, "--host", "127.0.0.1", "--port", str(port), *arguments], environment
+
+
+@contextmanager
+def serving(command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float) -> Iterator[None]:
+    """A server that answers, and is stopped afterwards.
+
+    Raises:
+        RuntimeError: it ended, or did not answer in time; says where its log is.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        end = time.monotonic() + timeout
+        while True:
+            if process.poll() is not None:
+                last = log.read_text(errors="replace").strip().splitlines()[-5:]
+                raise RuntimeError(f"the server ended with status {process.returncode}; the end of {log}:\n" + "\n".join(last))
+            try:
+                if _get(port, "/health") == 200:
+                    break
+            except OSError:
+                pass
+            if time.monotonic() > end:
+                raise RuntimeError(f"the server did not answer within {timeout:.0f} s; its log is {log}")
+            time.sleep(0.5)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _get(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def _post(port: int, path: str, body: dict[str, object]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", path, json.dumps({"model": SERVED_NAME, "temperature": 0} | body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"the server answered {response.status}: {response.read(300).decode(errors='replace')}")
+    return connection, response
+
+
+def ask(port: int) -> str:
+    """The answer to one question."""
+    connection, response = _post(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32})
+    answer = json.loads(response.read())["choices"][0]["message"]["content"]
+    connection.close()
+    return str(answer).strip()
+
+
+def _stream(port: int, prompt: str, output_len: int, answers: Answers) -> None:
+    """One request; its times go to `answers`."""
+    try:
+        last = start = time.perf_counter()
+        connection, response = _post(port, "/v1/completions", {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True})
+        is_first = True
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            (answers.first if is_first else answers.between).append(now - (start if is_first else last))
+            last, is_first = now, False
+        connection.close()
+    except (OSError, RuntimeError, http.client.HTTPException):
+        answers.failed += 1
+
+
+def load(port: int, requests: int, at_a_time: int, output_len: int) -> Answers:
+    """So many requests with one beginning, some at a time."""
+    answers, waiting, lock = Answers(), list(range(requests)), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                number = waiting.pop()
+            _stream(port, f"{PREFIX}Question {number}: {QUESTION}\nAnswer:", output_len, answers)
+
+    start = time.perf_counter()
+    threads = [threading.Thread(target=work) for _ in range(at_a_time)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers.duration = time.perf_counter() - start
+    return answers
+
+
+def row(backend: str, answers: Answers) -> list[str]:
+    """A line of the table."""
+    if not answers.between:
+        raise RuntimeError(f"{backend}: no request was answered ({answers.failed} failed)")
+    times = [f"{statistics.median(values) * 1e3:.1f}" for values in (answers.first, answers.between)]
+    tail = sorted(answers.between)[int(0.99 * (len(answers.between) - 1))] * 1e3
+    rate = (len(answers.first) + len(answers.between)) / answers.duration
+    return [backend, str(len(answers.first)), str(answers.failed), *times, f"{tail:.1f}", f"{rate:.1f}"]
+
+
+COLUMNS = ("backend", "requests", "failed", "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tokens/s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="default: the one that is installed")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder, or name on the hub (%(default)s)")
+    parser.add_argument("--requests", type=int, help="(64; on a CPU 12)")
+    parser.add_argument("--output-len", type=int, help="tokens of each answer (128; on a CPU 24)")
+    parser.add_argument("--at-a-time", type=int, help="requests (16; on a CPU 4)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
+    parser.add_argument("--server-args", default="", metavar="TEXT", help="more arguments for both servers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    import shlex
+
+    from .console import print_table
+
+    try:
+        engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
+        if engine is None or find_spec(engine) is None:
+            raise RuntimeError("no engine is installed beside this package: pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'")
+        import torch
+
+        if arguments.svg:
+            from .plan import check_matplotlib
+
+            check_matplotlib("--svg")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        defaults = (64, 128, 16) if device == "cuda" else (12, 24, 4)
+        requests, output_len, at_a_time = (
+            given or default for given, default in zip((arguments.requests, arguments.output_len, arguments.at_a_time), defaults, strict=True)
+        )
+        logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
+        print(f"{engine} on {'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs are in {logs}", flush=True)
+        rows = []
+        for backend in (OURS, STOCK):
+            port = _free_port()
+            command, environment = server_command(engine, arguments.model, backend, port, device, shlex.split(arguments.server_args))
+            with _status(f"{backend}: the server starts"), serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
+                if backend == OURS:
+                    print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
+                load(port, min(requests, at_a_time), at_a_time, 8)  # warms up, and fills the prefix cache
+                rows.append(row(backend, load(port, requests, at_a_time, output_len)))
+        print_table(rows, COLUMNS, right=range(1, len(COLUMNS)))
+        if arguments.svg:
+            draw(rows, arguments.svg)
+            print(f"\nwrote {arguments.svg}")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"attn-backend demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("attn-backend demo: interrupted; the server is stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+@contextmanager
+def _status(text: str) -> Iterator[None]:
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        yield
+        return
+    from rich.console import Console
+
+    with Console().status(text):
+        yield
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def draw(rows: list[list[str]], path: Path) -> None:
+    """Bars of the latencies."""
+    from .picture import new_figure, write
+
+    figure = new_figure(720, 240)
+    figure.set_layout_engine("constrained")
+    for axes, column in zip(figure.subplots(1, 3), (3, 4, 5), strict=True):
+        axes.bar([line[0] for line in rows], [float(line[column]) for line in rows], color=["C3", "0.6"])
+        axes.set_title(COLUMNS[column], fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    write(figure, path, "svg")

@@ -1,0 +1,118 @@
+"""The commands as a user meets them: help with examples, JSON, completion, the bench on a CPU, and the demo before its servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from attn_backend.cli import bench, completion, demo, doctor
+from attn_backend.cli.main import COMMANDS, main, make_parser
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main([command, "--help"])
+    assert exit_status.value.code == 0
+    assert f"attn-backend {command}" in capsys.readouterr().out.partition("examples:")[2]
+
+
+def test_doctor_writes_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_ENGINES", ())  # each takes a minute to import
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert {finding["subject"] for finding in report["findings"]} >= {"torch", "host library"}
+    assert status == any(finding["mark"] == "!!" for finding in report["findings"])
+    assert "ATTN_BACKEND_CACHE" in {setting["name"] for setting in report["settings"]}
+
+
+@pytest.mark.parametrize(("typed", "expected"), [(["attn-backend", "pl"], "plan"), (["attn-backend", "bench", "--j"], "--json")])
+def test_bash_completes(typed: list[str], expected: str) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    script = completion.script("bash", completion.options_of(make_parser()))
+    words = " ".join(typed)
+    test = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _attn_backend; echo "${{COMPREPLY[@]}}"'
+    assert subprocess.run(["bash", "-c", test], check=True, capture_output=True, text=True).stdout.split() == [expected]
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in COMMANDS)
+
+
+def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "bench.json", tmp_path / "bench.svg"
+    assert main(["bench", "--device", "cpu", "--case", "chunk", "--repeats", "2", "--json", str(files[0]), "--svg", str(files[1])]) == 0
+    said = capsys.readouterr()
+    assert "chunk 64 at 256, 3 decodes" in said.out
+    assert not said.err, "the peer computes the same"
+    (line,) = json.loads(files[0].read_text())["lines"]
+    assert min(line["plan"], line["ours"], line["torch SDPA"]) > 0
+    assert "chunk 64 at 256" in files[1].read_text()
+
+
+def test_bench_agrees_with_its_peer_behind_a_shared_prefix() -> None:
+    batch = bench.Batch(bench.ON_CPU[3], "cpu")
+    assert (bench.ours(batch)[1]() - bench.torch_sdpa(batch)()).abs().max() < 1e-4
+
+
+def test_bench_refuses_a_case_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--case", "nothing"]) == 2
+    assert "no case has such a name" in capsys.readouterr().err
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Streams as many events as tokens are asked for."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        if not body.get("stream"):
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": " Tokyo "}}]}).encode())
+            return
+        for _ in range(body["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+def test_demo_measures_a_server() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert demo.ask(server.server_port) == "Tokyo"
+        answers = demo.load(server.server_port, requests=5, at_a_time=2, output_len=7)
+    finally:
+        server.shutdown()
+    assert (len(answers.first), len(answers.between), answers.failed) == (5, 30, 0)
+    assert demo.row("ours", answers)[:3] == ["ours", "5", "0"]
+
+
+def test_demo_says_why_a_server_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    with pytest.raises(RuntimeError, match=r"status 3; the end of .*\nno such model"), demo.serving(command, {}, 1, tmp_path / "log", 60):
+        pass
+
+
+def test_demo_without_an_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert main(["demo"]) == 1
+    assert "pip install 'attn-backend[vllm]'" in capsys.readouterr().err
