@@ -25,23 +25,25 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and head_dim. design: None on a CPU. sinks: whether runs may be given some.
+    """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
     """
 
-    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool = False) -> None:
+    def __init__(
+        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device, sinks: bool = False
+    ) -> None:
         from ..variants import Variant
 
         if not isinstance(variant, Variant):
             refuse("variant", variant, "a Variant or None")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
-        variant.check_head_dim(head_dim)
+        variant.check_head_dim(dims.qk, dims.v)
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
-        self._head_dim = head_dim
+        self._dims = dims
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
         self._target, self._options = "cpu", ""
@@ -51,7 +53,7 @@ class AttentionVariant:
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, sinks)
+            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks)
             self._options += " --sinks" if sinks else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
@@ -76,7 +78,7 @@ class AttentionVariant:
     def _library_file(self) -> dict[str, str]:
         isa, jit = library().current_isa(), Settings.read().jit
         try:
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._head_dim, self._command(jit), jit))}
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit))}
         except RuntimeError as error:
             if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise
@@ -182,7 +184,7 @@ class AttentionVariant:
         """That compiles the variant ahead, as far as it can be said where it is; only asked for where nothing is compiled now."""
         if jit:
             return ""
-        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._head_dim}"
+        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 

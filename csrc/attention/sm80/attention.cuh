@@ -33,7 +33,7 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind>
+template <int kKind, int kKvTile>
 struct WarpLayout {
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
@@ -52,33 +52,37 @@ template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
   using Tile = QTile<Traits>;
-  constexpr int kChunks = Tile::kRowChunks;
-  constexpr int kRowsPerPass = kThreads / kChunks;
+  using Pieces = RowPieces<Tile, kThreads>;
+  constexpr int kChunks = Pieces::kChunks;
+  constexpr int kRowsPerPass = Pieces::kRows;
   constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
-  const int chunk = threadIdx.x % kChunks;
-  uint4 values[kPasses];
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
-    values[i] = make_uint4(0, 0, 0, 0);
-    if (row.exists && (Tile::kHeadChunks == kChunks || chunk < Tile::kHeadChunks)) {
-      const int64_t element =
-          row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
-      values[i] =
-          __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
+  for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+    const int chunk = threadIdx.x % kChunks + piece * kChunks;
+    uint4 values[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
+      values[i] = make_uint4(0, 0, 0, 0);
+      if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
+        const int64_t element =
+            row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
+        values[i] = __ldg(
+            reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int row = threadIdx.x / kChunks + i * kRowsPerPass;
-    if (kRows % kRowsPerPass == 0 || row < kRows)
-      *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = threadIdx.x / kChunks + i * kRowsPerPass;
+      if (kRows % kRowsPerPass == 0 || row < kRows)
+        *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
+    }
   }
 }
 
 /// Transforms the tokens of a KV tile that a warp multiplies, if there is such a transform: by the warp itself if no
 /// other multiplies them, else by all warps. Then all may read them.
-template <class Transform, class Tile, class Element, class Layout, int kColumns>
+template <class Transform, class Tile, class Element, class Layout, int kColumns, int kKvTile>
 __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
                                                  const typename Transform::Variant& variant, const TileTokens& find) {
   if constexpr (Transform::kExists) {
@@ -108,7 +112,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
-  using Layout = WarpLayout<kKind>;
+  constexpr int kKvTile = tuning(Shape::kDims).kv_tile;
+  using Layout = WarpLayout<kKind, kKvTile>;
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
@@ -128,7 +133,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
   // Outputs of warps that share rows meet in memory whose chunks are permuted by eights (write_merged_warps).
-  WarpState<Element, round_up(Shape::kV, 32), Layout::kRowBlocks> state;
+  WarpState<Element, Shape::kVMultiplied, Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
   state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
@@ -172,14 +177,14 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
-    const uint32_t k_slot = kv + 2 * ring.pair * layout.kv_slot_bytes;
+    const uint32_t k_slot = kv + ring.pair * layout.pair_bytes;
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
-    char* const keys = shared + layout.kv + 2 * ring.pair * layout.kv_slot_bytes;
-    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk>(keys, warp, variant, tokens);
+    char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
+    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(keys, warp, variant, tokens);
     state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(
         s, q, k_slot + first_key + Keys::columns_first(lane));
 
@@ -198,9 +203,10 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
-    transform_tokens<Valued, Values, Element, Layout, Shape::kV>(keys + layout.kv_slot_bytes, warp, variant, tokens);
+    transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(keys + layout.k_slot_bytes, warp, variant,
+                                                                          tokens);
     state.template accumulate<Layout::kTokens, Values>(
-        p, k_slot + layout.kv_slot_bytes + first_value + Values::rows_first(lane));
+        p, k_slot + layout.k_slot_bytes + first_value + Values::rows_first(lane));
 
     token += kKvTile;
     tokens.first_token += kKvTile;
