@@ -189,6 +189,28 @@ struct OutputTarget {
   }
 };
 
+/// A target's columns from `first_column` on, where warps share the columns of rows. The first of them write the lse.
+template <class Target, int kElementBytes>
+struct TargetColumns : Target {
+  int32_t first_column;
+
+  __device__ __forceinline__ TargetColumns(const Target& target, int32_t first_column_)
+      : Target(target), first_column(first_column_) {}
+
+  __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
+    OutputPlace place = Target::place(tile_row);
+    if (place.o != nullptr)
+      place.o += first_column * (this->complete ? kElementBytes : static_cast<int32_t>(sizeof(float)));
+    if (first_column > 0) place.lse = nullptr;
+    return place;
+  }
+
+  template <int kValues>
+  __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
+    Target::transform(values, tile_row, first_column + column);
+  }
+};
+
 /// The pointer that lane `source` has.
 template <class T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {

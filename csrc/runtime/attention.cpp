@@ -272,8 +272,8 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
                  &arguments, stream);
   driver::launch(
       merge_kernel_,
-      driver::Launch{ctas, static_cast<uint32_t>(params.max_tile_rows / kMergeRows), kMergeThreads, -1, true}, &params,
-      stream);
+      driver::Launch{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1, true},
+      &params, stream);
   return 0;
 }
 

@@ -33,7 +33,7 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind, int kKvTile>
+template <int kKind, int kKvTile, bool kIsWide>
 struct WarpLayout {
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
@@ -45,6 +45,20 @@ struct WarpLayout {
 
   __device__ __forceinline__ explicit WarpLayout(int warp)
       : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
+};
+
+/// With wide heads: all have the same rows and tokens.
+template <int kKvTile>
+struct WarpLayout<0, kKvTile, true> {
+  static constexpr int kKvWarps = 1;
+  static constexpr int kRows = tile_rows(0);
+  static constexpr int kRowBlocks = 1;
+  static constexpr int kTokens = kKvTile;
+  static constexpr int first_row = 0;
+  static constexpr int first_token = 0;
+  static constexpr int kv_warp = 0;
+
+  __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
 };
 
 /// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
@@ -113,7 +127,9 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
   constexpr int kKvTile = tuning(Shape::kDims).kv_tile;
-  using Layout = WarpLayout<kKind, kKvTile>;
+  constexpr bool kIsWide = is_wide(Shape::kDims);
+  constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
+  using Layout = WarpLayout<kKind, kKvTile, kIsWide>;
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
@@ -133,7 +149,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
   // Outputs of warps that share rows meet in memory whose chunks are permuted by eights (write_merged_warps).
-  WarpState<Element, Shape::kVMultiplied, Layout::kRowBlocks> state;
+  WarpState<Element, kColumns, Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
   state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
@@ -171,7 +187,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
       ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
-  const uint32_t first_value = warp.first_token * Values::kRowBytes;
+  const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
+  const uint32_t first_value = warp.first_token * Values::kRowBytes + first_column * Element::kBytes;
   int32_t token =
       row_tile.kv_begin + cursor.now.kv_tile * kKvTile + warp.first_token;  // this warp's first one of the KV tile
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
@@ -218,7 +235,13 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
   const OutputTarget<Element, kManyLevels, Variant> target(params, rows, row_tile.group, cursor.now.head,
                                                            cursor.now.kv_tile > 0, ends_inside);
-  if constexpr (Layout::kKvWarps == 1) {
+  if constexpr (kIsWide) {
+    using Columns = SharedTile<Element, kColumns>;
+    __syncthreads();  // all have read Q
+    write_warp_rows<Columns>(
+        state, TargetColumns<OutputTarget<Element, kManyLevels, Variant>, Element::kBytes>(target, first_column), 0,
+        shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
+  } else if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
@@ -234,19 +257,22 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
   loader.start();
   RingCursor ring;
 
+  constexpr int kMaxKind = tuning(Traits::Shape::kDims).max_kind;
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:
         run_work_item<Traits, kManyLevels, 0>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 1:
-        run_work_item<Traits, kManyLevels, 1>(params, first_visibility, cursor, loader, ring, shared);
+        if constexpr (kMaxKind >= 1)
+          run_work_item<Traits, kManyLevels, 1>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 2:
-        run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
+        if constexpr (kMaxKind >= 2)
+          run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
         break;
       default:
-        if constexpr (tuning(Traits::Shape::kDims).max_kind >= 3)
+        if constexpr (kMaxKind >= 3)
           run_work_item<Traits, kManyLevels, 3>(params, first_visibility, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);

@@ -89,7 +89,7 @@ struct KvLoader {
     /// pass.
     __device__ __forceinline__ static int number(int row) { return row % kRows * kCount + row / kRows; }
   };
-  static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
+  static_assert(kThreads % (2 * kTokens) == 0, "one thread a token for K and one for V; or several that do the same");
   static_assert(max_of(KTile<Traits>::kRowBytes, VTile<Traits>::kRowBytes) <= kMaxRowBytes, "zero_row");
 
   const AttentionParams& params;
@@ -155,7 +155,7 @@ struct KvLoader {
     if (published) {
       using Pieces = typename Passes<Tile>::Pieces;
       constexpr int kChunks = Pieces::kChunks;
-      constexpr int kBatch = 4;
+      constexpr int kBatch = min_of(4, kPasses);
       const int chunk = threadIdx.x % kChunks;
       const int first_row = threadIdx.x / kChunks;
       const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
@@ -233,7 +233,7 @@ struct KvLoader {
 
   /// Makes the addresses of the KV tile under the cursor known.
   __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
-    const bool is_v = threadIdx.x >= kTokens;
+    const bool is_v = threadIdx.x % (2 * kTokens) >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
     if (!sees_nothing()) {
       const int32_t wanted =

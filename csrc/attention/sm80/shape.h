@@ -31,12 +31,16 @@ struct Tuning {
 };
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims) {
-  constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}};
+  constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
   for (const Tuning& tuning : kTunings) {
     if (dims.widest() <= tuning.max_columns) return tuning;
   }
   return Tuning{};
 }
+
+/// Heads whose output is too wide for the registers of one warp: the warps share its columns, and each computes all
+/// scores of the row tile for itself.
+ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Bytes of LoadedTile (attention/sm80/kv_loader.cuh).
 constexpr int32_t kLoadedTileBytes = 48;

@@ -44,26 +44,6 @@ struct WideConsumer : Consumer<Traits> {
 
   using Base::Base;
 
-  /// A work item's target, for one half of the columns.
-  struct HalfTarget : Target {
-    using Target::Target;
-    static constexpr int kBytesOfPartial = 4;
-
-    __device__ __forceinline__ static int first_column() { return warpgroup() * kColumns; }
-
-    __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
-      OutputPlace place = Target::place(tile_row);
-      if (place.o != nullptr) place.o += first_column() * (this->complete ? Element::kBytes : kBytesOfPartial);
-      if (warpgroup() != 0) place.lse = nullptr;
-      return place;
-    }
-
-    template <int kValues>
-    __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
-      Target::transform(values, tile_row, first_column() + column);
-    }
-  };
-
   __device__ __forceinline__ void run() {
     typename Shared::QPlace place;
     shared.wait_q_full(place);
@@ -77,7 +57,9 @@ struct WideConsumer : Consumer<Traits> {
         follow(item, state);
       }
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const HalfTarget target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
+      const TargetColumns<Target, Element::kBytes> target(
+          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside),
+          warpgroup() * kColumns);
       write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
       shared.free_q(place);
       place.next();
