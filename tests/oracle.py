@@ -51,11 +51,12 @@ def attention(
     request: int = 0,
     first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens, num_kv_heads, head_dim_v], on any device, in any float dtype.
+    """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens, num_kv_heads, head_dim_v], on any device, in any
+    float dtype.
 
     Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse [rows, num_qo_heads] (natural logarithm); a row
-    that sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what variants
-    are told.
+    that sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what
+    variants are told.
     """
     variant = variant or Variant()
     rows, num_qo_heads, head_dim = q.shape
