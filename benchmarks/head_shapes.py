@@ -207,7 +207,7 @@ def flash_attention_3(tensors: Tensors) -> Run:
             page_size=case.page_size,
             causal=True,
         )
-    return lambda: flash_attn_varlen_func(**arguments)  # type: ignore[no-any-return]
+    return lambda: flash_attn_varlen_func(**arguments)
 
 
 def flash_mla(tensors: Tensors) -> Run:
@@ -221,7 +221,7 @@ def flash_mla(tensors: Tensors) -> Run:
     arguments |= {"tile_scheduler_metadata": metadata[0], "softmax_scale": case.sm_scale, "causal": True}
     if metadata[1] is not None:
         arguments["num_splits"] = metadata[1]
-    return lambda: flash_mla_with_kvcache(**arguments)[0].flatten(0, 1)  # type: ignore[no-any-return]
+    return lambda: flash_mla_with_kvcache(**arguments)[0].flatten(0, 1)
 
 
 def peers_of(tensors: Tensors) -> dict[str, Callable[[], Run]]:

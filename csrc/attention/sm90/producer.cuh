@@ -30,6 +30,8 @@ struct Share {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Shared::kTuning.kv_tile / 2;
   static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
+  /// Of wide heads: blocks that lie in the first part of a slot.
+  static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
 
   bool is_v;
   int first_token;  // of the tile
@@ -38,12 +40,14 @@ struct Share {
   __device__ __forceinline__ explicit Share(int warp)
       : is_v(warp % 2 == 1),
         first_token(warp / 2 * kTokens),
-        part(warp % 2 * Shared::kParts + first_token / Shared::kPartTokens) {}
+        part(warp % 2 * Shared::kParts + (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
-  /// Of a row that TMA loads: it fills columns behind the head's with zeros.
-  __device__ __forceinline__ int row_bytes() const { return blocks() * kBlockColumns * Traits::KvElement::kBytes; }
+  /// Of blocks [first, end) of a row that TMA loads: it fills columns behind the head's with zeros.
+  __device__ __forceinline__ int row_bytes(int first, int end) const {
+    return (min_of(end, blocks()) - first) * kBlockColumns * Traits::KvElement::kBytes;
+  }
 };
 
 /// Loads a warp's share of a KV tile by TMA; lane i knows box i.
@@ -91,19 +95,21 @@ struct BoxCopier {
     return box;
   }
 
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy) const {
     const int lane = ptx::lane_id();
     const uint32_t full = shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes());
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes(kFirst, kEnd));
     __syncwarp();
     if (!box.wanted) return;
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
-    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+    for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
                     policy);
@@ -168,17 +174,19 @@ struct RowCopier {
     return box;
   }
 
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy) const {
     if (box.is_run) {
-      copy_run(shared, box, head, part, policy);
+      copy_run<kFirst, kEnd>(shared, box, head, part, policy);
     } else {
       if constexpr (VTile<Traits>::kRowChunks == KTile<Traits>::kRowChunks) {
-        gather<KTile<Traits>>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       } else if (share.is_v) {
-        gather<VTile<Traits>>(shared, box, head, part);
+        gather<VTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       } else {
-        gather<KTile<Traits>>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
@@ -186,21 +194,22 @@ struct RowCopier {
   }
 
  private:
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_run(const Shared& shared, const Box& box, int32_t head, int part,
                                            ptx::CachePolicy policy) const {
     if (ptx::lane_id() != 0) return;
     const uint32_t full = shared.kv_full(part);
-    ptx::mbarrier_expect(full, Share<Traits>::kTokens * share.row_bytes());
+    ptx::mbarrier_expect(full, Share<Traits>::kTokens * share.row_bytes(kFirst, kEnd));
     const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
 #pragma unroll
-    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+    for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
                     box.first, head, 0, policy);
     }
   }
 
-  template <class Tile>
+  template <class Tile, int kFirst, int kEnd>
   __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
     using Pieces = RowPieces<Tile, 32>;
     constexpr int kRowsPerPass = Pieces::kRows;
@@ -229,6 +238,7 @@ struct RowCopier {
 #pragma unroll
         for (int piece = 0; piece < Pieces::kPieces; ++piece) {
           const int behind = piece * Pieces::kChunks;
+          if (behind < kFirst * 8 || behind >= kEnd * 8) continue;
           copy_chunk<Tile>(Tile::below(target, first) + behind / 8 * Tile::kBlockBytes, row + behind * 16,
                            chunk + behind);
         }
@@ -252,7 +262,7 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
   using Pieces = RowPieces<Tile, 32>;
   const int lane = ptx::lane_id();
   const int first_chunk = lane % Pieces::kChunks;
-  constexpr int kMostPiecesAtOnce = 3;  // more would take too many registers
+  constexpr int kMostPiecesAtOnce = is_wide(Traits::Shape::kDims) ? 1 : 3;  // more take too many registers
   const int num_rows = multiplied_rows<Traits>(item.kind) / 2;
   const int end_row = (half + 1) * num_rows;
 #pragma unroll 1
@@ -454,14 +464,23 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
       // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
       // issued first, because they have few entries to wait for.
       if (Copier::kGathers && !last) look_up();
-      wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+      if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
       // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on its
       // barrier. That one must observe the phase before the slot is refilled. While few parts are in flight, refilling
       // it requires freed parts of the next item, which no consumer reaches before all have synchronised at the end of
       // this one.
       if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
-      copier.copy(shared, box, head, place.slot, policy);
-      place = place.behind(is_one_tile ? 1 : 2 * Shared::kParts);
+      constexpr int kBlocks = Share<Traits>::kMostBlocks, kLeftBlocks = Share<Traits>::kLeftBlocks;
+      if constexpr (kIsWide) {
+        const typename Shared::KvPlace right = place.behind(1);  // freed first, and multiplied first
+        shared.wait_kv_free(right);
+        copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
+        shared.wait_kv_free(place);
+        copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
+      } else {
+        copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
+      }
+      place = place.behind(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
       if (last) break;
       if (!Copier::kGathers) look_up();
     }

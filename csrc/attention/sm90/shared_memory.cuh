@@ -87,7 +87,7 @@ struct SharedMemory {
       ptx::mbarrier_init(q_free(slot), kConsumerWarps);
     }
     for (int part = 0; part < kKvParts; ++part) {
-      ptx::mbarrier_init(kv_full(part), 2 / kParts * lanes);
+      ptx::mbarrier_init(kv_full(part), (is_wide(Traits::Shape::kDims) ? 2 : 2 / kParts) * lanes);
       ptx::mbarrier_init(kv_free(part), kConsumerWarps);
     }
     using Hooks = VariantHooks<typename Traits::Variant>;

@@ -73,13 +73,18 @@ struct WideConsumer : Consumer<Traits> {
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
   // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
-  // are scarce.
-  static_assert(Shared::kKvParts == 2, "V's slots: both in turn if they hold K, too, otherwise always the second");
-  __device__ __forceinline__ KvPlace values() const { return hopper_params.v_is_k ? kv : kv.behind(1); }
-  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(hopper_params.v_is_k ? 1 : 2); }
+  // are scarce. A place is that of the left part, the columns that the leader multiplies with probabilities.
+  static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
+  __device__ __forceinline__ KvPlace values() const { return hopper_params.v_is_k ? kv : kv.behind(2); }
+  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(hopper_params.v_is_k ? 2 : 4); }
   __device__ __forceinline__ KvPlace values_before() const {
-    return KvPlace{hopper_params.v_is_k ? kv.slot ^ 1 : 1, 0};  // to be freed: in which phase does not matter
+    return KvPlace{hopper_params.v_is_k ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
   }
+  __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
+    return KvPlace{place.slot + 1, place.parity};
+  }
+  /// Frees a part that only this warpgroup reads last, for the other one, too.
+  __device__ __forceinline__ void free_alone(const KvPlace& place) const { shared.free_kv(place, 2); }
 
   // Floats of each row, for the follower.
   __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
@@ -117,13 +122,15 @@ struct WideConsumer : Consumer<Traits> {
     float s[1][kTokens / 8][4];
     int32_t token = item.first_token;
 
-    shared.wait_kv_full(kv);
     ptx::wgmma_fence();
-    this->multiply_keys(s, query, kv.slot);
+    multiply_keys_as_they_come(s, query, kv);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
     for (int left = item.num_kv_tiles;; token += kTokens) {
-      if (!hopper_params.v_is_k) shared.free_kv(kv, 2);  // for the follower, too, which does not read K
+      if (!hopper_params.v_is_k) {
+        free_alone(kv);
+        free_alone(right_of(kv));
+      }
       float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
       bool raised = false;
       // Found again for each KV tile: there is no register to keep it.
@@ -137,23 +144,22 @@ struct WideConsumer : Consumer<Traits> {
       if (left < item.num_kv_tiles) {
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(state.o[0]);
-        shared.free_kv(values_before(), 1);
+        free_alone(values_before());
         free_published();
         if (raised) state.scale_output(0, correction);
       }
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
       if (token < item.readable.begin || token + kTokens > item.readable.end) {
-        shared.wait_kv_full(values());
+        this->wait_for_tile(values());
         this->clear_unreadable(values(), token, item.readable);
       }
       publish_probabilities(s, correction);
       shared.wait_kv_full(values());
       if (--left == 0) break;
-      shared.wait_kv_full(next_keys());
       wait_published();
       ptx::wgmma_fence();
-      this->multiply_keys(s, query, next_keys().slot);
+      multiply_keys_as_they_come(s, query, next_keys());
       multiply_probabilities(state);
       kv = next_keys();
       ptx::wgmma_wait<1>();
@@ -164,10 +170,28 @@ struct WideConsumer : Consumer<Traits> {
     multiply_probabilities(state);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(state.o[0]);
-    shared.free_kv(values(), 1);
+    free_alone(values());
     free_published();
     kv = next_keys();
     publish_states(state);
+  }
+
+  /// Starts s = Q K^T, of the right part first: it comes first.
+  __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor query,
+                                                             const KvPlace& place) const {
+    using Keys = typename Base::Keys;
+    using Query = typename Base::Query;
+    constexpr int kLeftSteps = kColumns / 16, kSteps = Base::kQkColumns / 16;
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(place.slot)));
+    shared.wait_kv_full(right_of(place));
+#pragma unroll
+    for (int k = kLeftSteps; k < kSteps; ++k)
+      ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), k > kLeftSteps);
+    shared.wait_kv_full(place);
+#pragma unroll
+    for (int k = 0; k < kLeftSteps; ++k)
+      ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), 1);
+    ptx::wgmma_commit();
   }
 
   /// Waits until nobody reads what was published before.
@@ -211,13 +235,13 @@ struct WideConsumer : Consumer<Traits> {
       wait_published();
       const float correction[2] = {corrections()[own_row()], corrections()[own_row() + 8]};
       if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) state.scale_output(0, correction);
-      shared.wait_kv_full(values());
+      shared.wait_kv_full(right_of(values()));
       ptx::wgmma_fence_operand(state.o[0]);
       ptx::wgmma_fence();
       multiply_probabilities(state);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(state.o[0]);
-      shared.free_kv(values(), 1);
+      free_alone(right_of(values()));
       free_published();
       kv = next_keys();
     }
