@@ -32,7 +32,7 @@ class AttentionVariant:
     """
 
     def __init__(
-        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device, sinks: bool = False
+        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device, sinks: bool = False
     ) -> None:
         from ..variants import Variant
 
@@ -40,7 +40,8 @@ class AttentionVariant:
             refuse("variant", variant, "a Variant or None")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
-        variant.check_head_dim(dims.qk, dims.v)
+        dims = manifest.HeadDims.of(head_dim)
+        variant.check_head_dim(*dims)
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._dims = dims

@@ -233,7 +233,7 @@ struct KvLoader {
 
   /// Makes the addresses of the KV tile under the cursor known.
   __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
-    const bool is_v = threadIdx.x % (2 * kTokens) >= kTokens;
+    const bool is_v = (kThreads == 2 * kTokens ? threadIdx.x : threadIdx.x % (2 * kTokens)) >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
     if (!sees_nothing()) {
       const int32_t wanted =
