@@ -33,8 +33,8 @@ def check_heads(
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
         if not dims.runs_on_cuda:
-            name = "head_dim" if head_dim_v is None else "head_dim, head_dim_v"
-            refuse(name, dims.qk if head_dim_v is None else tuple(dims), f"{manifest.CUDA_HEAD_DIMS_TEXT} on CUDA")
+            is_k = head_dim_v is None or not manifest.HeadDims.of(dims.qk).runs_on_cuda
+            refuse("head_dim" if is_k else "head_dim_v", dims.qk if is_k else dims.v, f"{manifest.CUDA_HEAD_DIMS_TEXT} on CUDA")
         if dtype not in DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
