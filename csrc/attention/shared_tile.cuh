@@ -34,7 +34,8 @@ struct PermutedRows {
 /// `kChunks` chunks, a power of two, one after another.
 template <class Tile, int kThreads>
 struct RowPieces {
-  static constexpr int kChunks = min_of(Tile::kRowChunks & -Tile::kRowChunks, kThreads);
+  // Of wide rows few at a time: more rows share what is computed for each chunk.
+  static constexpr int kChunks = Tile::kRowChunks > 32 ? 8 : min_of(Tile::kRowChunks & -Tile::kRowChunks, kThreads);
   static constexpr int kPieces = Tile::kRowChunks / kChunks;
   static constexpr int kRows = kThreads / kChunks;
 };

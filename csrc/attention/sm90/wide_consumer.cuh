@@ -122,7 +122,6 @@ struct WideConsumer : Consumer<Traits> {
     float s[1][kTokens / 8][4];
     int32_t token = item.first_token;
 
-    ptx::wgmma_fence();
     multiply_keys_as_they_come(s, query, kv);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
@@ -158,7 +157,6 @@ struct WideConsumer : Consumer<Traits> {
       shared.wait_kv_full(values());
       if (--left == 0) break;
       wait_published();
-      ptx::wgmma_fence();
       multiply_keys_as_they_come(s, query, next_keys());
       multiply_probabilities(state);
       kv = next_keys();
@@ -184,10 +182,12 @@ struct WideConsumer : Consumer<Traits> {
     constexpr int kLeftSteps = kColumns / 16, kSteps = Base::kQkColumns / 16;
     const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(place.slot)));
     shared.wait_kv_full(right_of(place));
+    ptx::wgmma_fence();
 #pragma unroll
     for (int k = kLeftSteps; k < kSteps; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), k > kLeftSteps);
     shared.wait_kv_full(place);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLeftSteps; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), 1);
