@@ -34,7 +34,7 @@ struct Tuning {
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
   int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
                        // of wide heads the columns that a warpgroup multiplies with probabilities
-  int32_t mma_parts;           // that are filled or being filled while row tiles have 16 rows
+  int32_t mma_parts;   // that are filled or being filled while row tiles have 16 rows
   int32_t producer_registers;  // of a thread; three warpgroups share 504
   bool keeps_maxima;           // lazy maxima (consumer.cuh)
   bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
@@ -49,9 +49,12 @@ struct Tuning {
 /// output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims) {
   constexpr Tuning kTunings[] = {
-      {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},  {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},
-      {192, 128, kMaxKind, 128, 1, 4, 2, 5, 88, true, true},  {192, 192, kMaxKind, 64, 1, 7, 1, 4, 72, false, false},
-      {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false}, {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},
+      {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //
+      {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},   //
+      {192, 128, kMaxKind, 128, 1, 4, 2, 5, 88, true, true},   // MLA that is not absorbed
+      {192, 192, kMaxKind, 64, 1, 7, 1, 4, 72, false, false},  //
+      {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false},  //
+      {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},         // wide heads, absorbed MLA
   };
   for (const Tuning& tuning : kTunings) {
     if (dims.qk <= tuning.max_qk && dims.v <= tuning.max_v) return tuning;
