@@ -110,6 +110,10 @@ void check_widths() {
   for (size_t i = 0; i < 5; ++i) expect_equal(static_cast<int64_t>(encoded[i].sizes[0]), columns[i], "columns");
   expect_equal(encoded[0].box[2], 16, "rows of a box of Q");
   expect_equal(encoded[4].box[1], 16, "tokens of a box");
+  const attn::HopperParams many = launch_sm90(make_params(16, 128), false, attn::HeadDims(576, 512)).params;
+  expect_equal(many.has_row_maps, 1, "row maps of half a group of 128");
+  expect_equal(encoded[0].box[1], 64, "heads of a box of Q");
+  expect_equal(encoded[0].box[2], 1, "rows of a box of Q");
   params.v.token_stride += 8;
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V of other strides");
   params = make_params(16, 4);

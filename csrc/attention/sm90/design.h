@@ -36,7 +36,10 @@ inline int32_t unit_shift(const AttentionParams& params) {
 inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, int32_t columns,
                         int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
   const int32_t group_size = params.group_size.divisor;
-  if (packed_rows % group_size != 0 || params.num_rows == 0) return false;
+  // Of wide heads a row tile may have some heads of one row.
+  const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
+  const int32_t box_heads = has_part_of_group ? packed_rows : group_size;
+  if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
   Tensor4d t{};
   t.data = data;
   t.is_bf16 = context.is_bf16;
@@ -48,8 +51,8 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   t.strides[1] = row_stride;
   t.strides[2] = row_stride * params.num_rows;
   t.box[0] = kBlockColumns;
-  t.box[1] = static_cast<uint32_t>(group_size);
-  t.box[2] = static_cast<uint32_t>(packed_rows / group_size);
+  t.box[1] = static_cast<uint32_t>(box_heads);
+  t.box[2] = static_cast<uint32_t>(packed_rows / box_heads);
   t.box[3] = 1;
   return context.encode(t, map);
 }

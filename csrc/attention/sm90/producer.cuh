@@ -293,11 +293,13 @@ template <class Traits>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
+  int32_t head = item.kv_head * group_size.divisor;
+  if constexpr (is_wide(Traits::Shape::kDims)) head += group_size.modulo(item.rows.packed_begin);
   ptx::mbarrier_expect(full, tuning(Traits::Shape::kDims).q_rows() * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns,
-                  item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
+    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns, head, row, 0,
+                  ptx::kKeepNormally);
   }
 }
 
