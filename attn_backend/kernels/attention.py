@@ -43,7 +43,7 @@ class Attention:
         num_qo_heads: query heads.
         num_kv_heads: KV heads; divides num_qo_heads.
         head_dim: columns of a head of Q and K: a multiple of 8 up to 256 on CUDA, up to 576 on a CPU.
-        head_dim_v: columns of a head of V and of the output; None: head_dim.
+        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
         dtype: of Q, K, V and the output: bfloat16 or float16, or float32 on a CPU.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
