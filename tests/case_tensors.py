@@ -23,11 +23,11 @@ class Case:
     device: torch.device
     q: Tensor  # [rows + padding rows, num_qo_heads, head_dim]
     k_slots: Tensor  # [slots, num_kv_heads, head_dim]: what the cache holds, slot by slot
-    v_slots: Tensor
+    v_slots: Tensor  # [slots, num_kv_heads, head_dim_v]
     slots: list[Tensor]  # int64 [kv_len] for each request: where its tokens are
     kv: KVCache
     view: BSRView
-    out: Tensor  # like q, NaN
+    out: Tensor  # [rows + padding rows, num_qo_heads, head_dim_v], NaN
     lse: Tensor  # float32 [rows + padding rows, num_qo_heads], NaN
 
     @property
@@ -49,6 +49,7 @@ class Case:
             dtype=spec.dtype,
             device=self.device,
             num_ctas=spec.num_ctas if num_ctas is None else num_ctas,
+            head_dim_v=spec.head_dim_v,
             **(arguments | changes),
         )
 
@@ -91,7 +92,9 @@ def build(spec: cases.Spec, device: torch.device | str) -> Case:
         return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(spec.dtype)
 
     k_slots = data(num_slots, spec.num_kv_heads, spec.head_dim).masked_fill_(~used[:, None, None], torch.nan)
-    v_slots = data(num_slots, spec.num_kv_heads, spec.head_dim).masked_fill_(~used[:, None, None], torch.nan)
+    v_slots = data(num_slots, spec.num_kv_heads, spec.columns_of_v).masked_fill_(~used[:, None, None], torch.nan)
+    if spec.v_in_k:
+        v_slots = k_slots[..., : spec.columns_of_v]
     rows = sum(spec.qo_lens)
     shape = (rows + spec.padding_rows, spec.num_kv_heads * spec.group_size, spec.head_dim)
     q = _placed(data(*shape), spec, rng)
@@ -105,7 +108,7 @@ def build(spec: cases.Spec, device: torch.device | str) -> Case:
         slots=[own.to(device) for own in slots],
         kv=_make_cache(spec, rng, k_slots, v_slots),
         view=_make_view(spec, rng, pages, device),
-        out=_placed(torch.full(shape, torch.nan, dtype=spec.dtype, device=device), spec, rng),
+        out=_placed(torch.full((*shape[:2], spec.columns_of_v), torch.nan, dtype=spec.dtype, device=device), spec, rng),
         lse=torch.full(shape[:2], torch.nan, dtype=torch.float32, device=device),
     )
 
@@ -183,6 +186,9 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
     v = v_slots.unflatten(0, (-1, spec.page_size))
     if spec.layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if spec.v_in_k:
+        placed = _placed(k, spec, rng)
+        return KVCache.from_pair(placed, placed[..., : spec.columns_of_v], spec.layout)
     if spec.cache_form == "tensor":
         return KVCache.from_tensor(_placed(torch.stack([k, v], dim=1), spec, rng), spec.layout)
     if spec.cache_form == "pair":
@@ -191,8 +197,12 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
         return KVCache.from_packed(_placed(torch.cat([k, v], dim=-1), spec, rng), spec.layout)
     if spec.cache_form == "ragged":
         return KVCache.from_ragged(_placed(k_slots, spec, rng), _placed(v_slots, spec, rng))
-    incomplete = k_slots.new_full((int(rng.integers(spec.page_size)), *k_slots.shape[1:]), torch.nan)  # slots at the end that are no page
-    return KVCache.from_slots(_placed(torch.cat([k_slots, incomplete]), spec, rng), _placed(torch.cat([v_slots, incomplete]), spec, rng), spec.page_size)
+    num_incomplete = int(rng.integers(spec.page_size))  # slots at the end that are no page
+
+    def placed(slots: Tensor) -> Tensor:
+        return _placed(torch.cat([slots, slots.new_full((num_incomplete, *slots.shape[1:]), torch.nan)]), spec, rng)
+
+    return KVCache.from_slots(placed(k_slots), placed(v_slots), spec.page_size)
 
 
 def _placed(tensor: Tensor, spec: cases.Spec, rng: numpy.random.Generator) -> Tensor:

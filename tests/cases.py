@@ -26,6 +26,8 @@ class Spec:
     num_kv_heads: int = 2
     group_size: int = 4
     head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
+    v_in_k: bool = False  # V is the first columns of K, in the same memory
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
     table_form: str = "csr"
@@ -43,6 +45,10 @@ class Spec:
     aligned: bool = False  # their rows start at multiples of 16 bytes: always so on a GPU
     int64: tuple[bool, ...] = (False,) * 5  # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
     seed: int = 0
+
+    @property
+    def columns_of_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     def with_(self, **changes: object) -> Spec:
         return replace(self, **changes)

@@ -30,6 +30,12 @@ class Shape:
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
     seed: int = 0  # picks the kernel on a GPU
+    head_dim_v: int | None = None  # None: head_dim
+    v_in_k: bool = False  # V is the first columns of K, in the same memory
+
+    @property
+    def columns_of_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
 
 @dataclass
@@ -83,7 +89,7 @@ class Problem:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """float64 o and lse; NaN for rows in no level."""
-        o = torch.full(self.q.shape, torch.nan, dtype=torch.float64, device=self.q.device)
+        o = torch.full(self.out.shape, torch.nan, dtype=torch.float64, device=self.q.device)
         lse = torch.full(self.lse.shape, torch.nan, dtype=torch.float64, device=self.q.device)
 
         def attend(rows: list[int], slots: Tensor, causal: bool) -> None:
@@ -134,7 +140,7 @@ def check_states(shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref:
 def make_attention(shape: Shape, device: torch.device, **room: object) -> Attention:
     heads = shape.num_kv_heads * shape.group_size
     options = {"num_ctas": shape.num_ctas, "kernel": attention_kernels.kernel_of(device, shape.seed)} | room
-    return Attention(heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device, **options)
+    return Attention(heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device, head_dim_v=shape.head_dim_v, **options)
 
 
 def prefix_sum(lengths: list[int]) -> list[int]:
@@ -181,13 +187,21 @@ def memory_of_pages(
     size = shape.page_size
     slots = [(torch.tensor(own, dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()[:n].to(device) for own, n in zip(pages, lens, strict=True)]
     used = torch.cat(slots).unique() if slots else torch.zeros(0, dtype=torch.int64, device=device)
-    cache = torch.full((num_pages, 2, size, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype, device=device)
-    cache[used // size, :, used % size] = noise(rng, device, len(used), 2, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
+    columns = max(shape.head_dim, shape.columns_of_v)
+    cache = torch.full((num_pages, 2, size, shape.num_kv_heads, columns), torch.nan, dtype=shape.dtype, device=device)
+    cache[used // size, :, used % size] = noise(rng, device, len(used), 2, shape.num_kv_heads, columns).to(shape.dtype)
     for source, target, tokens in copies:
         if not cache[source, :, :tokens].isnan().any():
             cache[target, :, :tokens] = cache[source, :, :tokens]
     k, v = cache.unbind(1)
-    if rng.random() < 0.5:
+    if shape.v_in_k:
+        kv = KVCache.from_pair(k.contiguous(), v)
+        kv = KVCache(kv.k, kv.k[..., : shape.columns_of_v])
+        return Memory(k.flatten(0, 1), kv.v.flatten(0, 1), kv, size, pages, slots)
+    if shape.head_dim_v is not None:
+        k, v = k[..., : shape.head_dim], v[..., : shape.head_dim_v]
+        kv = KVCache.from_pair(k.contiguous(), v.contiguous())
+    elif rng.random() < 0.5:
         kv = KVCache.from_tensor(cache)
     elif rng.random() < 0.5:
         kv = KVCache.from_pair(k.contiguous(), v.contiguous())
@@ -232,7 +246,8 @@ def make_problem(rng: numpy.random.Generator, shape: Shape, memory: Memory, comp
     absent = torch.ones(rows, dtype=torch.bool, device=device)
     absent[[row for s in seen for row in s.rows]] = False
     q[absent] = torch.nan
-    return Problem(shape, q, memory, composition, seen, torch.full_like(q, torch.nan), torch.full((rows, heads), torch.nan, device=device))
+    out = torch.full((rows, heads, shape.columns_of_v), torch.nan, dtype=shape.dtype, device=device)
+    return Problem(shape, q, memory, composition, seen, out, torch.full((rows, heads), torch.nan, device=device))
 
 
 def random_forest(rng: numpy.random.Generator, depth: int) -> list[int]:

@@ -27,7 +27,7 @@ class _Passed(ctypes.Structure):
         ("pointers", ctypes.c_void_p * 7),
         ("sinks", ctypes.c_void_p),
         ("strides", ctypes.c_int64 * 10),
-        ("sizes", ctypes.c_int64 * 5),
+        ("sizes", ctypes.c_int64 * 6),
         ("sm_scale", ctypes.c_double),
         ("is_bf16", ctypes.c_int64),
         ("uses_softmax", ctypes.c_int64),
@@ -37,8 +37,8 @@ class _Passed(ctypes.Structure):
     )
 
 
-def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: int, variant: str | Variant) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, head_dim and variant, compiled into `folder`, or found there.
+def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant) -> ctypes.CDLL:
+    """The kernels of a design for one dtype, widths of heads and variant, compiled into `folder`, or found there.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -74,7 +74,7 @@ class DeviceAttention:
     """
 
     def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
-        self._library = library(folder, kernel, attention.dtype, attention.head_dim, variant)
+        self._library = library(folder, kernel, attention.dtype, manifest.HeadDims(attention.head_dim, attention.head_dim_v), variant)
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
@@ -106,7 +106,7 @@ class DeviceAttention:
             emulation.DeviceError: a kernel does something wrong.
         """
         attention = self._attention
-        out = torch.empty_like(q) if out is None else out
+        out = q.new_empty((*q.shape[:2], attention.head_dim_v)) if out is None else out
         config = attention._library.schedule_config(attention._handle)
         partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
         if isinstance(self._variant, Variant):
@@ -118,7 +118,7 @@ class DeviceAttention:
             (ctypes.c_void_p * 7)(*(None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse))),
             None if sinks is None else sinks.data_ptr(),
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
-            (ctypes.c_int64 * 5)(q.shape[0], kv.k.shape[0], q.shape[2], self._levels[0].table.page_size, len(self._levels)),
+            (ctypes.c_int64 * 6)(q.shape[0], kv.k.shape[0], q.shape[2], self._levels[0].table.page_size, len(self._levels), kv.v.shape[3]),
             q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
             q.dtype == torch.bfloat16,
             uses_softmax,

@@ -118,7 +118,8 @@ def make_problem(rng: numpy.random.Generator, shape: Shape, batch: Batch, device
     memory = memory_of_pages(rng, shape, device, batch.pages, batch.kv_lens, batch.num_pages, batch.copies)
     q = noise(rng, device, batch.rows + int(rng.choice([0, 0, 1, 9])), shape.num_kv_heads * shape.group_size, shape.head_dim).to(shape.dtype)
     q[batch.rows :] = torch.nan
-    return Problem(shape, batch, memory, q, torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device))
+    out = torch.full((*q.shape[:2], shape.columns_of_v), torch.nan, dtype=shape.dtype, device=device)
+    return Problem(shape, batch, memory, q, out, torch.full(q.shape[:2], torch.nan, device=device))
 
 
 def random_batch(

@@ -51,18 +51,19 @@ def attention(
     request: int = 0,
     first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One request: q [rows, num_qo_heads, head_dim] over k, v [tokens, num_kv_heads, head_dim], on any device, in any float dtype.
+    """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens, num_kv_heads, head_dim_v], on any device, in any
+    float dtype.
 
-    Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim] and lse [rows, num_qo_heads] (natural logarithm); a row that
-    sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what variants
-    are told.
+    Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse [rows, num_qo_heads] (natural logarithm); a row
+    that sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what
+    variants are told.
     """
     variant = variant or Variant()
     rows, num_qo_heads, head_dim = q.shape
     tokens, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
     if rows == 0:
-        return q.new_zeros(q.shape, dtype=torch.float64), q.new_full((rows, num_qo_heads), -torch.inf, dtype=torch.float64)
+        return q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64), q.new_full((rows, num_qo_heads), -torch.inf, dtype=torch.float64)
 
     index, head = torch.arange(rows, device=q.device)[None, :, None], torch.arange(num_qo_heads, device=q.device)[:, None, None]
     token = torch.arange(tokens, device=q.device)
@@ -89,8 +90,8 @@ def attention(
         weights = logits.masked_fill(hidden, 0.0)
         lse = torch.zeros(num_qo_heads, rows, dtype=torch.float64, device=q.device)
     o = weights.view(num_kv_heads, group_size * rows, tokens) @ values
-    o = variant.output(o.view(num_qo_heads, rows, head_dim), pairs)
-    return o.permute(1, 0, 2).reshape(q.shape), lse.permute(1, 0).reshape(rows, num_qo_heads)
+    o = variant.output(o.view(num_qo_heads, rows, v.shape[2]), pairs)
+    return o.permute(1, 0, 2).reshape(rows, num_qo_heads, v.shape[2]), lse.permute(1, 0).reshape(rows, num_qo_heads)
 
 
 def _rounded(transform: Callable[[Tensor, Pairs], Tensor], x: Tensor, pairs: Pairs) -> Tensor:
@@ -126,7 +127,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """A batch: request i has the next qo_lens[i] rows of q; its tokens are in the slots slots[i] (int64) of k_slots, v_slots [slots, num_kv_heads, head_dim].
 
-    Returns float64 o [sum of qo_lens, num_qo_heads, head_dim] and lse [sum of qo_lens, num_qo_heads].
+    Returns float64 o [sum of qo_lens, num_qo_heads, head_dim_v] and lse [sum of qo_lens, num_qo_heads].
     """
     outputs, sums, begin = [], [], 0
     for request, (qo_len, own) in enumerate(zip(qo_lens, slots, strict=True)):

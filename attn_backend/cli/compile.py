@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
-    variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128. Without --variant: the standard kernels for these heads")
+    what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
+    variant.add_argument("--head-dim", action="append", type=manifest.HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
 
@@ -71,8 +72,8 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     for place in arguments.variant:
         variant = _imported(place)
         for dtype in arguments.dtype or ["bfloat16"]:
-            for head_dim in arguments.head_dim or [128]:
-                variant.check_head_dim(head_dim)
+            for head_dim in arguments.head_dim or [manifest.HeadDims.of(128)]:
+                variant.check_head_dim(*head_dim)
                 for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
                     print(entry, flush=True)
 
@@ -80,8 +81,8 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
     """The standard kernels for other head dims than those in the package."""
     for head_dim in arguments.head_dim:
-        if head_dim not in manifest.CUDA_HEAD_DIMS:
-            raise ValueError(f"--head-dim is {head_dim}, must be a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)}")
+        if not head_dim.runs_on_cuda:
+            raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
         for head_dim in arguments.head_dim:

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ..kernels.attention import Attention
-from ..kernels.manifest import CUDA_HEAD_DIMS
+from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from ..settings import refusal
@@ -52,8 +52,8 @@ class Target:
         num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
         if sum(batch.qo_lens) * num_qo_heads > _MOST_HEAD_ROWS:
             refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads")
-        if options.costs == "cuda" and options.head_dim not in CUDA_HEAD_DIMS:
-            refuse("head_dim", options.head_dim, f"a multiple of 8 up to {max(CUDA_HEAD_DIMS)} with the costs of a GPU")
+        if options.costs == "cuda" and not HeadDims.of(options.head_dim).runs_on_cuda:
+            refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
         num_ctas = cls.num_ctas if options.num_ctas is None and options.costs == "cuda" else options.num_ctas
         heads = (num_qo_heads, num_kv_heads)
         return cls(*heads, options.head_dim, num_ctas, options.costs, not arguments.no_cascade, options.causal, options.window_left)

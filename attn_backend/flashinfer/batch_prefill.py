@@ -188,7 +188,7 @@ class Kernels:
         """
         wrapper = self._wrapper
         heads = wrapper._heads
-        planned = (wrapper._fixed_batch_size or batch_size, wrapper._table.page_size, heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+        planned = (wrapper._fixed_batch_size or batch_size, wrapper._table.page_size, heads.num_qo_heads, heads.num_kv_heads, *heads.head_dims)
         given = (batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         if given != planned:
             refuse("(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)", given, f"{planned}, those of the first plan")

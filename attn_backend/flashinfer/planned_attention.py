@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
-from ..kernels.manifest import CUDA_HEAD_DIMS
+from ..kernels.attention_config import MAX_CPU_HEAD_DIM
+from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
@@ -35,8 +36,13 @@ class Heads:
 
     num_qo_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dims: HeadDims
     dtype: torch.dtype
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of Q and K."""
+        return self.head_dims.qk
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +157,8 @@ class PlannedAttention:
         self._attention = Attention(
             heads.num_qo_heads,
             heads.num_kv_heads,
-            heads.head_dim,
+            heads.head_dims.qk,
+            head_dim_v=heads.head_dims.v,
             dtype=heads.dtype,
             device=self.device,
             max_rows=max_rows,
@@ -188,7 +195,7 @@ class PlannedAttention:
         if rows > attention.max_rows or (sinks is not None and not self._with_sinks):
             attention = self._plan_again(rows, sinks)
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty((*q.shape[:-1], attention.head_dim_v), dtype=q.dtype, device=q.device)
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         attention.run(
@@ -244,16 +251,15 @@ def attention_of_call(device: torch.device, heads: Heads, logits: Logits) -> Pla
     return attention
 
 
-def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> int:
-    """The one head_dim.
+def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:
+    """Columns of K and of V, which are those of K if head_dim_vo is None.
 
     Raises:
-        NotImplementedError: K and V have different ones, or the kernels of this device lack it.
+        NotImplementedError: there are no kernels for them.
     """
-    if head_dim_vo is not None and head_dim_vo != head_dim_qk:
-        not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
-    if device.type == "cuda" and head_dim_qk not in CUDA_HEAD_DIMS:
-        not_supported(f"head_dim = {head_dim_qk} on CUDA, where there are {CUDA_HEAD_DIMS}")
-    if device.type != "cuda" and (head_dim_qk > 256 or head_dim_qk % 8):
-        not_supported(f"head_dim = {head_dim_qk} on a CPU, where there are multiples of 8 up to 256")
-    return head_dim_qk
+    dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+    if device.type == "cuda" and not dims.runs_on_cuda:
+        not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
+    if device.type != "cuda" and any(dim > MAX_CPU_HEAD_DIM or dim % 8 for dim in dims):
+        not_supported(f"head_dim = {dims} on a CPU, where there are multiples of 8 up to {MAX_CPU_HEAD_DIM}")
+    return dims

@@ -75,8 +75,8 @@ def single_prefill_with_kv_cache(
     packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
-    head_dim = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[1], kv.num_kv_heads, head_dim, element_type(q.dtype, k.dtype, o_dtype))
+    dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
+    heads = Heads(q.shape[1], kv.num_kv_heads, dims, element_type(q.dtype, k.dtype, o_dtype))
     attention = attention_of_call(q.device, heads, logits)
     view = BSRView(
         indptr_of_equal(1, q.shape[0], q.device),
@@ -85,7 +85,7 @@ def single_prefill_with_kv_cache(
         window_left=max(window_left, -1),
     )
     attention.plan(view, heads, logits, rows=q.shape[0])
-    scale = scaled(head_dim**-0.5 if sm_scale is None else sm_scale, k_scale=k_scale)
+    scale = scaled(dims.qk**-0.5 if sm_scale is None else sm_scale, k_scale=k_scale)
     return attention.run(q, kv, scale, return_lse=return_lse, v_scale=v_scale)
 
 

@@ -43,12 +43,13 @@ class Attention:
     Args:
         num_qo_heads: query heads.
         num_kv_heads: KV heads; divides num_qo_heads.
-        head_dim: 64, 128 or 256 on CUDA; a multiple of 8 up to 256 on a CPU.
+        head_dim: columns of a head of Q and K: a multiple of 8 up to 256 on CUDA, up to 576 on a CPU.
+        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
         dtype: of Q, K, V and the output: bfloat16 or float16, or float32 on a CPU.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
-        max_levels: most levels of a composition. More than one costs a state of head_dim + 1 floats for each of max_levels * max_rows * num_qo_heads.
+        max_levels: most levels of a composition. More than one costs a state of head_dim_v + 1 floats for each of max_levels * max_rows * num_qo_heads.
         num_ctas: parts that the work is split into; default: what the device holds at once.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
             views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
@@ -87,11 +88,12 @@ class Attention:
         kernel: Literal["hopper", "generic"] | None = None,
         variant: Variant | None = None,
         sinks: bool = False,
+        head_dim_v: int | None = None,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        num_qo_heads, num_kv_heads, head_dim = check_heads(num_qo_heads, num_kv_heads, head_dim, dtype, device)
+        num_qo_heads, num_kv_heads, dims = check_heads(num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, device)
         max_rows, max_batch, max_levels = check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
         if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
             refuse("cascade", cascade, "True, False or 'always'")
@@ -101,16 +103,17 @@ class Attention:
 
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.head_dim = dims.qk
+        self.head_dim_v = dims.v
         self.dtype = dtype
         self.device = device
         self.max_rows = max_rows
         self.max_batch = max_batch
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
-        self._sm_scale = head_dim**-0.5
+        self._sm_scale = dims.qk**-0.5
         check_types(bool, "True or False", sinks=sinks)
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, head_dim, device, sinks)
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks)
         if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
             cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
@@ -122,7 +125,8 @@ class Attention:
             "AttentionConfig",
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            head_dim=dims.qk,
+            head_dim_v=dims.v,
             dtype=values_of("DataType")[DTYPES[dtype]],
             max_rows=max_rows,
             max_groups=max_batch,
@@ -139,12 +143,12 @@ class Attention:
             has_sinks=sinks,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, dims, device, self._variant, sinks))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, head_dim, device, self._variant, sinks))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, dims, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
@@ -255,7 +259,7 @@ class Attention:
         Args:
             q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
-            out: [rows, num_qo_heads, head_dim], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
+            out: [rows, num_qo_heads, head_dim_v], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
@@ -291,7 +295,7 @@ class Attention:
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if out is None:
-                out = torch.empty_like(q)
+                out = torch.empty_like(q) if self.head_dim_v == self.head_dim else q.new_empty((*q.shape[:-1], self.head_dim_v))
             elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
                 check_plain("out", out)
             if lse is not None:
@@ -395,7 +399,7 @@ class _DebugAttention(Attention):
 
 
 def _kernel_files(
-    design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, variant: AttentionVariant | None, sinks: bool
+    design: manifest.Design | None, dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device, variant: AttentionVariant | None, sinks: bool
 ) -> dict[str, str]:
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
     files = {} if variant is None else variant.files()
@@ -404,6 +408,6 @@ def _kernel_files(
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        names |= {kernel: manifest.attention_name(stem, element, head_dim, "sinks" if sinks else "standard") for kernel, stem in design.cubins.items()}
+        names |= {kernel: manifest.attention_name(stem, element, dims, "sinks" if sinks else "standard") for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

@@ -15,31 +15,35 @@ DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
-_MAX_CPU_HEAD_DIM = 256
+MAX_CPU_HEAD_DIM = 576
 _MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 _MAX_CPU_BATCH = 2**20
 
 
-def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Returns num_qo_heads, num_kv_heads, head_dim."""
+def check_heads(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, manifest.HeadDims]:
+    """Returns num_qo_heads, num_kv_heads, and head_dim with head_dim_v."""
     max_heads = values_of("Limit")["kMaxHeads"]
     num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
     num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
     if num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
-    head_dim = check_int("head_dim", head_dim, 1)
+    dims = manifest.HeadDims(check_int("head_dim", head_dim, 1), check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1))
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
-        if head_dim not in manifest.CUDA_HEAD_DIMS:
-            refuse("head_dim", head_dim, f"a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)} on CUDA")
+        if not dims.runs_on_cuda:
+            is_k = head_dim_v is None or not manifest.HeadDims.of(dims.qk).runs_on_cuda
+            refuse("head_dim" if is_k else "head_dim_v", dims.qk if is_k else dims.v, f"{manifest.CUDA_HEAD_DIMS_TEXT} on CUDA")
         if dtype not in DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
-        if head_dim < 8 or head_dim % 8 or head_dim > _MAX_CPU_HEAD_DIM:
-            refuse("head_dim", head_dim, f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM} on a CPU")
+        for name, dim in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
+            if dim < 8 or dim % 8 or dim > MAX_CPU_HEAD_DIM:
+                refuse(name, dim, f"a multiple of 8 up to {MAX_CPU_HEAD_DIM} on a CPU")
         if dtype not in DTYPES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
-    return num_qo_heads, num_kv_heads, head_dim
+    return num_qo_heads, num_kv_heads, dims
 
 
 def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:

@@ -25,33 +25,39 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and head_dim. design: None on a CPU. sinks: whether runs may be given some.
+    """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
     """
 
-    def __init__(self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int, device: torch.device, sinks: bool = False) -> None:
+    def __init__(
+        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device, sinks: bool = False
+    ) -> None:
         from ..variants import Variant
 
         if not isinstance(variant, Variant):
             refuse("variant", variant, "a Variant or None")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
-        variant.check_head_dim(head_dim)
+        dims = manifest.HeadDims.of(head_dim)
+        variant.check_head_dim(*dims)
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
-        self._head_dim = head_dim
+        self._dims = dims
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
         self._target, self._options = "cpu", ""
+        if design is manifest.DESIGNS["hopper"] and dims.v > manifest.MAX_TRANSFORMED_HEAD_DIM and (variant.has_query or variant.has_key or variant.has_value):
+            fits = f"at most {manifest.MAX_TRANSFORMED_HEAD_DIM} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
+            refuse("head_dim" if dims.qk == dims.v else "head_dim_v", dims.v, fits)
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
             arch = variant_kernels.arch_of(self._target)
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, sinks)
+            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks)
             self._options += " --sinks" if sinks else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
@@ -76,7 +82,7 @@ class AttentionVariant:
     def _library_file(self) -> dict[str, str]:
         isa, jit = library().current_isa(), Settings.read().jit
         try:
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._head_dim, self._command(jit), jit))}
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit))}
         except RuntimeError as error:
             if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise
@@ -182,7 +188,7 @@ class AttentionVariant:
         """That compiles the variant ahead, as far as it can be said where it is; only asked for where nothing is compiled now."""
         if jit:
             return ""
-        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._head_dim}"
+        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from . import cuda_compiler
+from .manifest import HeadDims
 
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  # by torch's names
 _TIME_LIMIT = 600.0
@@ -37,9 +38,9 @@ def no_compiler() -> str:
     return f"CXX is {wanted!r}, which is no program here: {_ADVICE}" if wanted else f"no C++ compiler was found: {_ADVICE}"
 
 
-def isa_of(isa: str, dtype: str, head_dim: int) -> str:
+def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
     """The instruction set that attention uses where `isa` is in use (csrc/attention/cpu/executor.cpp): AMX multiplies bfloat16 only."""
-    return "avx512" if isa == "amx" and (dtype != "bfloat16" or head_dim % 32) else isa
+    return "avx512" if isa == "amx" and (dtype != "bfloat16" or any(dim % 32 for dim in HeadDims.of(head_dim))) else isa
 
 
 def source(isa: str, dtype: str) -> str:

@@ -65,7 +65,7 @@ def run(
     """
     for view in levels:
         check_page_ids(view, kv.num_pages)
-    states = _States(q, variant.uses_softmax)
+    states = _States(out, variant.uses_softmax)
     functions = variant.reference()
     assert functions is not None
     heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
@@ -104,13 +104,13 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 class _States:
     """Attention states of all rows of Q, in float64, to which tiles are added in any order (online softmax; without softmax, sums)."""
 
-    def __init__(self, q: Tensor, uses_softmax: bool) -> None:
-        rows, heads, head_dim = q.shape
+    def __init__(self, out: Tensor, uses_softmax: bool) -> None:
+        rows, heads, head_dim_v = out.shape
         self._uses_softmax = uses_softmax
         self._is_planned = torch.zeros(rows, dtype=torch.bool)
         self._peak = torch.full((rows, heads), -torch.inf, dtype=torch.float64)
         self._sum = torch.zeros(rows, heads, dtype=torch.float64)
-        self._o = torch.zeros(rows, heads, head_dim, dtype=torch.float64)
+        self._o = torch.zeros(rows, heads, head_dim_v, dtype=torch.float64)
 
     def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor) -> None:
         """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]."""

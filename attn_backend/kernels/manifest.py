@@ -6,22 +6,62 @@ A kernel's source is generated here: a wrapper that instantiates a template of c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from string import Template
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-SHIPPED_HEAD_DIMS = (64, 128, 256)
-CUDA_HEAD_DIMS = tuple(range(8, 257, 8))  # kernels of the others are compiled when they are first needed, or ahead
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
+
+
+class HeadDims(NamedTuple):
+    """Columns of a head of Q and K, and of one of V and O."""
+
+    qk: int
+    v: int
+
+    @classmethod
+    def of(cls, dims: int | HeadDims) -> HeadDims:
+        """An int: both."""
+        return cls(dims, dims) if isinstance(dims, int) else dims
+
+    @classmethod
+    def parse(cls, text: str) -> HeadDims:
+        """Of text in the form of __str__.
+
+        Raises:
+            ValueError: another form.
+        """
+        match = re.fullmatch(r"(\d+)(?:_(\d+))?", text)
+        if match is None:
+            raise ValueError(f"head_dim is {text!r}, must be a number, or two such as 192_128: columns of Q and K, and of V")
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    @property
+    def runs_on_cuda(self) -> bool:
+        """Whether there are kernels for it."""
+        return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
+
+    def __str__(self) -> str:
+        return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
+
+
+_MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
+_WIDE_HEAD_DIMS = (HeadDims(512, 512), HeadDims(576, 512))
+CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
+# Kernels of the others are compiled when they are first needed, or ahead.
+SHIPPED_HEAD_DIMS = {
+    "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
+    "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +95,9 @@ class Kernel:
     source: str
 
 
-def attention_name(design: str, element: str, head_dim: int, variant: str = "standard") -> str:
+def attention_name(design: str, element: str, head_dim: int | HeadDims, variant: str = "standard") -> str:
     """design: of Design.cubins. element: of Q, O and the cache."""
-    return f"attention_{design}_{element}_d{head_dim}_{variant}"
+    return f"attention_{design}_{element}_d{HeadDims.of(head_dim)}_{variant}"
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -110,7 +150,7 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
+def variant_kernels(arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
     """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
@@ -126,10 +166,11 @@ def variant_kernels(arch: str, design: Design, element: str, head_dim: int, vari
     return made
 
 
-def attention_source(design: str, element: str, head_dim: int, variant_type: str) -> str:
+def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str) -> str:
     """design: of Design.cubins."""
+    dims = HeadDims.of(head_dim)
     element_types = f"attn::{CUDA_ELEMENTS[element]}, attn::{CUDA_ELEMENTS[element]}"
-    traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+    traits = f"attn::Traits<{element_types}, attn::HeadShape<{dims.qk}, {dims.v}>, attn::{variant_type}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     return template.substitute(traits=traits, copier=copier)
 
@@ -201,31 +242,39 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 """)
 
 
-def attention_kernels(element: str, head_dim: int) -> list[Kernel]:
-    """The standard kernels for heads of head_dim columns, of CUDA_HEAD_DIMS."""
+def attention_kernels(element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS) -> list[Kernel]:
+    """The standard kernels for heads of such widths, that CUDA has kernels for."""
     made = []
-    for variant, variant_type in VARIANTS.items():
+    for variant in variants:
         for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
             name = attention_name(design, element, head_dim, variant)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant])))
     return made
+
+
+def head_dims_of(name: str) -> HeadDims | None:
+    """Of an attention kernel, by its name."""
+    shape = re.fullmatch(r"attention_.*_(?:bf16|f16)_d(\d+(?:_\d+)?)_.*", name)
+    return None if shape is None else HeadDims.parse(shape[1])
 
 
 def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    shape = re.fullmatch(r"attention_.*_(bf16|f16)_d(\d+)_.*", name)
-    if shape is None or int(shape[2]) not in CUDA_HEAD_DIMS:
+    dims = head_dims_of(name)
+    if dims is None or not dims.runs_on_cuda:
         return None
-    return next((kernel.source for kernel in attention_kernels(shape[1], int(shape[2])) if kernel.name == name and arch in kernel.archs), None)
+    made = (kernel for element in CUDA_ELEMENTS for kernel in attention_kernels(element, dims))
+    return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
-        for head_dim in SHIPPED_HEAD_DIMS:
-            made += attention_kernels(element, head_dim)
+        for variant, shipped in SHIPPED_HEAD_DIMS.items():
+            for dims in shipped:
+                made += attention_kernels(element, dims, (variant,))
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

@@ -44,7 +44,7 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, com
     return code_address.usable(_find(what, place, compiled, command, jit))
 
 
-def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int, command: str, jit: bool) -> Path:
+def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool) -> Path:
     """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
 
     isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message.
@@ -169,7 +169,7 @@ def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
 
 
 def compile_ahead(
-    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int, isa: str, sinks: bool = False
+    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | manifest.HeadDims, isa: str, sinks: bool = False
 ) -> list[Path]:
     """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
     target's default.
@@ -184,8 +184,8 @@ def compile_ahead(
             entries.append(find_library(variant, isa, dtype, head_dim, "", True))
             continue
         arch = arch_of(target)
-        if dtype not in manifest.ELEMENT_NAMES or head_dim not in manifest.CUDA_HEAD_DIMS:
-            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)} on a GPU"
+        if dtype not in manifest.ELEMENT_NAMES or not manifest.HeadDims.of(head_dim).runs_on_cuda:
+            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is {manifest.CUDA_HEAD_DIMS_TEXT} on a GPU"
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
         designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
         if design_name is not None and design_name not in designs:

@@ -17,8 +17,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """k, v: [pages, page_size, num_kv_heads, head_dim], bfloat16, float16 or float32; head_dim is contiguous, the other strides are free, and V's may differ
-    from K's. Made by one of the `from_...` methods.
+    """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v], bfloat16, float16 or float32; the last dimension is
+    contiguous, the other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...` methods.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, or a head_dim that is not contiguous.
@@ -38,7 +38,7 @@ class KVCache:
 
     @classmethod
     def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD") -> KVCache:
-        """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]."""
+        """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]; v's last dimension may be another."""
         _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
         return cls(_token_major("k", k, layout), _token_major("v", v, layout))
@@ -57,7 +57,8 @@ class KVCache:
 
     @classmethod
     def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1) -> KVCache:
-        """k, v: [slots, num_kv_heads, head_dim]; page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off."""
+        """k, v: [slots, num_kv_heads, head_dim]; v's last dimension may be another. Page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not
+        fill a page are cut off."""
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
         check_int("page_size", page_size, 1)
@@ -93,6 +94,10 @@ class KVCache:
         return self.k.shape[3]
 
     @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.k.dtype
 
@@ -103,8 +108,8 @@ class KVCache:
     def __post_init__(self) -> None:
         object.__setattr__(self, "k", _checked("k", self.k))
         object.__setattr__(self, "v", _checked("v", self.v))
-        if self.v.shape != self.k.shape or self.v.dtype != self.k.dtype:
-            refuse("v", self.v, f"of k's shape {list(self.k.shape)} and dtype {dtype_name(self.k.dtype)}")
+        if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
+            refuse("v", self.v, f"of k's shape {list(self.k.shape)}, but for the last dimension, and dtype {dtype_name(self.k.dtype)}")
         check_same_device("v", self.v, "k", self.k.device)
 
 

@@ -269,25 +269,28 @@ class Variant:
         ]
         return self._layout.pack(values)
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Refuses heads that the transforms do not fit.
+    def check_head_dim(self, head_dim: int, head_dim_v: int | None = None) -> None:
+        """Refuses heads that the transforms do not fit. head_dim: of Q and K; head_dim_v: of V; None: the same.
 
         Raises:
-            ValueError: head_dim is odd or too small for the pairs.
+            ValueError: head_dim or head_dim_v is odd or too small for the pairs.
         """
         for hook_name in TRANSFORMS:
             if not getattr(self, f"has_{hook_name}"):
                 continue
+            name, columns = "head_dim", head_dim
+            if hook_name == "value" and head_dim_v not in (None, head_dim):
+                name, columns = "head_dim_v", head_dim_v
             pairs = pairs_of(hook_name, self._bodies)
             what = f"{hook_name}() of variant {self.name} takes"
             if pairs.distance is None:
-                if head_dim % 16:
-                    raise ValueError(f"head_dim is {head_dim}, must be a multiple of 16: {what} columns i and i + head_dim / 2 together")
+                if columns % 16:
+                    raise ValueError(f"{name} is {columns}, must be a multiple of 16: {what} columns i and i + {name} / 2 together")
             elif pairs.columns is not None:
-                if head_dim < pairs.columns:
-                    raise ValueError(f"head_dim is {head_dim}, must be at least {pairs.columns}: {what} so many columns")
-            elif head_dim % (2 * pairs.distance):
-                raise ValueError(f"head_dim is {head_dim}, must be a multiple of {2 * pairs.distance}: {what} columns i and i + {pairs.distance} together")
+                if columns < pairs.columns:
+                    raise ValueError(f"{name} is {columns}, must be at least {pairs.columns}: {what} so many columns")
+            elif columns % (2 * pairs.distance):
+                raise ValueError(f"{name} is {columns}, must be a multiple of {2 * pairs.distance}: {what} columns i and i + {pairs.distance} together")
 
     def reference(self) -> ReferenceFunctions | None:
         """The variant by torch; None if it has C++ of which nothing else is known."""

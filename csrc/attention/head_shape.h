@@ -19,7 +19,7 @@ struct HeadDims {
 
 /// Columns of a row in shared memory. Heads of other widths, multiples of 8, lie in the next larger rows: the columns
 /// behind theirs are not loaded, or are zeros.
-ATTN_HD constexpr int32_t tile_columns(int32_t columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
+ATTN_HD constexpr int32_t tile_columns(int32_t columns) { return round_up(columns, 64); }
 
 /// HeadDims that a kernel is compiled for.
 template <int kQk_, int kV_ = kQk_>
@@ -28,6 +28,7 @@ struct HeadShape {
   static constexpr int kV = kV_;
   static constexpr HeadDims kDims{kQk_, kV_};
   static constexpr int kQkMultiplied = round_up(kQk_, 16);  // what products of Q and K take
+  static constexpr int kVMultiplied = round_up(kV_, 32);    // what products of P and V make
   static_assert(kQk_ % 8 == 0 && kV_ % 8 == 0, "rows are moved in pieces of 16 bytes");
 };
 

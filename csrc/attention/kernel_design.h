@@ -5,6 +5,7 @@
 #include <new>
 #include <type_traits>
 
+#include "attention/head_shape.h"
 #include "attention/params.h"
 #include "common/kernel_code.h"
 #include "common/tensor_map.h"
@@ -42,6 +43,7 @@ struct LaunchContext {
   const PlanLevel* levels;  // as planned
   int32_t num_levels;
   bool is_bf16;
+  HeadDims dims;
   const KernelCode* codes;  // of the design's kernels
   KernelCode merge_code;
   bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
@@ -65,13 +67,13 @@ constexpr int32_t kRowsTooFarApart = -1;
 struct KernelDesign {
   const char* name;  // of its folder, and in attn_backend/kernels/manifest.py
   KernelCosts costs;
-  KernelCosts invariant_costs;                // of batch invariant plans
-  int32_t (*max_kind)(int32_t head_dim);      // largest kind of row tile
-  int32_t (*kv_tile)(int32_t head_dim);       // tokens of a KV tile
-  const char* kernels[kMaxDesignKernels];     // names of their cubins among KernelFiles; nullptr: there are fewer
-  int32_t threads;                            // of a CTA
-  int32_t (*shared_bytes)(int32_t head_dim);  // dynamic shared memory of a CTA
-  bool prefetches_code;                       // the kernel brings its own code and that of the merge kernel to L2
+  KernelCosts invariant_costs;             // of batch invariant plans
+  int32_t (*max_kind)(HeadDims dims);      // largest kind of row tile
+  int32_t (*kv_tile)(HeadDims dims);       // tokens of a KV tile
+  const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
+  int32_t threads;                         // of a CTA
+  int32_t (*shared_bytes)(HeadDims dims);  // dynamic shared memory of a CTA
+  bool prefetches_code;                    // the kernel brings its own code and that of the merge kernel to L2
   /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.
   int32_t (*make_arguments)(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments);
 };

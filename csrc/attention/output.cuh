@@ -184,8 +184,30 @@ struct OutputTarget {
     if (!row.exists) return OutputPlace{nullptr, nullptr};
     if (complete) return OutputPlace{row.template o<Element>(params), row.lse(params)};
     const int64_t partial = partial_index(row, tile_row);
-    return OutputPlace{reinterpret_cast<char*>(params.partial_o + partial * params.head_dim),
+    return OutputPlace{reinterpret_cast<char*>(params.partial_o + partial * params.v_columns),
                        params.partial_lse + partial};
+  }
+};
+
+/// A target's columns from `first_column` on, where warps share the columns of rows. The first of them write the lse.
+template <class Target, int kElementBytes>
+struct TargetColumns : Target {
+  int32_t first_column;
+
+  __device__ __forceinline__ TargetColumns(const Target& target, int32_t first_column_)
+      : Target(target), first_column(first_column_) {}
+
+  __device__ __forceinline__ OutputPlace place(int32_t tile_row) const {
+    OutputPlace place = Target::place(tile_row);
+    if (place.o != nullptr)
+      place.o += first_column * (this->complete ? kElementBytes : static_cast<int32_t>(sizeof(float)));
+    if (first_column > 0) place.lse = nullptr;
+    return place;
+  }
+
+  template <int kValues>
+  __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
+    Target::transform(values, tile_row, first_column + column);
   }
 };
 
@@ -241,23 +263,27 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
     if (target.complete) {
       stage_rows<Tile>(state, target, b, inverse, block_row, staged);
       __syncwarp();
-      constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
-      const int chunk = lane % Tile::kRowChunks;
-      const uint32_t first = Tile::offset(block_row + lane / Tile::kRowChunks, chunk);
+      using Pieces = RowPieces<Tile, 32>;
+      constexpr int kRowsPerPass = Pieces::kRows;
       constexpr int kBatch = 8;  // passes that wait for shared memory together
 #pragma unroll
-      for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
-        char* to[kBatch];
-        uint4 rows[kBatch];
+      for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+        const int chunk = piece * Pieces::kChunks + lane % Pieces::kChunks;
+        const uint32_t first = Tile::offset(block_row + lane / Pieces::kChunks, chunk);
 #pragma unroll
-        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
-          to[i] = shuffle_pointer(place.o, batch + i * kRowsPerPass + lane / Tile::kRowChunks);
-          rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
-        }
+        for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
+          char* to[kBatch];
+          uint4 rows[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
-          const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
-          if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+          for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+            to[i] = shuffle_pointer(place.o, batch + i * kRowsPerPass + lane / Pieces::kChunks);
+            rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
+          }
+#pragma unroll
+          for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+            const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
+            if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+          }
         }
       }
     } else {

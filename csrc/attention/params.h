@@ -11,23 +11,23 @@ namespace attn {
 
 struct AttentionParams {
   Schedule schedule;
-  const void* q;  // [num_rows, num_kv_heads * group_size, head_dim]
+  const void* q;  // [num_rows, num_kv_heads * group_size, columns of Q and K]
   int64_t q_row_stride;
   int64_t q_head_stride;
   KvTensor k;
   KvTensor v;
-  void* o;  // like q
+  void* o;  // [num_rows, num_kv_heads * group_size, v_columns]
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;              // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
-  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), head_dim], normalised; then row states
-                           // [max_states, num_qo_heads, head_dim]
-  float* partial_lse;      // like partial_o, without head_dim
+  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalised; then row states
+                           // [max_states, num_qo_heads, v_columns]
+  float* partial_lse;      // like partial_o, without v_columns
   int32_t num_rows;        // rows of q; rows of the schedule beyond it are ignored
   int32_t max_merge_rows;  // as planned
   int32_t num_pages;       // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
   int32_t num_kv_heads;
-  int32_t head_dim;
+  int32_t v_columns;  // of a head of V and O
   int32_t num_ctas;
   int32_t max_tile_rows;  // tile_rows(max_kind)
   int32_t kv_tile;        // tokens of one KV tile, as planned

@@ -30,6 +30,16 @@ struct PermutedRows {
   }
 };
 
+/// How kThreads threads share the chunks of a tile's rows: so many rows at a time, and of each row `kPieces` pieces of
+/// `kChunks` chunks, a power of two, one after another.
+template <class Tile, int kThreads>
+struct RowPieces {
+  // Of wide rows few at a time: more rows share what is computed for each chunk.
+  static constexpr int kChunks = Tile::kRowChunks > 32 ? 8 : min_of(Tile::kRowChunks & -Tile::kRowChunks, kThreads);
+  static constexpr int kPieces = Tile::kRowChunks / kChunks;
+  static constexpr int kRows = kThreads / kChunks;
+};
+
 /// kHeadColumns: of a head; a row has room for tile_columns() of them.
 template <class Element, int kHeadColumns_>
 struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
@@ -46,7 +56,8 @@ struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   /// The block of 16 rows x 16 columns that is `rows` blocks below and `columns` blocks to the right of the first: both
   /// cost one instruction or none.
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
-    return (first ^ columns * 32) + rows * 16 * kRowBytes;
+    if constexpr ((kRowBytes & (kRowBytes - 1)) == 0) return (first ^ columns * 32) + rows * 16 * kRowBytes;
+    return (first ^ columns % 4 * 32) + columns / 4 * 128 + rows * 16 * kRowBytes;
   }
 };
 

@@ -8,7 +8,9 @@ namespace attn {
 
 template <class Word>
 __device__ __forceinline__ void append(const AppendParams& p) {
-  const int32_t words = p.head_bytes / static_cast<int32_t>(sizeof(Word));
+  const int32_t k_words = p.k_head_bytes / static_cast<int32_t>(sizeof(Word));
+  const int32_t v_words = p.v_head_bytes / static_cast<int32_t>(sizeof(Word));
+  const int32_t words = max_of(k_words, v_words);
   const int64_t num_slots = min_of<int64_t>(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, 0x7fffffff);
   for (int32_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     const int64_t slot = p.slots[token];
@@ -29,10 +31,11 @@ __device__ __forceinline__ void append(const AppendParams& p) {
                                        (token_element + head * cache.head_stride) * p.element_bytes) +
                word;
       };
-      const Word k = source(p.k, p.k_token_stride, p.k_head_stride);
-      const Word v = source(p.v, p.v_token_stride, p.v_head_stride);
-      *target(p.k_cache, k_token) = k;
-      *target(p.v_cache, v_token) = v;
+      Word k, v;
+      if (word < k_words) k = source(p.k, p.k_token_stride, p.k_head_stride);
+      if (word < v_words) v = source(p.v, p.v_token_stride, p.v_head_stride);
+      if (word < k_words) *target(p.k_cache, k_token) = k;
+      if (word < v_words) *target(p.v_cache, v_token) = v;
     }
   }
 }
@@ -44,7 +47,7 @@ __device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
                           p.v_cache.page_stride | p.v_cache.token_stride | p.v_cache.head_stride;
   return reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v) |
          reinterpret_cast<uint64_t>(p.k_cache.data) | reinterpret_cast<uint64_t>(p.v_cache.data) |
-         static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.head_bytes);
+         static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.k_head_bytes | p.v_head_bytes);
 }
 
 }  // namespace attn

@@ -43,21 +43,23 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   const DLDevice device = k_cache.device();
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
-  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, head_dim});
+  check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, {"head_dim_v"}});
+  const Dim head_dim_v{k_cache.size(3) == v_cache.size(3) ? "head_dim" : "head_dim_v", v_cache.size(3)};
   const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
   const struct {
     const char* name;
     const TensorView& tokens;
     const char* cache_name;
     const TensorView& cache;
-  } pairs[] = {{"k", k, "kv.k", k_cache}, {"v", v, "kv.v", v_cache}};
-  for (const auto& [name, tokens, cache_name, cache] : pairs) {
+    Dim columns;
+  } pairs[] = {{"k", k, "kv.k", k_cache, head_dim}, {"v", v, "kv.v", v_cache, head_dim_v}};
+  for (const auto& [name, tokens, cache_name, cache, columns] : pairs) {
     check_tensor(name, tokens, device);
     check_tensor(cache_name, cache, device);
     check_no_overlap(cache_name, cache);
     check_dtype(name, tokens, k_cache.dtype());
     check_dtype(cache_name, cache, k_cache.dtype());
-    check_shape(name, tokens, {{"tokens"}, heads, head_dim});
+    check_shape(name, tokens, {{"tokens"}, heads, columns});
     check_contiguous_dim(name, tokens, 2);
     check_contiguous_dim(cache_name, cache, 3);
   }
@@ -79,8 +81,11 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
   params.element_bytes = k_cache.dtype().bits / 8;
-  params.head_bytes =
-      narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
+  const auto head_bytes = [&](const char* name, const TensorView& cache) {
+    return narrow(name, cache.size(3), 0, kMaxInt32 / params.element_bytes) * params.element_bytes;
+  };
+  params.k_head_bytes = head_bytes("kv.k.shape[3] (head_dim)", k_cache);
+  params.v_head_bytes = head_bytes("kv.v.shape[3] (head_dim_v)", v_cache);
   params.page_size = FastDivisor(page_size);
   if (device.device_type == kDLCPU) {
     if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);

@@ -40,8 +40,8 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   ScheduleConfig schedule{};
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
-  schedule.kv_tile = design.kv_tile(config.head_dim);
-  schedule.max_kind = design.max_kind(config.head_dim);
+  schedule.kv_tile = design.kv_tile(config.dims());
+  schedule.max_kind = design.max_kind(config.dims());
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
@@ -145,7 +145,7 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
 
 void Attention::load_attention_kernel(int32_t kernel, const std::string& file) {
   attention_kernels_[kernel] =
-      driver::load_kernel(file, "attention_kernel", config_.device, design_.shared_bytes(config_.head_dim));
+      driver::load_kernel(file, "attention_kernel", config_.device, design_.shared_bytes(config_.dims()));
   if (design_.prefetches_code) attention_codes_[kernel] = driver::find_code(attention_kernels_[kernel]);
 }
 
@@ -169,7 +169,7 @@ void Attention::set_variant_params(const void* params, size_t bytes) {
 WorkspaceSize Attention::workspace_size() const {
   const int64_t slot_rows = int64_t{schedule_config_.num_ctas} * kSlotsPerCta * tile_rows(schedule_config_.max_kind);
   const int64_t rows = slot_rows + int64_t{schedule_config_.max_states} * config_.num_qo_heads;
-  return WorkspaceSize{layout_.bytes, rows * config_.head_dim * static_cast<int64_t>(sizeof(float)),
+  return WorkspaceSize{layout_.bytes, rows * config_.head_dim_v * static_cast<int64_t>(sizeof(float)),
                        rows * static_cast<int64_t>(sizeof(float)),
                        config_.has_mask ? config_.max_rows * static_cast<int64_t>(sizeof(RowRange)) : 0};
 }
@@ -242,7 +242,7 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
   params.partial_lse = partial_lse_;
   params.adds_up = config_.has_variant && !config_.uses_softmax;
   params.num_kv_heads = config_.num_kv_heads;
-  params.head_dim = config_.head_dim;
+  params.v_columns = config_.head_dim_v;
   params.kv_tile = schedule_config_.kv_tile;
   params.num_ctas = schedule_config_.num_ctas;
   params.max_merge_rows = schedule_config_.max_merge_rows;
@@ -255,13 +255,13 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     if (leads_beyond_ragged(schedule_, params.num_pages))
       errors |= kPageIndexInvalid;
     else if (!is_interpreted_)
-      cpu::run_attention(params, config_.dtype, config_.head_dim, config_.has_variant ? &cpu_kernels_ : nullptr);
+      cpu::run_attention(params, config_.dtype, config_.dims(), config_.has_variant ? &cpu_kernels_ : nullptr);
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const LaunchContext context{
-      plan_params_.levels, plan_params_.num_levels, config_.dtype == DataType::kBFloat16, attention_codes_,
-      merge_code_,         driver::encode};
+  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype == DataType::kBFloat16,
+                              config_.dims(),      attention_codes_,        merge_code_,
+                              driver::encode};
   KernelArguments arguments;
   const int32_t kernel = design_.make_arguments(params, context, arguments);
   if (kernel == kRowsTooFarApart)
@@ -272,8 +272,8 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
                  &arguments, stream);
   driver::launch(
       merge_kernel_,
-      driver::Launch{ctas, static_cast<uint32_t>(params.max_tile_rows / kMergeRows), kMergeThreads, -1, true}, &params,
-      stream);
+      driver::Launch{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1, true},
+      &params, stream);
   return 0;
 }
 

@@ -19,7 +19,8 @@ namespace attn {
 struct AttentionConfig {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
-  int32_t head_dim;
+  int32_t head_dim;    // of Q and K
+  int32_t head_dim_v;  // of V and O
   DataType dtype;
   int32_t max_rows;
   int32_t max_groups;  // row groups of one level
@@ -34,6 +35,8 @@ struct AttentionConfig {
   bool uses_softmax;  // of the variant
   bool has_mask;      // the variant
   bool has_sinks;     // runs may be given sinks
+
+  HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
 };
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names.

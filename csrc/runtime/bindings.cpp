@@ -45,6 +45,7 @@ int64_t attention_create(const Bytes& config, const Map<String, String>& files) 
   narrow("num_qo_heads", c.num_qo_heads, 1, kMaxHeads);
   narrow("num_kv_heads", c.num_kv_heads, 1, kMaxHeads);
   narrow("head_dim", c.head_dim, 1);
+  narrow("head_dim_v", c.head_dim_v, 1);
   narrow("max_rows", c.max_rows, 1);
   narrow("max_batch", c.max_groups, 1);
   narrow("max_levels", c.max_levels, 1, kMaxLevels);
@@ -152,11 +153,11 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
 }
 
 /// K or V of the cache of one layer.
-KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim pages, int64_t page_size) {
+KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim columns, Dim pages,
+                   int64_t page_size) {
   check_tensor(name, t, device_of(config));
   check_dtype(name, t, dl_dtype(config.dtype));
-  check_shape(name, t,
-              {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, {"head_dim", config.head_dim}});
+  check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, columns});
   check_contiguous_dim(name, t, 3);
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -177,18 +178,19 @@ int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v,
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
-  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim};
+  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
+      head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
   check_rows("q", q, device, config.dtype, {"rows"}, heads, head_dim);
   const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
-  check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim);
+  check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim_v);
   check_no_overlap("out", out);
   if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max())
     refuse("sm_scale", sm_scale, "above 0 and finite");
   if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max())
     refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
   AttentionParams params{};
-  params.k = kv_tensor("kv.k", k, config, {"pages"}, attention.planned_page_size());
-  params.v = kv_tensor("kv.v", v, config, {"pages", k.size(0)}, attention.planned_page_size());
+  params.k = kv_tensor("kv.k", k, config, head_dim, {"pages"}, attention.planned_page_size());
+  params.v = kv_tensor("kv.v", v, config, head_dim_v, {"pages", k.size(0)}, attention.planned_page_size());
   if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
   if (config.on_cuda) {
     check_alignment("q", q);

@@ -69,7 +69,10 @@ def request(input_length: int, hash_ids: list[object], output_length: int = 20) 
         (["--shared-prefix", "0x8192+1"], "--shared-prefix is '0x8192+1', must be of 1 to"),
         (["--mixed", "1x2@"], "--mixed is '1x2@'"),
         (["--decode", "1xconst:5", "--heads", "32"], "heads is '32', must be QO/KV, as 32/8"),
-        (["--decode", "1xconst:5", "--head-dim", "84"], "head_dim is 84, must be a multiple of 8 up to 256 with the costs of a GPU"),
+        (
+            ["--decode", "1xconst:5", "--head-dim", "84"],
+            "head_dim is 84, must be a multiple of 8 up to 256, 512, or (head_dim, head_dim_v) = (576, 512) with the costs of a GPU",
+        ),
         (["--decode", "2xzipf:5", "--seed", "-1"], "seed is -1, must be at least 0"),
         (["--decode", "1xconst:5", "--heads", "32/5"], "num_qo_heads is 32"),
         (["--decode", "1xconst:5", "--head-dim", "7"], "head_dim is 7"),

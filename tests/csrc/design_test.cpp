@@ -38,7 +38,7 @@ attn::AttentionParams make_params(int32_t page_size, int32_t group_size) {
   params.num_rows = 10;
   params.num_pages = kPages;
   params.num_kv_heads = kKvHeads;
-  params.head_dim = kHeadDim;
+  params.v_columns = kHeadDim;
   params.kv_tile = 128;
   params.group_size = attn::FastDivisor(group_size);
   params.page_size = attn::FastDivisor(page_size);
@@ -50,12 +50,12 @@ struct Launched {
   attn::HopperParams params;
 };
 
-Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged) {
+Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::LaunchContext context{&level, 1, true, codes, {kMemory, 3}, encode};
+  const attn::LaunchContext context{&level, 1, true, dims, codes, {kMemory, 3}, encode};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
@@ -102,6 +102,25 @@ void check_rows() {
   expect_equal(six.has_one_row_map, 1, "map of one row");
 }
 
+void check_widths() {
+  attn::AttentionParams params = make_params(16, 4);
+  const attn::HopperParams one_tensor = launch_sm90(params, false, attn::HeadDims(576, 512)).params;
+  expect_equal(one_tensor.v_is_k, 1, "V in K's bytes");
+  const int64_t columns[] = {576, 512, 576, 576, 512};  // of Q, O, Q by rows, K and V
+  for (size_t i = 0; i < 5; ++i) expect_equal(static_cast<int64_t>(encoded[i].sizes[0]), columns[i], "columns");
+  expect_equal(encoded[0].box[2], 16, "rows of a box of Q");
+  expect_equal(encoded[4].box[1], 16, "tokens of a box");
+  const attn::HopperParams many = launch_sm90(make_params(16, 128), false, attn::HeadDims(576, 512)).params;
+  expect_equal(many.has_row_maps, 1, "row maps of half a group of 128");
+  expect_equal(encoded[0].box[1], 64, "heads of a box of Q");
+  expect_equal(encoded[0].box[2], 1, "rows of a box of Q");
+  params.v.token_stride += 8;
+  expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V of other strides");
+  params = make_params(16, 4);
+  params.v.data = kMemory + 8;
+  expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V behind K's first columns");
+}
+
 void check_strides() {
   attn::AttentionParams params = make_params(16, 4);
   expect_equal(launch_sm90(params, false).params.unit_shift, 8, "unit_shift");
@@ -114,6 +133,7 @@ void check_strides() {
 int main() {
   check_caches();
   check_rows();
+  check_widths();
   check_strides();
   return failures;
 }

@@ -41,7 +41,7 @@ namespace {
 using namespace attn;
 
 /// What ctypes passes. strides, in elements: row and head of q, of o; page, token and head of k, of v. sizes: rows of
-/// q, pages, head_dim, page_size, levels that were planned.
+/// q, pages, head_dim, page_size, levels that were planned, head_dim_v.
 struct PassedAttention {
   const void* q;
   const void* k;
@@ -52,7 +52,7 @@ struct PassedAttention {
   float* partial_lse;
   const float* sinks;
   int64_t strides[10];
-  int64_t sizes[5];
+  int64_t sizes[6];
   double sm_scale;
   int64_t is_bf16;
   int64_t uses_softmax;
@@ -78,7 +78,7 @@ AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, 
   params.partial_lse = passed.partial_lse;
   params.num_rows = static_cast<int32_t>(passed.sizes[0]);
   params.num_pages = static_cast<int32_t>(passed.sizes[1]);
-  params.head_dim = static_cast<int32_t>(passed.sizes[2]);
+  params.v_columns = static_cast<int32_t>(passed.sizes[5]);
   params.page_size = FastDivisor(static_cast<int32_t>(passed.sizes[3]));
   params.max_merge_rows = config.max_merge_rows;
   params.num_kv_heads = config.num_kv_heads;
@@ -108,14 +108,15 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   std::vector<PlanLevel> levels(static_cast<size_t>(passed.sizes[4]));
   for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
   const KernelCode codes[kMaxDesignKernels] = {};
-  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), passed.is_bf16 != 0, codes, {},
+  const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
+  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), passed.is_bf16 != 0, dims, codes, {},
                               ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
-  const int32_t bytes = design.shared_bytes(params.head_dim);
+  const int32_t bytes = design.shared_bytes(dims);
   for (const int32_t cta : order) {
     emulation::run_cta(cta, params.num_ctas, design.threads, seed,
                        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });

@@ -118,10 +118,10 @@ void store_box() {
   if (!is_fault(2)) ptx::bulk_wait_read();
 }
 
-/// out = A B^T, or A B with A in registers. 1: no fence.proxy.async. 2: no wgmma.fence. 3: no commit. 4: no wait. 5: a
-/// wait that leaves this group. 6: B is overwritten, 7: A in registers is, before the wait. 8: one warp multiplies
-/// other rows of B.
-template <bool kInRegisters>
+/// out = A B^T, or A B with A in registers or in shared memory. 1: no fence.proxy.async. 2: no wgmma.fence. 3: no
+/// commit. 4: no wait. 5: a wait that leaves this group. 6: B is overwritten, 7: A in registers is, before the wait. 8:
+/// one warp multiplies other rows of B.
+template <bool kInRegisters, bool kRowsOfB = kInRegisters>
 void multiply() {
   write_rows(kTile, launched.a);
   write_rows(kSecondTile, launched.b);
@@ -139,6 +139,9 @@ void multiply() {
     if constexpr (kInRegisters)
       ptx::wgmma_registers<ptx::MmaType::kBFloat16>(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 16 * 128),
                                                     k > 0);
+    else if constexpr (kRowsOfB)
+      ptx::wgmma_shared_rows<ptx::MmaType::kBFloat16>(c, a.advanced(static_cast<uint32_t>(k) * 32),
+                                                      b.advanced(static_cast<uint32_t>(k) * 16 * 128), k > 0);
     else
       ptx::wgmma_shared<ptx::MmaType::kBFloat16>(c, a.advanced(static_cast<uint32_t>(k) * 32),
                                                  b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
@@ -160,8 +163,8 @@ void multiply() {
 /// rows of 64. Returns what failed, or nullptr.
 extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t* a, const uint16_t* b, float* out,
                                   uint16_t* tensor, uint32_t seed) {
-  void (*const kernels[])() = {named_barrier, registers,       copy_async,    load_box,
-                               store_box,     multiply<false>, multiply<true>};
+  void (*const kernels[])() = {named_barrier, registers,       copy_async,     load_box,
+                               store_box,     multiply<false>, multiply<true>, multiply<false, true>};
   launched = Launched{a, b, out, fault};
   return emulation::failure_of(seed, [&] {
     const Tensor4d described{tensor, true, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};

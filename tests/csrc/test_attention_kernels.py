@@ -106,6 +106,59 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
     problem.check()
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (56, 32)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_keys_and_values_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
+    """As above. V in its own memory, or, if it is the narrower one, in K's."""
+    caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged", "large pages")]
+    for number, cache in enumerate(caches):
+        dtype, group_size = (torch.bfloat16, torch.float16)[number % 2], 1 + 2 * (number % 2)
+        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+        spec = spec.with_(**{"cache_form": "pair", **cache}, num_ctas=5, aligned=True, seed=number)
+        case = case_tensors.build(spec.with_(v_in_k=number == 4 and head_dim_v < head_dim), CPU)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
+        run_and_check(case, attention, wants_lse=number % 2 == 0)
+    rng = numpy.random.default_rng([head_dim, 48])
+    shape = Shape(num_kv_heads=1, group_size=2, page_size=16, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, num_ctas=7)
+    problem = cascade_problem(rng, shape, CPU, 2)
+    problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, head_dim))  # type: ignore[arg-type]
+    problem.check()
+
+
+# head_dim, head_dim_v, whether V lies in K's bytes
+WIDE = [(512, 512, False), (576, 512, True), (576, 512, False)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
+    """By TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in its own memory, or in K's."""
+    names = ("pages", "small pages", "tokens in runs", "ragged", "large pages")
+    for number, group_size in enumerate((16, 3, 1, 4, 128)):
+        qo_lens, kv_lens = ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number % 2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k)
+        spec = spec.with_(**{"cache_form": "pair", **CACHES[names[number]]}, dtype=(torch.bfloat16, torch.float16)[number % 2], num_ctas=3, aligned=True)
+        if v_in_k:
+            spec = spec.with_(cache_form="pair")
+        case = case_tensors.build(spec.with_(seed=number, window_left=100 if number == 3 else -1), CPU)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number, "sinks" if number == 1 else "standard")
+        run_and_check(case, attention, wants_lse=number % 2 == 0)
+        if kernel == "hopper":
+            assert attention.launched == ("attention_rows" if number in (1, 2) else "attention")
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
+    for seed, options in enumerate([{"cascade": "always"}, {"batch_invariant": True}]):
+        rng = numpy.random.default_rng([seed, head_dim, 49])
+        shape = Shape(1, [4, 16][seed], head_dim, torch.bfloat16, 16, num_ctas=5, head_dim_v=head_dim_v, v_in_k=v_in_k)
+        batch = forests.random_batch(rng, shape.page_size, kv_cost=head_dim * 64, budget=2e7, max_requests=8, max_rows=20)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed), batch.view(rng, CPU))  # type: ignore[arg-type]
+        problem.check()
+
+
 @pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:

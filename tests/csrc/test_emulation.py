@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
-KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "multiply", "multiply_registers")
+KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "multiply", "multiply_registers", "multiply_rows")
 SEEDS = range(8)
 
 
@@ -43,7 +43,7 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
         expected = tensor.clone().float()
         expected[8:, 8:56] = a[:48, :48].float()
     else:
-        expected = (a.double() @ (b.double() if kernel == "multiply_registers" else b.double().T)).float()
+        expected = (a.double() @ (b.double().T if kernel == "multiply" else b.double())).float()
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out, tensor)]
     emulation.check(library.run_kernel(KERNELS.index(kernel), fault, *pointers, seed))
     return (tensor.float() if kernel == "store_box" else out), expected
@@ -89,6 +89,8 @@ def test_faults_that_are_named(library: ctypes.CDLL, kernel: str, fault: int, me
         ("multiply", 6),
         ("multiply_registers", 6),
         ("multiply_registers", 7),
+        ("multiply_rows", 1),
+        ("multiply_rows", 6),
     ],
 )
 def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, fault: int) -> None:

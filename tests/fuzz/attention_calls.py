@@ -230,6 +230,7 @@ def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[
             "num_qo_heads": kv_heads * heads["group_size"],
             "num_kv_heads": kv_heads,
             "head_dim": heads["head_dim"],
+            "head_dim_v": None if device.type == "cuda" else [None, heads["head_dim"], 72][rng.integers(3)],
             "dtype": heads["dtype"],
             "device": device,
             "num_ctas": heads["num_ctas"],
@@ -247,7 +248,8 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
     return {
         "num_qo_heads": IntArgument(others=("max_rows",), low=1, high=2**31 - 1, wrong=not_a_multiple),
         "num_kv_heads": IntArgument(others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)),
-        "head_dim": IntArgument(low=8, high=256, wrong=(9, 65, 255, *((80, 32) if on_cuda else ()))),
+        "head_dim": IntArgument(low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ()))),
+        "head_dim_v": IntArgument(low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ())), optional=True),
         "dtype": ChoiceArgument(wrong=(torch.float64, torch.int32, torch.bool, "float16", *((torch.float32,) if on_cuda else ()))),
         "device": ChoiceArgument(wrong=("meta", "gpu", "cpu:x", "cuda:63", "mps")),
         "max_rows": IntArgument(others=("max_levels", "max_rows * max_levels"), low=1, high=2**31 - 1, wrong=too_many_rows),
@@ -262,6 +264,7 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
 
 def check_constructed(given: Arguments, attention: Attention) -> None:
     assert attention.workspace_bytes > 0
+    assert attention.head_dim_v == (given["head_dim"] if given["head_dim_v"] is None else given["head_dim_v"])
     for name in ("num_qo_heads", "num_kv_heads", "head_dim", "dtype", "max_rows", "max_batch", "max_levels", "batch_invariant"):
         assert getattr(attention, name) == given[name], name
 

@@ -44,7 +44,7 @@ def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfl
         ("head_dim", {"head_dim": 64.0}),
         ("head_dim", {"head_dim": 0}),
         ("head_dim", {"head_dim": 65}),
-        ("head_dim", {"head_dim": 512}),
+        ("head_dim", {"head_dim": 1024}),
         ("dtype", {"dtype": torch.float64}),
         ("dtype", {"dtype": torch.int8}),
         ("dtype", {"dtype": [1]}),

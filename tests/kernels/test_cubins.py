@@ -16,7 +16,8 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 
 def test_kernel_set_is_complete() -> None:
-    shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256) for variant in ("standard", "sinks")]
+    head_dims = {"standard": (64, 96, 128, 192, "192_128", 256), "sinks": (64, 128, 256)}
+    shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for variant, dims in head_dims.items() for head_dim in dims]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     merges = {"merge_bf16", "merge_f16", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     everywhere = {"plan", "append", "append_qkv_bf16", "append_qkv_f16"} | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers

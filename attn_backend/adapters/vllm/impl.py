@@ -11,14 +11,14 @@ from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.manifest import CUDA_HEAD_DIMS
+from attn_backend.kernels.manifest import HeadDims
 from attn_backend.metadata.kv_cache import KVCache
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
-    head_sizes: ClassVar[list[int]] = list(CUDA_HEAD_DIMS)
+    head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False

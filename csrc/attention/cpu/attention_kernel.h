@@ -30,14 +30,14 @@ class AttentionKernel {
   static constexpr float kMaxGrowth = 8.0f;
 
  public:
-  static void run(const AttentionParams& params, int32_t head_dim, const WorkItem& item, const WorkItem* next,
+  static void run(const AttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
                   Scratch& scratch) {
     if (count_rows(params, item) == 0) return;
-    AttentionKernel kernel(params, head_dim, item, scratch);
+    AttentionKernel kernel(params, dims, item, scratch);
     kernel.compute(next);
   }
 
-  static void merge_pair(const AttentionParams& params, int32_t head_dim, const SplitPair& pair, Scratch& scratch) {
+  static void merge_pair(const AttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
     const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
     const int rows = count_rows(params, item);
     const int parts = pair.last_cta - pair.first_cta + 1;
@@ -48,12 +48,12 @@ class AttentionKernel {
         const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
         scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
       }
-      merge_states(params, head_dim, parts, params.schedule.tiles[pair.tile].group, place, scratch);
+      merge_states(params, dims.v, parts, params.schedule.tiles[pair.tile].group, place, scratch);
     }
   }
 
   /// All heads of row number `merge_row` among those that are in several row groups.
-  static void merge_row(const AttentionParams& params, int32_t head_dim, int32_t merge_row, Scratch& scratch) {
+  static void merge_row(const AttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
     const ScheduleHeader& header = *params.schedule.header;
     const int32_t group_size = params.group_size.divisor;
     for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
@@ -81,7 +81,7 @@ class AttentionKernel {
         }
       }
       if (place.row < 0 || place.row >= params.num_rows) return;
-      merge_states(params, head_dim, parts, group_number, place, scratch);
+      merge_states(params, dims.v, parts, group_number, place, scratch);
     }
   }
 
@@ -111,7 +111,7 @@ class AttentionKernel {
     int32_t index;  // of the row in its group
   };
 
-  AttentionKernel(const AttentionParams& params, int32_t head_dim, const WorkItem& item, Scratch& scratch)
+  AttentionKernel(const AttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
       : params_(params),
         item_(item),
         s_(scratch),
@@ -119,9 +119,9 @@ class AttentionKernel {
         group_(params.schedule.groups[tile_.group]),
         visibility_(level_of(params, item).visibility),
         variant_(params.variant.as<typename Variant::Params>(), item.head),
-        head_dim_(head_dim),
+        dims_(dims),
         rows_(count_rows(params, item)),
-        engine_(scratch, head_dim, rows_) {}
+        engine_(scratch, dims, rows_) {}
 
   static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
     return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
@@ -181,19 +181,19 @@ class AttentionKernel {
   }
 
   /// Applies the variant's transform to a complete row of outputs. `group`: a row group that the row is in.
-  static void transform_output(const AttentionParams& params, float* o, int32_t head_dim, int32_t group,
+  static void transform_output(const AttentionParams& params, float* o, int32_t columns, int32_t group,
                                const RowPlace& place) {
     if constexpr (VariantHooks<Variant>::kOutput) {
       const Variant variant(params.variant.as<typename Variant::Params>(),
                             params.group_size.divide(static_cast<int32_t>(place.head)));
       const ScoreRow row = attn::score_row(params.schedule, group, place.index, static_cast<int32_t>(place.row),
                                            static_cast<int32_t>(place.head));
-      for (int32_t i = 0; i < head_dim; ++i) o[i] = variant.output(o[i], row, i);
+      for (int32_t i = 0; i < columns; ++i) o[i] = variant.output(o[i], row, i);
     }
   }
 
   /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
-  static void merge_states(const AttentionParams& params, int32_t head_dim, int count, int32_t group,
+  static void merge_states(const AttentionParams& params, int32_t columns, int count, int32_t group,
                            const RowPlace& place, Scratch& scratch) {
     const RowOut out = row_out(params, place);
     float largest = -INFINITY;
@@ -203,19 +203,19 @@ class AttentionKernel {
       const int64_t state = scratch.states[part];
       const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
       sum += weight;
-      for (int i = 0; i < head_dim; i += Isa::kWidth) {
+      for (int i = 0; i < columns; i += Isa::kWidth) {
         const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
         Isa::store(scratch.o + i,
-                   Isa::fma(Isa::splat(weight),
-                            Isa::load_elements(params.partial_o + state * head_dim + i, head_dim - i), before));
+                   Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * columns + i, columns - i),
+                            before));
       }
     }
     const RowEnd end = end_row(params, largest, sum, place.head, true);
-    for (int i = 0; i < head_dim; i += Isa::kWidth)
+    for (int i = 0; i < columns; i += Isa::kWidth)
       Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
-    transform_output(params, scratch.o, head_dim, group, place);
-    for (int i = 0; i < head_dim; i += Isa::kWidth)
-      Isa::store_elements(out.o + i, Isa::load(scratch.o + i), head_dim - i);
+    transform_output(params, scratch.o, columns, group, place);
+    for (int i = 0; i < columns; i += Isa::kWidth)
+      Isa::store_elements(out.o + i, Isa::load(scratch.o + i), columns - i);
     if (out.lse != nullptr) *out.lse = end.lse;
   }
 
@@ -287,9 +287,9 @@ class AttentionKernel {
         if (place.exists) {
           Element transformed[kMaxHeadDim];
           const ScoreRow row = score_row(r);
-          transform_row(q, Variant::kQueryPairs, transformed, [&](const Pair& x, int32_t first, int32_t second) {
-            return variant_.query(x, first, second, row);
-          });
+          transform_row(
+              q, dims_.qk, Variant::kQueryPairs, transformed,
+              [&](const Pair& x, int32_t first, int32_t second) { return variant_.query(x, first, second, row); });
           engine_.load_query(r, transformed);
           continue;
         }
@@ -300,10 +300,11 @@ class AttentionKernel {
 
   /// Applies `change` to the pairs of a row of Q, K or V.
   template <class Change>
-  void transform_row(const Element* row, const PairLayout& pairs, Element* transformed, const Change& change) const {
+  void transform_row(const Element* row, int columns, const PairLayout& pairs, Element* transformed,
+                     const Change& change) const {
     alignas(64) float values[kMaxHeadDim];
-    for (int i = 0; i < head_dim_; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, head_dim_ - i));
-    const PairLayout layout = pairs.of_head(head_dim_);
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    const PairLayout layout = pairs.of_head(columns);
     for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
       for (int32_t first = begin; first < begin + layout.distance; ++first) {
         const int32_t second = first + layout.distance;
@@ -312,8 +313,8 @@ class AttentionKernel {
         values[second] = changed.second;
       }
     }
-    for (int i = 0; i < head_dim_; i += Isa::kWidth)
-      Isa::store_elements(transformed + i, Isa::load(values + i), head_dim_ - i);
+    for (int i = 0; i < columns; i += Isa::kWidth)
+      Isa::store_elements(transformed + i, Isa::load(values + i), columns - i);
   }
 
   /// Keys and values that are packed at once.
@@ -327,13 +328,13 @@ class AttentionKernel {
   /// Transforms rows [begin, end) of the block, some of which may not exist. `token`: the block's first; `rows`: their
   /// addresses, which become those of the results.
   template <class Change>
-  void transform_tokens(const char** rows, const TokenRange& part, int32_t token, const PairLayout& pairs,
+  void transform_tokens(const char** rows, int columns, const TokenRange& part, int32_t token, const PairLayout& pairs,
                         TransformedRows& transformed, const Change& change) const {
     const KvTokens tokens(group_, item_.head);
     for (int i = part.begin; i < part.end; ++i) {
       Element* to = transformed.rows[i - part.begin];
       const KvToken at = tokens.at(token + i);
-      transform_row(reinterpret_cast<const Element*>(rows[i]), pairs, to,
+      transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, to,
                     [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
       rows[i] = reinterpret_cast<const char*>(to);
     }
@@ -343,13 +344,13 @@ class AttentionKernel {
   void transform_cache(TokenRows& tokens, const TokenRange& part, int32_t token, TransformedRows& keys,
                        TransformedRows& values) const {
     if constexpr (VariantHooks<Variant>::kKey) {
-      transform_tokens(tokens.keys, part, token, Variant::kKeyPairs, keys,
+      transform_tokens(tokens.keys, dims_.qk, part, token, Variant::kKeyPairs, keys,
                        [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                          return variant_.key(x, first, second, at);
                        });
     }
     if constexpr (VariantHooks<Variant>::kValue) {
-      transform_tokens(tokens.values, part, token, Variant::kValuePairs, values,
+      transform_tokens(tokens.values, dims_.v, part, token, Variant::kValuePairs, values,
                        [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                          return variant_.value(x, first, second, at);
                        });
@@ -403,12 +404,13 @@ class AttentionKernel {
   }
 
   void prefetch(const TokenRows& tokens, int begin, int end) const {
-    const int row_bytes = head_dim_ * static_cast<int>(sizeof(Element));
+    const auto prefetch_row = [](const char* row, int columns) {
+      for (int byte = 0; byte < columns * static_cast<int>(sizeof(Element)); byte += 64)
+        __builtin_prefetch(row + byte, 0, 2);
+    };
     for (int i = begin; i < end; ++i) {
-      for (int byte = 0; byte < row_bytes; byte += 64) {
-        __builtin_prefetch(tokens.keys[i] + byte, 0, 2);
-        __builtin_prefetch(tokens.values[i] + byte, 0, 2);
-      }
+      prefetch_row(tokens.keys[i], dims_.qk);
+      prefetch_row(tokens.values[i], dims_.v);
     }
   }
 
@@ -578,14 +580,14 @@ class AttentionKernel {
       const RowOut out = row_out(params_, place);
       if constexpr (VariantHooks<Variant>::kOutput) {
         float finished[kMaxHeadDim];
-        for (int i = 0; i < head_dim_; i += Isa::kWidth)
+        for (int i = 0; i < dims_.v; i += Isa::kWidth)
           Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
-        transform_output(params_, finished, head_dim_, tile_.group, place);
-        for (int i = 0; i < head_dim_; i += Isa::kWidth)
-          Isa::store_elements(out.o + i, Isa::load(finished + i), head_dim_ - i);
+        transform_output(params_, finished, dims_.v, tile_.group, place);
+        for (int i = 0; i < dims_.v; i += Isa::kWidth)
+          Isa::store_elements(out.o + i, Isa::load(finished + i), dims_.v - i);
       } else {
-        for (int i = 0; i < head_dim_; i += Isa::kWidth)
-          Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
+        for (int i = 0; i < dims_.v; i += Isa::kWidth)
+          Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
       }
       if (out.lse != nullptr) *out.lse = end.lse;
     } else {
@@ -594,9 +596,9 @@ class AttentionKernel {
               ? row_state_index(params_, group_.state_begin + params_.group_size.divide(tile_.packed_begin + row),
                                 static_cast<int32_t>(place.head))
               : int64_t{item_.partial} * params_.max_tile_rows + row;
-      float* o = params_.partial_o + state * head_dim_;
-      for (int i = 0; i < head_dim_; i += Isa::kWidth)
-        Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), head_dim_ - i);
+      float* o = params_.partial_o + state * dims_.v;
+      for (int i = 0; i < dims_.v; i += Isa::kWidth)
+        Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
       params_.partial_lse[state] = end.lse;
     }
   }
@@ -608,7 +610,7 @@ class AttentionKernel {
   const RowGroup& group_;
   const Visibility visibility_;
   const Variant variant_;
-  const int32_t head_dim_;
+  const HeadDims dims_;
   const int rows_;
   Engine engine_;
 };

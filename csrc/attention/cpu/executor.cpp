@@ -15,14 +15,14 @@ namespace {
 constexpr int64_t kMinThreadedWork = 20000;  // about a nanosecond each
 constexpr int64_t kMinThreadedBytes = 256 * 1024;
 
-Kernels choose_kernels(DataType dtype, int32_t head_dim) {
+Kernels choose_kernels(DataType dtype, HeadDims dims) {
 #if defined(__x86_64__)
   const Isa isa = current_isa();
-  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && head_dim % 32 == 0) return amx_kernels();
+  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && dims.qk % 32 == 0 && dims.v % 32 == 0) return amx_kernels();
   if (isa >= Isa::kAvx512) return avx512_kernels(dtype);
   if (isa >= Isa::kAvx2) return avx2_kernels(dtype);
 #endif
-  (void)head_dim;
+  (void)dims;
   return baseline_kernels(dtype);
 }
 
@@ -71,12 +71,12 @@ class CtaInterval {
   const Position end_;
 };
 
-void run_cta(const AttentionParams& params, const Kernels& kernels, int32_t head_dim, int32_t cta) {
+void run_cta(const AttentionParams& params, const Kernels& kernels, HeadDims dims, int32_t cta) {
   CtaInterval interval(params, cta);
   WorkItem item, next;
   for (bool more = interval.next(item); more; item = next) {
     more = interval.next(next);
-    kernels.run_work_item(params, head_dim, item, more ? &next : nullptr, thread_scratch());
+    kernels.run_work_item(params, dims, item, more ? &next : nullptr, thread_scratch());
   }
 }
 
@@ -98,7 +98,7 @@ std::vector<SplitPair> find_split_pairs(const AttentionParams& params) {
 }
 
 /// Rough cost of a schedule, in nanoseconds of a fast core.
-int64_t estimate_work(const AttentionParams& params, int32_t head_dim) {
+int64_t estimate_work(const AttentionParams& params, HeadDims dims) {
   constexpr int64_t kTokenCost =
       8;  // reading and packing a token's key and value, in units of one row's products with them
   int64_t work = 0;
@@ -107,7 +107,7 @@ int64_t estimate_work(const AttentionParams& params, int32_t head_dim) {
     const int64_t packed_rows =
         int64_t{params.schedule.groups[tile.group].qo_len} * params.group_size.divisor - tile.packed_begin;
     const int64_t rows = min_of<int64_t>(packed_rows, tile_rows(tile.kind));
-    work += (tile.kv_end - tile.kv_begin) * (kTokenCost + rows) * params.num_kv_heads * head_dim / 64;
+    work += (tile.kv_end - tile.kv_begin) * (kTokenCost + rows) * params.num_kv_heads * (dims.qk + dims.v) / 128;
   }
   return work;
 }
@@ -117,36 +117,37 @@ void append_token(const AppendParams& params, int32_t token) {
   if (slot < 0 || slot >= int64_t{params.num_pages} * params.page_size.divisor) return;
   const int64_t page = slot / params.page_size.divisor;
   const int64_t in_page = slot % params.page_size.divisor;
-  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, const KvTensor& to) {
+  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, int32_t head_bytes,
+                              const KvTensor& to) {
     const char* source = static_cast<const char*>(from) + token * token_stride * params.element_bytes;
     char* target = static_cast<char*>(const_cast<void*>(to.data)) +
                    (page * to.page_stride + in_page * to.token_stride) * params.element_bytes;
     for (int64_t head = 0; head < params.num_kv_heads; ++head) {
       std::memcpy(target + head * to.head_stride * params.element_bytes,
-                  source + head * head_stride * params.element_bytes, static_cast<size_t>(params.head_bytes));
+                  source + head * head_stride * params.element_bytes, static_cast<size_t>(head_bytes));
     }
   };
-  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_cache);
-  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_cache);
+  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_head_bytes, params.k_cache);
+  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_head_bytes, params.v_cache);
 }
 
 }  // namespace
 
-void run_attention(const AttentionParams& params, DataType dtype, int32_t head_dim, const Kernels* of_variant) {
-  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, head_dim);
-  const bool use_threads = estimate_work(params, head_dim) >= kMinThreadedWork;
-  auto run = [&](int32_t cta) { run_cta(params, kernels, head_dim, cta); };
+void run_attention(const AttentionParams& params, DataType dtype, HeadDims dims, const Kernels* of_variant) {
+  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, dims);
+  const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;
+  auto run = [&](int32_t cta) { run_cta(params, kernels, dims, cta); };
   parallel_for(params.num_ctas, use_threads, run);
 
-  auto merge_row = [&](int32_t row) { kernels.merge_row(params, head_dim, row, thread_scratch()); };
+  auto merge_row = [&](int32_t row) { kernels.merge_row(params, dims, row, thread_scratch()); };
   parallel_for(params.schedule.header->num_merge_rows, use_threads, merge_row);
   const std::vector<SplitPair> pairs = find_split_pairs(params);
   int64_t parts = 0;
   for (const SplitPair& pair : pairs) parts += pair.last_cta - pair.first_cta + 1;
   auto merge_pair = [&](int32_t i) {
-    kernels.merge_pair(params, head_dim, pairs[static_cast<size_t>(i)], thread_scratch());
+    kernels.merge_pair(params, dims, pairs[static_cast<size_t>(i)], thread_scratch());
   };
-  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * head_dim * 4 >= kMinThreadedBytes * 4,
+  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * dims.v * 4 >= kMinThreadedBytes * 4,
                merge_pair);
 }
 
@@ -156,7 +157,7 @@ void append(const AppendParams& params) {
     const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
     for (int32_t token = chunk * kChunk; token < end; ++token) append_token(params, token);
   };
-  const int64_t bytes = int64_t{2} * params.num_tokens * params.num_kv_heads * params.head_bytes;
+  const int64_t bytes = int64_t{params.num_tokens} * params.num_kv_heads * (params.k_head_bytes + params.v_head_bytes);
   parallel_for(ceil_div(params.num_tokens, kChunk), bytes >= kMinThreadedBytes, copy);
 }
 

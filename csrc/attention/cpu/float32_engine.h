@@ -72,9 +72,9 @@ struct MatrixProduct {
   }
 };
 
-/// Works in Scratch: q [rows, stride], keys [head_dim, kBlockTokens] (transposed), values [kBlockTokens, stride],
-/// scores and probabilities [kPanelRows, kBlockTokens], o [rows, stride]; stride is head_dim rounded up to whole
-/// vectors.
+/// Works in Scratch: q [rows, q_stride], keys [columns of K, kBlockTokens] (transposed), values [kBlockTokens,
+/// o_stride], scores and probabilities [kPanelRows, kBlockTokens], o [rows, o_stride]; strides are the widths of heads
+/// rounded up to whole vectors.
 template <class IsaType, class ElementType>
 class Float32Engine {
  public:
@@ -84,20 +84,23 @@ class Float32Engine {
   static constexpr int kPanelRows = Isa::kPanelRows;
   static constexpr int kColumnStep = Isa::kWidth;  // tokens of a block that are computed are a multiple of this
 
-  Float32Engine(Scratch& scratch, int head_dim, int /*rows*/)
-      : s_(scratch), head_dim_(head_dim), stride_(ceil_div(head_dim, Isa::kWidth) * Isa::kWidth) {}
+  Float32Engine(Scratch& scratch, HeadDims dims, int /*rows*/)
+      : s_(scratch),
+        dims_(dims),
+        q_stride_(round_up<int>(dims.qk, Isa::kWidth)),
+        o_stride_(round_up<int>(dims.v, Isa::kWidth)) {}
 
-  int o_stride() const { return stride_; }
+  int o_stride() const { return o_stride_; }
 
   void load_query(int row, const Element* q) {
-    for (int i = 0; i < head_dim_; i += Isa::kWidth)
-      Isa::store(s_.q + row * stride_ + i, Isa::load_elements(q + i, head_dim_ - i));
+    for (int i = 0; i < dims_.qk; i += Isa::kWidth)
+      Isa::store(s_.q + row * q_stride_ + i, Isa::load_elements(q + i, dims_.qk - i));
   }
 
   /// Packs tokens [begin, end) of the block, multiples of kColumnStep.
   void pack_keys(const TokenRows& tokens, int begin, int end) {
     constexpr int kElements = 4 / static_cast<int>(sizeof(Element));  // in a word
-    const int words = head_dim_ / kElements;
+    const int words = dims_.qk / kElements;
     for (int first = 0; first < words; first += Isa::kWidth) {
       const int count = min_of(words - first, Isa::kWidth);
       for (int token = begin; token < end; token += Isa::kWidth) {
@@ -121,15 +124,15 @@ class Float32Engine {
   void pack_values(const TokenRows& tokens, int begin, int end) {
     for (int token = begin; token < end; ++token) {
       const Element* row = reinterpret_cast<const Element*>(tokens.values[token]);
-      for (int i = 0; i < head_dim_; i += Isa::kWidth)
-        Isa::store(s_.values + token * stride_ + i, Isa::load_elements(row + i, head_dim_ - i));
+      for (int i = 0; i < dims_.v; i += Isa::kWidth)
+        Isa::store(s_.values + token * o_stride_ + i, Isa::load_elements(row + i, dims_.v - i));
     }
   }
 
   /// Scores of rows [row, row + rows) for tokens [begin, end) of the block.
   void multiply_keys(int buffer, int row, int rows, int begin, int end) {
-    MatrixProduct<Isa, false>::run(s_.q + row * stride_, stride_, s_.keys + begin, kBlockTokens,
-                                   s_.scores[buffer] + begin, kBlockTokens, rows, head_dim_, end - begin);
+    MatrixProduct<Isa, false>::run(s_.q + row * q_stride_, q_stride_, s_.keys + begin, kBlockTokens,
+                                   s_.scores[buffer] + begin, kBlockTokens, rows, dims_.qk, end - begin);
   }
 
   static typename Isa::Float exp2(typename Isa::Float x) { return Isa::exp2(x); }
@@ -140,17 +143,18 @@ class Float32Engine {
 
   /// Adds probabilities x values of tokens [begin, end) to the outputs of rows [row, row + rows).
   void multiply_values(int buffer, int row, int rows, int begin, int end) {
-    MatrixProduct<Isa, true>::run(s_.probabilities[buffer] + begin, kBlockTokens, s_.values + begin * stride_, stride_,
-                                  s_.o + row * stride_, stride_, rows, end - begin, stride_);
+    MatrixProduct<Isa, true>::run(s_.probabilities[buffer] + begin, kBlockTokens, s_.values + begin * o_stride_,
+                                  o_stride_, s_.o + row * o_stride_, o_stride_, rows, end - begin, o_stride_);
   }
 
   /// Output elements [i, i + width) of a row.
-  typename Isa::Float output(int row, int i) const { return Isa::load(s_.o + row * stride_ + i); }
+  typename Isa::Float output(int row, int i) const { return Isa::load(s_.o + row * o_stride_ + i); }
 
  private:
   Scratch& s_;
-  const int head_dim_;
-  const int stride_;
+  const HeadDims dims_;
+  const int q_stride_;
+  const int o_stride_;
 };
 
 }  // namespace attn::cpu

@@ -6,13 +6,14 @@
 // this machine cannot run.
 #pragma once
 
+#include "attention/head_shape.h"
 #include "attention/params.h"
 #include "attention/row_ranges.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {
 
-constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxHeadDim = 576;
 constexpr int32_t kMaxTileRows = 128;
 constexpr int32_t kMaxBlockTokens = 128;
 constexpr int32_t kMaxPanelRows = 16;
@@ -65,9 +66,9 @@ struct alignas(64) Scratch {
 };
 
 /// Runs an item; `next`, if there is one, is what this thread will run after it.
-using RunWorkItem = void (*)(const AttentionParams&, int32_t head_dim, const WorkItem&, const WorkItem* next, Scratch&);
-using MergePair = void (*)(const AttentionParams&, int32_t head_dim, const SplitPair&, Scratch&);
-using MergeRow = void (*)(const AttentionParams&, int32_t head_dim, int32_t row, Scratch&);
+using RunWorkItem = void (*)(const AttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next, Scratch&);
+using MergePair = void (*)(const AttentionParams&, HeadDims dims, const SplitPair&, Scratch&);
+using MergeRow = void (*)(const AttentionParams&, HeadDims dims, int32_t row, Scratch&);
 
 using FindRowRanges = void (*)(const RowRangeParams&);
 
@@ -82,6 +83,6 @@ struct Kernels {
 Kernels baseline_kernels(DataType dtype);
 Kernels avx2_kernels(DataType dtype);
 Kernels avx512_kernels(DataType dtype);
-Kernels amx_kernels();  // bf16; head_dim a multiple of 32
+Kernels amx_kernels();  // bf16; head widths that are multiples of 32
 
 }  // namespace attn::cpu

@@ -84,7 +84,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
   constexpr int kBatch = 3;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int32_t column = lane * 4; column - lane * 4 < params.head_dim; column += kMergeColumns) {
+  for (int32_t column = lane * 4; column - lane * 4 < params.v_columns; column += kMergeColumns) {
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float maximum = minus_infinity();  // of the parts' lse, to base 2
     float sum = 0.0f;                  // of exp2(lse - maximum)
@@ -108,9 +108,9 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const float* part =
-              params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.head_dim;
+              params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
           x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j < count && column < params.head_dim) x[j] = *reinterpret_cast<const float4*>(part + column);
+          if (i + j < count && column < params.v_columns) x[j] = *reinterpret_cast<const float4*>(part + column);
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
     const RowEnd end =
         end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + qo_head));
     const float factor = params.adds_up ? 1.0f : end.factor;
-    if (column < params.head_dim) {
+    if (column < params.v_columns) {
       float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
       transform(values, column);
       *reinterpret_cast<uint2*>(to_o + column * Element::kBytes) =

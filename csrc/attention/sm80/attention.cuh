@@ -33,7 +33,7 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind>
+template <int kKind, int kKvTile, bool kIsWide>
 struct WarpLayout {
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
@@ -47,38 +47,56 @@ struct WarpLayout {
       : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
 };
 
+/// With wide heads: all have the same rows and tokens.
+template <int kKvTile>
+struct WarpLayout<0, kKvTile, true> {
+  static constexpr int kKvWarps = 1;
+  static constexpr int kRows = tile_rows(0);
+  static constexpr int kRowBlocks = 1;
+  static constexpr int kTokens = kKvTile;
+  static constexpr int first_row = 0;
+  static constexpr int first_token = 0;
+  static constexpr int kv_warp = 0;
+
+  __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
+};
+
 /// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
 template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
   using Tile = QTile<Traits>;
-  constexpr int kChunks = Tile::kRowChunks;
-  constexpr int kRowsPerPass = kThreads / kChunks;
+  using Pieces = RowPieces<Tile, kThreads>;
+  constexpr int kChunks = Pieces::kChunks;
+  constexpr int kRowsPerPass = Pieces::kRows;
   constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
-  const int chunk = threadIdx.x % kChunks;
-  uint4 values[kPasses];
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
-    values[i] = make_uint4(0, 0, 0, 0);
-    if (row.exists && (Tile::kHeadChunks == kChunks || chunk < Tile::kHeadChunks)) {
-      const int64_t element =
-          row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
-      values[i] =
-          __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
+  for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+    const int chunk = threadIdx.x % kChunks + piece * kChunks;
+    uint4 values[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
+      values[i] = make_uint4(0, 0, 0, 0);
+      if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
+        const int64_t element =
+            row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
+        values[i] = __ldg(
+            reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int row = threadIdx.x / kChunks + i * kRowsPerPass;
-    if (kRows % kRowsPerPass == 0 || row < kRows)
-      *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = threadIdx.x / kChunks + i * kRowsPerPass;
+      if (kRows % kRowsPerPass == 0 || row < kRows)
+        *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
+    }
   }
 }
 
 /// Transforms the tokens of a KV tile that a warp multiplies, if there is such a transform: by the warp itself if no
 /// other multiplies them, else by all warps. Then all may read them.
-template <class Transform, class Tile, class Element, class Layout, int kColumns>
+template <class Transform, class Tile, class Element, class Layout, int kColumns, int kKvTile>
 __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
                                                  const typename Transform::Variant& variant, const TileTokens& find) {
   if constexpr (Transform::kExists) {
@@ -108,7 +126,10 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
-  using Layout = WarpLayout<kKind>;
+  constexpr int kKvTile = tuning(Shape::kDims).kv_tile;
+  constexpr bool kIsWide = is_wide(Shape::kDims);
+  constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
+  using Layout = WarpLayout<kKind, kKvTile, kIsWide>;
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
@@ -128,7 +149,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
 
   // Outputs of warps that share rows meet in memory whose chunks are permuted by eights (write_merged_warps).
-  WarpState<Element, round_up(Shape::kV, 32), Layout::kRowBlocks> state;
+  WarpState<Element, kColumns, Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
   state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
@@ -166,20 +187,21 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
       ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
-  const uint32_t first_value = warp.first_token * Values::kRowBytes;
+  const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
+  const uint32_t first_value = warp.first_token * Values::kRowBytes + first_column * Element::kBytes;
   int32_t token =
       row_tile.kv_begin + cursor.now.kv_tile * kKvTile + warp.first_token;  // this warp's first one of the KV tile
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
-    const uint32_t k_slot = kv + 2 * ring.pair * layout.kv_slot_bytes;
+    const uint32_t k_slot = kv + ring.pair * layout.pair_bytes;
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
-    char* const keys = shared + layout.kv + 2 * ring.pair * layout.kv_slot_bytes;
-    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk>(keys, warp, variant, tokens);
+    char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
+    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(keys, warp, variant, tokens);
     state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(
         s, q, k_slot + first_key + Keys::columns_first(lane));
 
@@ -198,9 +220,10 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
-    transform_tokens<Valued, Values, Element, Layout, Shape::kV>(keys + layout.kv_slot_bytes, warp, variant, tokens);
+    transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(keys + layout.k_slot_bytes, warp, variant,
+                                                                          tokens);
     state.template accumulate<Layout::kTokens, Values>(
-        p, k_slot + layout.kv_slot_bytes + first_value + Values::rows_first(lane));
+        p, k_slot + layout.k_slot_bytes + first_value + Values::rows_first(lane));
 
     token += kKvTile;
     tokens.first_token += kKvTile;
@@ -212,7 +235,13 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
   const OutputTarget<Element, kManyLevels, Variant> target(params, rows, row_tile.group, cursor.now.head,
                                                            cursor.now.kv_tile > 0, ends_inside);
-  if constexpr (Layout::kKvWarps == 1) {
+  if constexpr (kIsWide) {
+    using Columns = SharedTile<Element, kColumns>;
+    __syncthreads();  // all have read Q
+    write_warp_rows<Columns>(
+        state, TargetColumns<OutputTarget<Element, kManyLevels, Variant>, Element::kBytes>(target, first_column), 0,
+        shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
+  } else if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
@@ -228,19 +257,22 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
   loader.start();
   RingCursor ring;
 
+  constexpr int kMaxKind = tuning(Traits::Shape::kDims).max_kind;
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:
         run_work_item<Traits, kManyLevels, 0>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 1:
-        run_work_item<Traits, kManyLevels, 1>(params, first_visibility, cursor, loader, ring, shared);
+        if constexpr (kMaxKind >= 1)
+          run_work_item<Traits, kManyLevels, 1>(params, first_visibility, cursor, loader, ring, shared);
         break;
       case 2:
-        run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
+        if constexpr (kMaxKind >= 2)
+          run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
         break;
       default:
-        if constexpr (tuning(Traits::Shape::kDims).max_kind >= 3)
+        if constexpr (kMaxKind >= 3)
           run_work_item<Traits, kManyLevels, 3>(params, first_visibility, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);

@@ -18,11 +18,11 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "sm80";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](int32_t head_dim) { return tuning(head_dim).max_kind; };
-  design.kv_tile = [](int32_t /*head_dim*/) { return kKvTile; };
+  design.max_kind = [](HeadDims dims) { return tuning(dims).max_kind; };
+  design.kv_tile = [](HeadDims dims) { return tuning(dims).kv_tile; };
   design.kernels[0] = "attention";
   design.threads = kThreads;
-  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.shared_bytes = [](HeadDims dims) { return SharedLayout(dims).bytes; };
   design.make_arguments = make_arguments;
   return design;
 }

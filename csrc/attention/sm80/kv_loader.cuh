@@ -16,7 +16,7 @@
 namespace attn::sm80 {
 
 /// Stands in for the tokens of a row tile that sees nothing.
-constexpr int kMaxRowBytes = 512;
+constexpr int kMaxRowBytes = 1152;
 __device__ const uint4 zero_row[kMaxRowBytes / 16] = {};
 
 /// What the lookups need of a level.
@@ -75,20 +75,21 @@ struct LoadedTileStore<true> {
 
 template <class Traits, bool kManyLevels>
 struct KvLoader {
-  static constexpr int kTokens = kKvTile;
+  static constexpr int kTokens = tuning(Traits::Shape::kDims).kv_tile;
   static constexpr int kPairs = tuning(Traits::Shape::kDims).kv_slots / 2;  // KV tiles in the ring
 
   /// How the CTA copies a tile of K or V: so many rows at a time.
   template <class Tile>
   struct Passes {
-    static constexpr int kRows = kThreads / Tile::kRowChunks;
+    using Pieces = RowPieces<Tile, kThreads>;
+    static constexpr int kRows = Pieces::kRows;
     static constexpr int kCount = kTokens / kRows;
 
     /// The addresses that one thread copies from lie side by side: row pass * kRows + first is number first * kCount +
     /// pass.
     __device__ __forceinline__ static int number(int row) { return row % kRows * kCount + row / kRows; }
   };
-  static_assert(kThreads == 2 * kTokens, "one thread a token for K and one for V");
+  static_assert(kThreads % (2 * kTokens) == 0, "one thread a token for K and one for V; or several that do the same");
   static_assert(max_of(KTile<Traits>::kRowBytes, VTile<Traits>::kRowBytes) <= kMaxRowBytes, "zero_row");
 
   const AttentionParams& params;
@@ -129,12 +130,12 @@ struct KvLoader {
   }
 
   /// Copies K of KV tile number `tile` of the interval, if there is one, into slot pair `pair`; commits one group.
-  __device__ __forceinline__ void load_k(int tile, int pair) { copy<KTile<Traits>>(0, tile & 1, 2 * pair); }
+  __device__ __forceinline__ void load_k(int tile, int pair) { copy<KTile<Traits>>(0, tile & 1, pair); }
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
   __device__ __forceinline__ void load_v(int tile, int pair) {
     PageTableView table = page_table();  // read before the copies are issued, to hide its latency
-    copy<VTile<Traits>>(1, tile & 1, 2 * pair + 1);
+    copy<VTile<Traits>>(1, tile & 1, pair);
     publish(table, (tile + 1) & 1);
     if (advance() && kManyLevels) table = page_table();
     look_up(table);
@@ -146,13 +147,15 @@ struct KvLoader {
   }
 
   template <class Tile>
-  __device__ __forceinline__ void copy(int which, int parity, int slot) {
+  __device__ __forceinline__ void copy(int which, int parity, int pair) {
     constexpr SharedLayout layout = kLayout<Traits>;
     constexpr int kPasses = Passes<Tile>::kCount;
-    const uint32_t target = ptx::shared_address(shared + layout.kv) + slot * layout.kv_slot_bytes;
+    const uint32_t target =
+        ptx::shared_address(shared + layout.kv) + pair * layout.pair_bytes + which * layout.k_slot_bytes;
     if (published) {
-      constexpr int kChunks = Tile::kRowChunks;
-      constexpr int kBatch = 4;
+      using Pieces = typename Passes<Tile>::Pieces;
+      constexpr int kChunks = Pieces::kChunks;
+      constexpr int kBatch = min_of(4, kPasses);
       const int chunk = threadIdx.x % kChunks;
       const int first_row = threadIdx.x / kChunks;
       const int64_t* addresses = row_addresses(parity, which) + first_row * kPasses;
@@ -164,8 +167,12 @@ struct KvLoader {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
-          const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, chunk);
-          copy_chunk<Tile>(to, row + chunk * 16, chunk);
+#pragma unroll
+          for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+            const int of_row = chunk + piece * kChunks;
+            const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, of_row);
+            copy_chunk<Tile>(to, row + of_row * 16, of_row);
+          }
         }
       }
     }
@@ -226,7 +233,7 @@ struct KvLoader {
 
   /// Makes the addresses of the KV tile under the cursor known.
   __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
-    const bool is_v = threadIdx.x >= kTokens;
+    const bool is_v = (kThreads == 2 * kTokens ? threadIdx.x : threadIdx.x % (2 * kTokens)) >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
     if (!sees_nothing()) {
       const int32_t wanted =

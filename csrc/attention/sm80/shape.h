@@ -19,9 +19,6 @@ namespace attn::sm80 {
 constexpr int32_t kWarps = 4;
 constexpr int32_t kThreads = 32 * kWarps;
 
-/// Tokens of one KV tile.
-constexpr int32_t kKvTile = 64;
-
 /// Blocks that share a multiprocessor (where its shared memory is large enough); bounds the registers.
 constexpr int32_t kCtasPerMultiprocessor = 2;
 
@@ -29,16 +26,21 @@ constexpr int32_t kCtasPerMultiprocessor = 2;
 struct Tuning {
   int32_t max_columns;  // of a head: the widest that this is for
   int32_t max_kind;     // largest kind of row tile: what the accumulators of a warp leave room for
+  int32_t kv_tile;      // tokens of one KV tile
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims) {
-  constexpr Tuning kTunings[] = {{64, 3, 6}, {128, 3, 4}, {256, 2, 2}};
+  constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
   for (const Tuning& tuning : kTunings) {
     if (dims.widest() <= tuning.max_columns) return tuning;
   }
   return Tuning{};
 }
+
+/// Heads whose output is too wide for the registers of one warp: the warps share its columns, and each computes all
+/// scores of the row tile for itself.
+ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Bytes of LoadedTile (attention/sm80/kv_loader.cuh).
 constexpr int32_t kLoadedTileBytes = 48;
@@ -48,8 +50,9 @@ constexpr int32_t kLoadedTileBytes = 48;
 struct SharedLayout {
   int32_t q;
   int32_t kv;
-  int32_t kv_slot_bytes;
-  int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kKvTile]
+  int32_t k_slot_bytes;
+  int32_t pair_bytes;     // of neighbouring slots
+  int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]
   int32_t bytes;
@@ -57,9 +60,10 @@ struct SharedLayout {
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
         kv(tile_rows(tuning(dims).max_kind) * tile_columns(dims.widest()) * element_bytes),
-        kv_slot_bytes(kKvTile * tile_columns(dims.widest()) * kv_element_bytes),
-        row_addresses(kv + tuning(dims).kv_slots * kv_slot_bytes),
-        row_states(row_addresses + 2 * 2 * kKvTile * 8),
+        k_slot_bytes(tuning(dims).kv_tile * tile_columns(dims.qk) * kv_element_bytes),
+        pair_bytes(k_slot_bytes + tuning(dims).kv_tile * tile_columns(dims.v) * kv_element_bytes),
+        row_addresses(kv + tuning(dims).kv_slots / 2 * pair_bytes),
+        row_states(row_addresses + 2 * 2 * tuning(dims).kv_tile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
         bytes(loading + kWarps * kLoadedTileBytes) {}
 };

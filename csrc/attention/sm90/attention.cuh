@@ -7,6 +7,7 @@
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
+#include "attention/sm90/wide_consumer.cuh"
 #include "attention/traits.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/kernel_code.cuh"
@@ -53,7 +54,11 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else {
     ptx::take_registers<Shared::kTuning.consumer_registers()>();
-    Consumer<Traits>(params, shared).run();
+    if constexpr (is_wide(Traits::Shape::kDims)) {
+      WideConsumer<Traits>(params, shared).run();
+    } else {
+      Consumer<Traits>(params, shared).run();
+    }
   }
 }
 

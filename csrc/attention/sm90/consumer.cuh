@@ -70,6 +70,11 @@ __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& par
                                      item.rows.position(first_row + num_rows - 1, params.group_size), item.readable);
 }
 
+/// Columns of O that products make, at least `columns`.
+ATTN_HD constexpr int columns_of_products(int columns) {
+  return columns <= 64 ? 64 : columns <= 96 ? 96 : columns <= 128 ? 128 : columns <= 192 ? 192 : 256;
+}
+
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
@@ -82,7 +87,8 @@ struct Consumer {
   static constexpr int kTokens = Shared::kTuning.kv_tile;
   // That products take: of the head, and perhaps some behind.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
-  static constexpr int kVColumns = Values::kBlocks * kBlockColumns;
+  static constexpr int kVColumns =  // that this warpgroup makes
+      is_wide(Traits::Shape::kDims) ? Traits::Shape::kV / 2 : columns_of_products(Traits::Shape::kVMultiplied);
   /// Not where a variant's logits may grow from KV tile to KV tile, as with ALiBi: rows would outgrow their maxima all
   /// the time (a prefill of 4 x 4096 took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
@@ -274,7 +280,7 @@ struct Consumer {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
-    constexpr int kColumns = kVColumns % 128 == 0 ? 128 : 64;  // of one product
+    constexpr int kColumns = kVColumns > 192 ? 128 : kVColumns;  // of one product
     const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(shared.kv(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {

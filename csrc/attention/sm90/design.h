@@ -33,14 +33,17 @@ inline int32_t unit_shift(const AttentionParams& params) {
 
 /// Encodes a map of Q or O whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can load and store
 /// them.
-inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data,
+inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, int32_t columns,
                         int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
   const int32_t group_size = params.group_size.divisor;
-  if (packed_rows % group_size != 0 || params.num_rows == 0) return false;
+  // Of wide heads a row tile may have some heads of one row.
+  const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
+  const int32_t box_heads = has_part_of_group ? packed_rows : group_size;
+  if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
   Tensor4d t{};
   t.data = data;
   t.is_bf16 = context.is_bf16;
-  t.sizes[0] = static_cast<uint64_t>(params.head_dim);
+  t.sizes[0] = static_cast<uint64_t>(columns);
   t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
   t.sizes[2] = static_cast<uint64_t>(params.num_rows);
   t.sizes[3] = 1;
@@ -48,8 +51,8 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   t.strides[1] = row_stride;
   t.strides[2] = row_stride * params.num_rows;
   t.box[0] = kBlockColumns;
-  t.box[1] = static_cast<uint32_t>(group_size);
-  t.box[2] = static_cast<uint32_t>(packed_rows / group_size);
+  t.box[1] = static_cast<uint32_t>(box_heads);
+  t.box[2] = static_cast<uint32_t>(packed_rows / box_heads);
   t.box[3] = 1;
   return context.encode(t, map);
 }
@@ -66,11 +69,11 @@ inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
 
 /// Encodes a map of K or V.
 inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
-                         bool is_flat, int32_t tokens, TensorMap& map) {
+                         int32_t columns, bool is_flat, int32_t tokens, TensorMap& map) {
   Tensor4d t{};
   t.data = tensor.data;
   t.is_bf16 = context.is_bf16;
-  t.sizes[0] = static_cast<uint64_t>(params.head_dim);
+  t.sizes[0] = static_cast<uint64_t>(columns);
   t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
   t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
   t.sizes[3] = static_cast<uint64_t>(is_flat ? 1 : params.num_pages);
@@ -92,8 +95,8 @@ inline void encode_caches(const LaunchContext& context, HopperParams& hopper) {
   }
   const bool is_flat = is_ragged || params.page_size.divisor == 1;
   const int32_t tokens = box_tokens(params, is_flat);
-  if (tokens > 0 && encode_cache(params, context, params.k, is_flat, tokens, hopper.k) &&
-      encode_cache(params, context, params.v, is_flat, tokens, hopper.v))
+  if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, hopper.k) &&
+      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, hopper.v))
     (is_flat && !is_ragged ? hopper.run_tokens : hopper.box_tokens) = tokens;
 }
 
@@ -103,11 +106,15 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
   hopper.unit_shift = unit_shift(params);
   if (hopper.unit_shift < 0) return kRowsTooFarApart;
   const auto encode_q = [&](int32_t packed_rows, TensorMap& map) {
-    return encode_rows(params, context, params.q, params.q_row_stride, params.q_head_stride, packed_rows, map);
+    return encode_rows(params, context, params.q, context.dims.qk, params.q_row_stride, params.q_head_stride,
+                       packed_rows, map);
   };
-  hopper.has_row_maps = encode_q(kQRows, hopper.q) && encode_rows(params, context, params.o, params.o_row_stride,
-                                                                  params.o_head_stride, kWarpRows, hopper.o);
+  hopper.has_row_maps = encode_q(tuning(context.dims).q_rows(), hopper.q) &&
+                        encode_rows(params, context, params.o, context.dims.v, params.o_row_stride,
+                                    params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
+  hopper.v_is_k = params.v.data == params.k.data && params.v.page_stride == params.k.page_stride &&
+                  params.v.token_stride == params.k.token_stride && params.v.head_stride == params.k.head_stride;
   encode_caches(context, hopper);
   const Kernel kernel = hopper.box_tokens > 0 ? kByBoxes : kByRows;
   hopper.code = context.codes[kernel];
@@ -120,12 +127,12 @@ constexpr KernelDesign make_design() {
   design.name = "sm90";
   design.costs = kCosts;
   design.invariant_costs = costs_of_whole_pairs();
-  design.max_kind = [](int32_t /*head_dim*/) { return kMaxKind; };
-  design.kv_tile = [](int32_t head_dim) { return tuning(head_dim).kv_tile; };
+  design.max_kind = [](HeadDims dims) { return tuning(dims).max_kind; };
+  design.kv_tile = [](HeadDims dims) { return tuning(dims).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
   design.threads = kThreads;
-  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.shared_bytes = [](HeadDims dims) { return SharedLayout(dims).bytes; };
   design.prefetches_code = true;
   design.make_arguments = make_arguments;
   return design;

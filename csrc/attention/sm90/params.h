@@ -21,6 +21,7 @@ struct HopperParams {
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
+  int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
   TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
                     // consumer warp's rows of a row tile for wgmma
   TensorMap q;      // boxes of 128 / group_size rows: one of the largest row tiles

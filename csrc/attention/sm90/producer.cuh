@@ -30,6 +30,8 @@ struct Share {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Shared::kTuning.kv_tile / 2;
   static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
+  /// Of wide heads: blocks that lie in the first part of a slot.
+  static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
 
   bool is_v;
   int first_token;  // of the tile
@@ -38,12 +40,14 @@ struct Share {
   __device__ __forceinline__ explicit Share(int warp)
       : is_v(warp % 2 == 1),
         first_token(warp / 2 * kTokens),
-        part(warp % 2 * Shared::kParts + first_token / Shared::kPartTokens) {}
+        part(warp % 2 * Shared::kParts + (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
-  /// Of a row that TMA loads: it fills columns behind the head's with zeros.
-  __device__ __forceinline__ int row_bytes() const { return blocks() * kBlockColumns * Traits::KvElement::kBytes; }
+  /// Of blocks [first, end) of a row that TMA loads: it fills columns behind the head's with zeros.
+  __device__ __forceinline__ int row_bytes(int first, int end) const {
+    return (min_of(end, blocks()) - first) * kBlockColumns * Traits::KvElement::kBytes;
+  }
 };
 
 /// Loads a warp's share of a KV tile by TMA; lane i knows box i.
@@ -91,19 +95,21 @@ struct BoxCopier {
     return box;
   }
 
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy) const {
     const int lane = ptx::lane_id();
     const uint32_t full = shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes());
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes(kFirst, kEnd));
     __syncwarp();
     if (!box.wanted) return;
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
-    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+    for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
                     policy);
@@ -168,17 +174,19 @@ struct RowCopier {
     return box;
   }
 
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy) const {
     if (box.is_run) {
-      copy_run(shared, box, head, part, policy);
+      copy_run<kFirst, kEnd>(shared, box, head, part, policy);
     } else {
       if constexpr (VTile<Traits>::kRowChunks == KTile<Traits>::kRowChunks) {
-        gather<KTile<Traits>>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       } else if (share.is_v) {
-        gather<VTile<Traits>>(shared, box, head, part);
+        gather<VTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       } else {
-        gather<KTile<Traits>>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
@@ -186,52 +194,63 @@ struct RowCopier {
   }
 
  private:
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_run(const Shared& shared, const Box& box, int32_t head, int part,
                                            ptx::CachePolicy policy) const {
     if (ptx::lane_id() != 0) return;
     const uint32_t full = shared.kv_full(part);
-    ptx::mbarrier_expect(full, Share<Traits>::kTokens * share.row_bytes());
+    ptx::mbarrier_expect(full, Share<Traits>::kTokens * share.row_bytes(kFirst, kEnd));
     const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
 #pragma unroll
-    for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
+    for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
                     box.first, head, 0, policy);
     }
   }
 
-  template <class Tile>
+  template <class Tile, int kFirst, int kEnd>
   __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
-    constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+    using Pieces = RowPieces<Tile, 32>;
+    constexpr int kRowsPerPass = Pieces::kRows;
     constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
     const int lane = ptx::lane_id();
-    const int chunk = lane % Tile::kRowChunks;
+    const int chunk = lane % Pieces::kChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     const char* base =
         static_cast<const char*>(tensor.data) + head * tensor.head_stride * Traits::KvElement::kBytes + chunk * 16;
     const uint32_t unit_bytes = static_cast<uint32_t>(Traits::KvElement::kBytes) << params.unit_shift;
     const uint32_t target =
-        ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Tile::kRowChunks, chunk);
+        ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Pieces::kChunks, chunk);
 #pragma unroll
     for (int batch = 0; batch < Share<Traits>::kTokens; batch += kBatch * kRowsPerPass) {
       uint32_t from[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
-        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Tile::kRowChunks);
+        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Pieces::kChunks);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
         if (from[i] == kNotWanted) continue;
-        copy_chunk<Tile>(Tile::below(target, first), ptx::advanced(base, from[i], unit_bytes), chunk);
+        const char* const row = ptx::advanced(base, from[i], unit_bytes);
+#pragma unroll
+        for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+          const int behind = piece * Pieces::kChunks;
+          if (behind < kFirst * 8 || behind >= kEnd * 8) continue;
+          copy_chunk<Tile>(Tile::below(target, first) + behind / 8 * Tile::kBlockBytes, row + behind * 16,
+                           chunk + behind);
+        }
       }
     }
   }
 };
 
 /// Rows of the Q tile that are multiplied for a kind of row tile: all of them must be written.
+template <class Traits>
 __device__ __forceinline__ int multiplied_rows(int32_t kind) {
+  if (is_wide(Traits::Shape::kDims)) return tuning(Traits::Shape::kDims).q_rows();
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
 
@@ -240,10 +259,11 @@ __device__ __forceinline__ int multiplied_rows(int32_t kind) {
 template <class Traits>
 __device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
   using Tile = QTile<Traits>;
-  constexpr int kRowsPerPass = 32 / Tile::kRowChunks;
+  using Pieces = RowPieces<Tile, 32>;
   const int lane = ptx::lane_id();
-  const int chunk = lane % Tile::kRowChunks;
-  const int num_rows = multiplied_rows(item.kind) / 2;
+  const int first_chunk = lane % Pieces::kChunks;
+  constexpr int kMostPiecesAtOnce = is_wide(Traits::Shape::kDims) ? 1 : 3;  // more take too many registers
+  const int num_rows = multiplied_rows<Traits>(item.kind) / 2;
   const int end_row = (half + 1) * num_rows;
 #pragma unroll 1
   for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
@@ -253,12 +273,16 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
       from = static_cast<const char*>(params.q) +
              (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * Traits::Element::kBytes;
 #pragma unroll 1
-    for (int pass = 0; pass < min_of(num_rows, 32); pass += kRowsPerPass) {
-      const int row = pass + lane / Tile::kRowChunks;
+    for (int pass = 0; pass < min_of(num_rows, 32); pass += Pieces::kRows) {
+      const int row = pass + lane / Pieces::kChunks;
       const char* const source = shuffle_pointer(from, row);
-      const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
-      ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
-                               is_there ? source + chunk * 16 : static_cast<const char*>(params.q), is_there);
+#pragma unroll kMostPiecesAtOnce
+      for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+        const int chunk = piece * Pieces::kChunks + first_chunk;
+        const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
+        ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
+                                 is_there ? source + chunk * 16 : static_cast<const char*>(params.q), is_there);
+      }
     }
   }
 }
@@ -269,11 +293,13 @@ template <class Traits>
 __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
-  ptx::mbarrier_expect(full, kQRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
+  int32_t head = item.kv_head * group_size.divisor;
+  if constexpr (is_wide(Traits::Shape::kDims)) head += group_size.modulo(item.rows.packed_begin);
+  ptx::mbarrier_expect(full, tuning(Traits::Shape::kDims).q_rows() * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns,
-                  item.kv_head * group_size.divisor, row, 0, ptx::kKeepNormally);
+    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns, head, row, 0,
+                  ptx::kKeepNormally);
   }
 }
 
@@ -285,8 +311,9 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
                                             uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t num_rows = group_size.divide(item.rows.count);
-  const int32_t all_rows =
-      item.kind == 0 ? num_rows : group_size.divide(multiplied_rows(item.kind) + group_size.divisor - 1);
+  const int32_t all_rows = item.kind == 0 && !is_wide(Traits::Shape::kDims)
+                               ? num_rows
+                               : group_size.divide(multiplied_rows<Traits>(item.kind) + group_size.divisor - 1);
   if (ptx::lane_id() == 0)
     ptx::mbarrier_expect(full, all_rows * group_size.divisor * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
   __syncwarp();
@@ -307,6 +334,13 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
   }
 }
 
+/// Whether the rows of Q that fill a Q tile end in it.
+template <class Traits>
+__device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
+  if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room
+  return group_size.modulo(tuning(Traits::Shape::kDims).q_rows()) == 0;
+}
+
 /// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
 /// because consumers need K first.
 template <class Traits>
@@ -317,9 +351,10 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   const uint32_t full = shared.q_full(place.slot);
   const uint32_t q = ptx::shared_address(shared.q(place.slot));
   if (item.num_kv_tiles > 0) {
-    const bool is_largest = item.kind == kMaxKind;
-    const bool holds_whole_rows =
-        item.rows.packed_begin == 0 && hopper_params.attention.group_size.modulo(item.rows.count) == 0;
+    const bool is_largest = item.kind == SharedMemory<Traits>::kTuning.max_kind;
+    const bool holds_whole_rows = item.rows.packed_begin == 0 &&
+                                  hopper_params.attention.group_size.modulo(item.rows.count) == 0 &&
+                                  has_room_for_whole_rows<Traits>(hopper_params.attention.group_size);
     if (!(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
                      : hopper_params.has_one_row_map && holds_whole_rows)) {
       gather_q<Traits>(hopper_params.attention, item, q, ptx::thread_id() / 64);
@@ -394,7 +429,8 @@ template <class Traits, class Copier>
 __device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
-  static_assert(Shared::kParts > 1 || Shared::kTuning.mma_parts + 2 <= Shared::kKvParts,
+  constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
+  static_assert(kIsWide || Shared::kParts > 1 || Shared::kTuning.mma_parts + 2 <= Shared::kKvParts,
                 "what tiles_after_mma relies on");
   const AttentionParams& params = hopper_params.attention;
   const Share<Traits> share(ptx::thread_id() / 32);
@@ -406,6 +442,8 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
+  const bool is_one_tile = kIsWide && hopper_params.v_is_k;  // K and V: loaded by the warps that load K
+  const bool copies = !(is_one_tile && share.is_v);
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
@@ -413,27 +451,38 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   while (!cursor.done()) {
     if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
     const int32_t head = cursor.now.head;
-    const bool for_mma = tile.kind == 0;
+    const bool for_mma = !kIsWide && tile.kind == 0;
     // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
     // shuffle tells the compiler that the policy is uniform.
-    const ptx::CachePolicy policy = __shfl_sync(0xffffffffu, tile.kind < kMaxKind && (flags & kHasLargestTiles), 0)
-                                        ? ptx::kEvictFirst
-                                        : ptx::kKeepNormally;
+    const ptx::CachePolicy policy =
+        __shfl_sync(0xffffffffu, tile.kind < Shared::kTuning.max_kind && (flags & kHasLargestTiles), 0)
+            ? ptx::kEvictFirst
+            : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
-    while (true) {
+    if (!copies) cursor.now.kv_tile = end;
+    while (copies) {
       const auto box = copier.found(tile);
       const bool last = ++cursor.now.kv_tile == end;
       // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
       // issued first, because they have few entries to wait for.
       if (Copier::kGathers && !last) look_up();
-      wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+      if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
       // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on its
       // barrier. That one must observe the phase before the slot is refilled. While few parts are in flight, refilling
       // it requires freed parts of the next item, which no consumer reaches before all have synchronised at the end of
       // this one.
       if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
-      copier.copy(shared, box, head, place.slot, policy);
-      place = place.behind(2 * Shared::kParts);
+      constexpr int kBlocks = Share<Traits>::kMostBlocks, kLeftBlocks = Share<Traits>::kLeftBlocks;
+      if constexpr (kIsWide) {
+        const typename Shared::KvPlace right = place.behind(1);  // freed first, and multiplied first
+        shared.wait_kv_free(right);
+        copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
+        shared.wait_kv_free(place);
+        copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
+      } else {
+        copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
+      }
+      place = place.behind(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
       if (last) break;
       if (!Copier::kGathers) look_up();
     }

@@ -24,19 +24,23 @@ constexpr int32_t kMaxKind = 3;
 constexpr int32_t kQRows = tile_rows(kMaxKind);
 constexpr int32_t kWarpRows = 16;  // of a consumer warp
 
-/// What follows from the widest head.
+/// What follows from the widths of heads.
 struct Tuning {
-  int32_t max_columns;  // of a head: the widest that this is for
-  int32_t kv_tile;      // tokens of one KV tile: what the scores of 64 rows leave registers for
-  int32_t q_slots;      // Q tiles, of consecutive work items
-  int32_t kv_slots;     // of the ring that K and V tiles go through, one after the other
-  int32_t slot_parts;   // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows
-  int32_t mma_parts;    // that are filled or being filled while row tiles have 16 rows
+  int32_t max_qk;  // columns of a head of Q and K, and of one of V: the widest that this is for
+  int32_t max_v;
+  int32_t max_kind;    // largest kind of row tile
+  int32_t kv_tile;     // tokens of one KV tile: what the scores of 64 rows leave registers for
+  int32_t q_slots;     // Q tiles, of consecutive work items
+  int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
+  int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
+                       // of wide heads the columns that a warpgroup multiplies with probabilities
+  int32_t mma_parts;   // that are filled or being filled while row tiles have 16 rows
   int32_t producer_registers;  // of a thread; three warpgroups share 504
   bool keeps_maxima;           // lazy maxima (consumer.cuh)
   bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
+  ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
 };
 
 /// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
@@ -45,15 +49,22 @@ struct Tuning {
 /// output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims) {
   constexpr Tuning kTunings[] = {
-      {64, 128, 2, 10, 2, 12, 88, true, true},
-      {128, 128, 2, 5, 2, 6, 88, true, true},
-      {256, 64, 1, 5, 1, 3, 72, false, false},
+      {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //
+      {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},   //
+      {192, 128, kMaxKind, 128, 1, 4, 2, 5, 88, true, true},   // MLA that is not absorbed
+      {192, 192, kMaxKind, 64, 1, 7, 1, 4, 72, false, false},  //
+      {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false},  //
+      {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},         // wide heads, absorbed MLA
   };
   for (const Tuning& tuning : kTunings) {
-    if (dims.widest() <= tuning.max_columns) return tuning;
+    if (dims.qk <= tuning.max_qk && dims.v <= tuning.max_v) return tuning;
   }
   return Tuning{};
 }
+
+/// Heads whose output is too wide for the registers of one warpgroup: the consumers share its columns
+/// (wide_consumer.cuh). All row tiles are multiplied as one of 64 rows.
+ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
@@ -67,32 +78,46 @@ struct SharedLayout {
   int32_t q;
   int32_t q_slot_bytes;
   int32_t kv;
-  int32_t kv_slot_bytes;
-  int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
-  int32_t items;       // WorkItem [q_slots]
-  int32_t queued;      // int32 [2]: pairs from the work queue
-  int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
+  int32_t k_slot_bytes;  // K and V tiles lie in turn
+  int32_t v_slot_bytes;
+  int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
+  int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
+  int32_t items;          // WorkItem [q_slots]
+  int32_t queued;         // int32 [2]: pairs from the work queue
+  int32_t barriers;       // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed;
+                          // of wide heads p_full, p_free
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
-      : SharedLayout(tuning(dims), kQRows * tile_columns(dims.widest()) * element_bytes,
-                     tuning(dims).kv_tile * tile_columns(dims.widest()) * kv_element_bytes) {}
+      : SharedLayout(tuning(dims), tuning(dims).q_rows() * tile_columns(dims.widest()) * element_bytes,
+                     tuning(dims).kv_tile * kv_element_bytes, slot_dims(dims), is_wide(dims)) {}
 
  private:
-  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes)
+  /// Columns of the slots. With an odd number of them each holds K and V in turn; wide V may be in K's bytes, and then
+  /// all slots hold both.
+  ATTN_HD static constexpr HeadDims slot_dims(HeadDims dims) {
+    const HeadDims of_tiles(tile_columns(dims.qk), tile_columns(dims.v));
+    return tuning(dims).kv_slots % 2 == 0 && !is_wide(dims) ? of_tiles : HeadDims(of_tiles.widest());
+  }
+
+  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t column_bytes, HeadDims slots,
+                                 bool is_wide)
       : q(0),
         q_slot_bytes(q_bytes),
         kv(tuning.q_slots * q_bytes),
-        kv_slot_bytes(kv_bytes),
-        row_states(kv + tuning.kv_slots * kv_bytes),
+        k_slot_bytes(slots.qk * column_bytes),
+        v_slot_bytes(slots.v * column_bytes),
+        probabilities(kv + ceil_div(tuning.kv_slots, 2) * k_slot_bytes + tuning.kv_slots / 2 * v_slot_bytes),
+        row_states(probabilities + (is_wide ? 64 * tuning.kv_tile * 2 : 0)),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
         queued(items + tuning.q_slots * kWorkItemBytes),
         barriers(queued + 2 * 4),
-        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + 8) {}
+        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + (is_wide ? 3 : 1) * 8) {}
 };
 
 static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&
-                  SharedLayout(256).bytes <= 227 * 1024,
+                  SharedLayout(HeadDims(192, 128)).bytes <= 227 * 1024 && SharedLayout(192).bytes <= 227 * 1024 &&
+                  SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

@@ -52,7 +52,10 @@ struct SharedMemory {
   __device__ __forceinline__ char* q(int slot) const { return base + kLayout.q + slot * kLayout.q_slot_bytes; }
   /// The tile that part number `part` of the ring belongs to.
   __device__ __forceinline__ char* kv(int part) const {
-    return base + kLayout.kv + part / kParts * kLayout.kv_slot_bytes;
+    const int slot = part / kParts;
+    if constexpr (kLayout.k_slot_bytes == kLayout.v_slot_bytes) return base + kLayout.kv + slot * kLayout.k_slot_bytes;
+    return base + kLayout.kv + slot / 2 * (kLayout.k_slot_bytes + kLayout.v_slot_bytes) +
+           slot % 2 * kLayout.k_slot_bytes;
   }
   __device__ __forceinline__ WorkItem& item(int slot) const {
     return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes);
@@ -70,6 +73,12 @@ struct SharedMemory {
   /// Of variants that transform K or V.
   __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
 
+  /// Of wide heads: the probabilities of a KV tile, their rows' corrections, and at the end of an item its rows'
+  /// states.
+  __device__ __forceinline__ char* probabilities() const { return base + kLayout.probabilities; }
+  __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQSlots + kKvParts) + 1); }
+  __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
+
   /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
   /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
@@ -78,11 +87,15 @@ struct SharedMemory {
       ptx::mbarrier_init(q_free(slot), kConsumerWarps);
     }
     for (int part = 0; part < kKvParts; ++part) {
-      ptx::mbarrier_init(kv_full(part), 2 / kParts * lanes);
+      ptx::mbarrier_init(kv_full(part), (is_wide(Traits::Shape::kDims) ? 2 : 2 / kParts) * lanes);
       ptx::mbarrier_init(kv_free(part), kConsumerWarps);
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
     if constexpr (Hooks::kKey || Hooks::kValue) ptx::mbarrier_init(transformed(), kConsumerWarps);
+    if constexpr (is_wide(Traits::Shape::kDims)) {
+      ptx::mbarrier_init(p_full(), kConsumerWarps / 2);
+      ptx::mbarrier_init(p_free(), kConsumerWarps);
+    }
     ptx::fence_mbarrier_init();
   }
 
@@ -114,7 +127,6 @@ struct SharedMemory {
     arrive_as_warp(kv_free(place.slot), warps);
   }
 
- private:
   __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {
     __syncwarp();
     if (ptx::lane_id() == 0) ptx::mbarrier_arrive(barrier, warps);

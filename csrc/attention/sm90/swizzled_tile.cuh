@@ -48,11 +48,11 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
 };
 
 template <class Traits>
-using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kQRows>;
+using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, tuning(Traits::Shape::kDims).q_rows()>;
 
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>
-using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kQRows>;
+using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, tuning(Traits::Shape::kDims).q_rows()>;
 
 template <class Traits>
 using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, tuning(Traits::Shape::kDims).kv_tile>;

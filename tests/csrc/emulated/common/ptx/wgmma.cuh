@@ -14,7 +14,7 @@
 
 namespace attn::ptx {
 
-constexpr int kProductRows = 16, kProductDepth = 16, kMostProductColumns = 128;
+constexpr int kProductRows = 16, kProductDepth = 16, kMostProductColumns = 256;
 
 /// What a warp accumulates in, while products are under way that do.
 struct Accumulators {
@@ -105,9 +105,18 @@ void load_chunk(const char* chunk, float* to, int step) {
   for (int i = 0; i < 8; ++i) to[i * step] = product_element<kType>(bits[i]);
 }
 
-/// Of wgmma_shared(): columns of both are the k dimension. A warp may read all rows of A, those of the other warps too:
-/// its products are NaN if one of these is not visible.
+/// Of B, whose rows are the k dimension.
 template <MmaType kType>
+void load_rows(const Product& product, Factors& factors) {
+  const DescribedMatrix b(product.b);
+  for (int k = 0; k < kProductDepth; ++k) {
+    for (int n = 0; n < product.to->columns; n += 8) load_chunk<kType>(b.chunk(k, n), &factors.b[k][n], 1);
+  }
+}
+
+/// Of wgmma_shared(): columns of both are the k dimension; and of wgmma_shared_rows(): B's rows are. A warp may read
+/// all rows of A, those of the other warps too: its products are NaN if one of these is not visible.
+template <MmaType kType, bool kRowsOfB = false>
 void load_shared(const Product& product, Factors& factors) {
   const DescribedMatrix a(product.a), b(product.b);
   for (int k = 0; k < kProductDepth; k += 8) {
@@ -117,9 +126,10 @@ void load_shared(const Product& product, Factors& factors) {
       const char* const chunk = a.chunk(product.warp * kProductRows + row, k);
       load_chunk<kType>(is_visible ? chunk : nullptr, &factors.a[row][k], 1);
     }
-    for (int n = 0; n < product.to->columns; ++n)
+    for (int n = 0; n < product.to->columns && !kRowsOfB; ++n)
       load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMostProductColumns);
   }
+  if (kRowsOfB) load_rows<kType>(product, factors);
 }
 
 /// Of wgmma_registers(): A is in registers, as in mma.cuh; B's rows are the k dimension.
@@ -132,10 +142,7 @@ void load_registers(const Product& product, Factors& factors) {
         pair[half] = product_element<kType>(static_cast<uint16_t>(product.a_of_lanes[lane][i] >> half * 16));
     }
   }
-  const DescribedMatrix b(product.b);
-  for (int k = 0; k < kProductDepth; ++k) {
-    for (int n = 0; n < product.to->columns; n += 8) load_chunk<kType>(b.chunk(k, n), &factors.b[k][n], 1);
-  }
+  load_rows<kType>(product, factors);
 }
 
 /// Of one warp.
@@ -258,6 +265,14 @@ void wgmma_shared(float (&c)[kBlocks][4], MatrixDescriptor a, MatrixDescriptor b
   emulation::exchange(
       {{reinterpret_cast<uint64_t>(c), a.value(), b.value(), accumulates != 0}}, "wgmma",
       [](const emulation::Words* lanes) { issue_product<kBlocks * 8, false>(lanes, load_shared<kType>); });
+}
+
+/// c = a * b (+ c if `accumulates`): a's columns and b's rows are the k dimension.
+template <MmaType kType, int kBlocks>
+void wgmma_shared_rows(float (&c)[kBlocks][4], MatrixDescriptor a, MatrixDescriptor b, int32_t accumulates) {
+  emulation::exchange(
+      {{reinterpret_cast<uint64_t>(c), a.value(), b.value(), accumulates != 0}}, "wgmma",
+      [](const emulation::Words* lanes) { issue_product<kBlocks * 8, false>(lanes, load_shared<kType, true>); });
 }
 
 /// c = a * b (+ c if `accumulates`): a in registers, b's rows are the k dimension.

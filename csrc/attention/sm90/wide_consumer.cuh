@@ -1,0 +1,259 @@
+// The two consumer warpgroups of wide heads, whose output does not fit into the registers of one.
+//
+// The leader, the first warpgroup, computes scores and probabilities of a row tile of 64 rows, and the left half of the
+// output's columns. It leaves the probabilities in shared memory, with what the rows' outputs so far must be multiplied
+// by; the follower computes the right half from them:
+//
+//     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
+//     leader                 | exp(0) |        | exp(1)          |        | exp(2)          | ...
+//     follower                        | P V(0), right half |     | P V(1), right half | ...
+//
+// The leader, too, multiplies the probabilities from there: it has no registers to keep them.
+//
+// Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read.
+#pragma once
+
+#include "attention/sm90/consumer.cuh"
+
+namespace attn::sm90 {
+
+template <class Traits>
+struct WideConsumer : Consumer<Traits> {
+  using Base = Consumer<Traits>;
+  using Base::hopper_params;
+  using Base::kTokens;
+  using Base::kv;
+  using Base::params;
+  using Base::shared;
+  using typename Base::Element;
+  using typename Base::Rows;
+  using typename Base::Shared;
+  using typename Base::State;
+  using typename Base::Target;
+  using typename Base::Values;
+  using typename Base::Variant;
+  using KvPlace = typename Shared::KvPlace;
+  static constexpr int kColumns = Base::kVColumns;  // of one warpgroup
+  static constexpr int kRows = Shared::kTuning.q_rows();
+  using Probabilities = SwizzledTile<Element, kTokens, kRows>;
+  using Half = SwizzledTile<Element, kColumns, kRows>;  // of O, where Q was
+  static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
+  static_assert(!Base::OfQuery::kExists && !Base::kTransformsCache, "there is no time for transforms of wide rows");
+
+  RingPlace<1> published;  // the next probabilities, or the states at the end of an item
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    typename Shared::QPlace place;
+    shared.wait_q_full(place);
+    while (shared.item(place.slot).num_kv_tiles > 0) {
+      const WorkItem& item = shared.item(place.slot);
+      State state;
+      state.scale = this->scale();
+      if (warpgroup() == 0) {
+        lead(item, state);
+      } else {
+        follow(item, state);
+      }
+      sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
+      const TargetColumns<Target, Element::kBytes> target(
+          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside),
+          warpgroup() * kColumns);
+      write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
+      shared.free_q(place);
+      place.next();
+      shared.wait_q_full(place);
+    }
+  }
+
+  /// Of this warp, in the row tile.
+  __device__ __forceinline__ static int first_row() { return consumer_warp() % 4 * 16; }
+  /// Of this lane: the first of its two.
+  __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
+
+  // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
+  // are scarce. A place is that of the left part, the columns that the leader multiplies with probabilities.
+  static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
+  __device__ __forceinline__ KvPlace values() const { return hopper_params.v_is_k ? kv : kv.behind(2); }
+  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(hopper_params.v_is_k ? 2 : 4); }
+  __device__ __forceinline__ KvPlace values_before() const {
+    return KvPlace{hopper_params.v_is_k ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
+  }
+  __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
+    return KvPlace{place.slot + 1, place.parity};
+  }
+  /// Frees a part that only this warpgroup reads last, for the other one, too.
+  __device__ __forceinline__ void free_alone(const KvPlace& place) const { shared.free_kv(place, 2); }
+
+  // Floats of each row, for the follower.
+  __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
+  __device__ __forceinline__ float* sums() const { return shared.row_states() + kRows; }
+  __device__ __forceinline__ float* corrections() const { return shared.row_states() + 2 * kRows; }
+
+  // --- what both do with the probabilities
+
+  __device__ __forceinline__ void wait_published() const { ptx::mbarrier_wait(shared.p_full(), published.parity); }
+
+  __device__ __forceinline__ void free_published() {
+    Shared::arrive_as_warp(shared.p_free(), 1);
+    published.next();
+  }
+
+  /// Starts o += P V for this warpgroup's columns.
+  __device__ __forceinline__ void multiply_probabilities(State& state) const {
+    const ptx::MatrixDescriptor probabilities =
+        Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
+    const ptx::MatrixDescriptor columns = Values::rows_descriptor(
+        ptx::shared_address(shared.kv(values().slot)) + warpgroup() * (kColumns / kBlockColumns) * Values::kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k)
+      ptx::wgmma_shared_rows<Element::kMmaType>(state.o[0], Probabilities::columns(probabilities, k),
+                                                Values::rows(columns, k), 1);
+    ptx::wgmma_commit();
+  }
+
+  // --- the leader
+
+  __device__ __forceinline__ void lead(const WorkItem& item, State& state) {
+    if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
+    const Rows rows(params, item.rows, item.group, item.kv_head, first_row());
+    const ptx::MatrixDescriptor query = this->query(0);
+    float s[1][kTokens / 8][4];
+    int32_t token = item.first_token;
+
+    multiply_keys_as_they_come(s, query, kv);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(s[0]);
+    for (int left = item.num_kv_tiles;; token += kTokens) {
+      if (!hopper_params.v_is_k) {
+        free_alone(kv);
+        free_alone(right_of(kv));
+      }
+      float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
+      bool raised = false;
+      // Found again for each KV tile: there is no register to keep it.
+      const TokenRange unmasked = unmasked_tokens(params, item, first_row(), 16);
+      this->finish_scores(item, s, first_row(), token, unmasked, rows);
+      if constexpr (Variant::kUsesSoftmax) {
+        raised = state.raise_maximum(0, s[0], correction);
+        this->exponentiate(state, s, added);
+      }
+      ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
+      if (left < item.num_kv_tiles) {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(state.o[0]);
+        free_alone(values_before());
+        free_published();
+        if (raised) state.scale_output(0, correction);
+      }
+      state.sum[0][0] += added[0];
+      state.sum[0][1] += added[1];
+      if (token < item.readable.begin || token + kTokens > item.readable.end) {
+        this->wait_for_tile(values());
+        this->clear_unreadable(values(), token, item.readable);
+      }
+      publish_probabilities(s, correction);
+      shared.wait_kv_full(values());
+      if (--left == 0) break;
+      wait_published();
+      multiply_keys_as_they_come(s, query, next_keys());
+      multiply_probabilities(state);
+      kv = next_keys();
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_fence_operand(s[0]);
+    }
+    wait_published();
+    ptx::wgmma_fence();
+    multiply_probabilities(state);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(state.o[0]);
+    free_alone(values());
+    free_published();
+    kv = next_keys();
+    publish_states(state);
+  }
+
+  /// Starts s = Q K^T, of the right part first: it comes first.
+  __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor query,
+                                                             const KvPlace& place) const {
+    using Keys = typename Base::Keys;
+    using Query = typename Base::Query;
+    constexpr int kLeftSteps = kColumns / 16, kSteps = Base::kQkColumns / 16;
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(place.slot)));
+    shared.wait_kv_full(right_of(place));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = kLeftSteps; k < kSteps; ++k)
+      ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), k > kLeftSteps);
+    shared.wait_kv_full(place);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLeftSteps; ++k)
+      ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), 1);
+    ptx::wgmma_commit();
+  }
+
+  /// Waits until nobody reads what was published before.
+  __device__ __forceinline__ void wait_unread() const { ptx::mbarrier_wait(shared.p_free(), published.parity ^ 1); }
+
+  __device__ __forceinline__ void publish_probabilities(const float (&s)[1][kTokens / 8][4],
+                                                        const float (&correction)[2]) const {
+    uint32_t p[kTokens / 16][4];
+    this->pack(s, p);
+    wait_unread();
+    const uint32_t rows = ptx::shared_address(shared.probabilities()) + first_row() * Probabilities::kRowBytes +
+                          Probabilities::rows_first(ptx::lane_id());
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) ptx::stmatrix_x4(Probabilities::block(rows, 0, k), p[k]);
+    if (ptx::lane_id() % 4 == 0) {
+      corrections()[own_row()] = correction[0];
+      corrections()[own_row() + 8] = correction[1];
+    }
+    ptx::fence_async_proxy();
+    Shared::arrive_as_warp(shared.p_full(), 1);
+  }
+
+  __device__ __forceinline__ void publish_states(const State& state) {
+    const float sum[2] = {state.row_sum(0, 0), state.row_sum(0, 1)};
+    wait_unread();
+    if (ptx::lane_id() % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maxima()[own_row() + half * 8] = state.maximum[0][half];
+        sums()[own_row() + half * 8] = sum[half];
+      }
+    }
+    Shared::arrive_as_warp(shared.p_full(), 1);
+    free_published();
+  }
+
+  // --- the follower
+
+  __device__ __forceinline__ void follow(const WorkItem& item, State& state) {
+    for (int left = item.num_kv_tiles; left > 0; --left) {
+      wait_published();
+      const float correction[2] = {corrections()[own_row()], corrections()[own_row() + 8]};
+      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) state.scale_output(0, correction);
+      shared.wait_kv_full(right_of(values()));
+      ptx::wgmma_fence_operand(state.o[0]);
+      ptx::wgmma_fence();
+      multiply_probabilities(state);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operand(state.o[0]);
+      free_alone(right_of(values()));
+      free_published();
+      kv = next_keys();
+    }
+    wait_published();
+    const bool is_first = ptx::lane_id() % 4 == 0;  // of the row's lanes, whose sums are added up
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.maximum[0][half] = maxima()[own_row() + half * 8];
+      state.sum[0][half] = is_first ? sums()[own_row() + half * 8] : 0.0f;
+    }
+    free_published();
+  }
+};
+
+}  // namespace attn::sm90
