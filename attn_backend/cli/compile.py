@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
+    variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also of the standard kernels for other heads")
     variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128. Without --variant: the standard kernels for these heads")
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
@@ -63,7 +64,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [128]:
                 variant.check_head_dim(head_dim)
-                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
+                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, arguments.kv_dtype):
                     print(entry, flush=True)
 
 
@@ -75,7 +76,9 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
         for head_dim in arguments.head_dim:
-            for kernel in (kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim)):
+            for kernel in (
+                kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim, manifest.KV_ELEMENT_NAMES.get(arguments.kv_dtype))
+            ):
                 if arch in kernel.archs:
                     print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 

@@ -16,6 +16,8 @@ SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
+CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}  # of caches whose elements are not those of Q
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # by torch's names
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 CUDA_HEAD_DIMS = tuple(range(8, 257, 8))  # kernels of the others are compiled when they are first needed, or ahead
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
@@ -54,9 +56,10 @@ class Kernel:
     source: str
 
 
-def attention_name(design: str, element: str, head_dim: int, variant: str = "standard") -> str:
-    """design: of Design.cubins. element: of Q, O and the cache."""
-    return f"attention_{design}_{element}_d{head_dim}_{variant}"
+def attention_name(design: str, element: str, head_dim: int, variant: str = "standard", kv_element: str | None = None) -> str:
+    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element."""
+    elements = element if kv_element is None else f"{element}_{kv_element}"
+    return f"attention_{design}_{elements}_d{head_dim}_{variant}"
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -104,13 +107,17 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(arch: str, design: Design, element: str, head_dim: int, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
+def variant_kernels(
+    arch: str, design: Design, element: str, head_dim: int, variant: VariantSource, sinks: bool = False, kv_element: str | None = None
+) -> dict[str, Kernel]:
     """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
     made = {
-        kernel: Kernel(attention_name(stem, element, head_dim, name), (arch,), text + attention_source(stem, element, head_dim, variant_type))
+        kernel: Kernel(
+            attention_name(stem, element, head_dim, name, kv_element), (arch,), text + attention_source(stem, element, head_dim, variant_type, kv_element)
+        )
         for kernel, stem in design.cubins.items()
     }
     if variant.has_output:
@@ -120,10 +127,11 @@ def variant_kernels(arch: str, design: Design, element: str, head_dim: int, vari
     return made
 
 
-def attention_source(design: str, element: str, head_dim: int, variant_type: str) -> str:
-    """design: of Design.cubins."""
-    element_types = f"attn::{CUDA_ELEMENTS[element]}, attn::{CUDA_ELEMENTS[element]}"
-    traits = f"attn::Traits<{element_types}, attn::HeadShape<{head_dim}>, attn::{variant_type}>"
+def attention_source(design: str, element: str, head_dim: int, variant_type: str, kv_element: str | None = None) -> str:
+    """design: of Design.cubins. kv_element: as in attention_name()."""
+    kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
+    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}>"
+    traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{head_dim}>, {variant}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     return template.substitute(traits=traits, copier=copier)
 
@@ -187,13 +195,13 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 """)
 
 
-def attention_kernels(element: str, head_dim: int) -> list[Kernel]:
-    """The standard kernels for heads of head_dim columns, of CUDA_HEAD_DIMS."""
+def attention_kernels(element: str, head_dim: int, kv_element: str | None = None) -> list[Kernel]:
+    """The standard kernels for heads of head_dim columns, of CUDA_HEAD_DIMS. kv_element: as in attention_name()."""
     made = []
     for variant, variant_type in VARIANTS.items():
         for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
-            name = attention_name(design, element, head_dim, variant)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type)))
+            name = attention_name(design, element, head_dim, variant, kv_element)
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, variant_type, kv_element)))
     return made
 
 
@@ -201,10 +209,10 @@ def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    shape = re.fullmatch(r"attention_.*_(bf16|f16)_d(\d+)_.*", name)
-    if shape is None or int(shape[2]) not in CUDA_HEAD_DIMS:
+    shape = re.fullmatch(rf"attention_.*_({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)}))?_d(\d+)_.*", name)
+    if shape is None or int(shape[3]) not in CUDA_HEAD_DIMS:
         return None
-    return next((kernel.source for kernel in attention_kernels(shape[1], int(shape[2])) if kernel.name == name and arch in kernel.archs), None)
+    return next((kernel.source for kernel in attention_kernels(shape[1], int(shape[3]), shape[2]) if kernel.name == name and arch in kernel.archs), None)
 
 
 def _attention_kernels() -> list[Kernel]:
@@ -212,6 +220,8 @@ def _attention_kernels() -> list[Kernel]:
     for element in CUDA_ELEMENTS:
         for head_dim in SHIPPED_HEAD_DIMS:
             made += attention_kernels(element, head_dim)
+            if element == "bf16":
+                made += [kernel for kernel in attention_kernels(element, head_dim, "e4m3") if kernel.name.endswith("_standard")]
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

@@ -154,7 +154,7 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
 /// K or V of the cache of one layer.
 KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim pages, int64_t page_size) {
   check_tensor(name, t, device_of(config));
-  check_dtype(name, t, dl_dtype(config.dtype));
+  check_dtype(name, t, dl_dtype(config.kv_dtype));
   check_shape(name, t,
               {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, {"head_dim", config.head_dim}});
   check_contiguous_dim(name, t, 3);
@@ -169,9 +169,33 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
-                       Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
-                       Optional<TensorView> sinks) {
+/// K's or V's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]. None:
+/// `value` for all. `batch`: requests of a plan whose views say no other requests; 0: they do.
+KvScale kv_scale(const char* name, const Optional<TensorView>& scale, double value, const AttentionConfig& config,
+                 int32_t batch) {
+  KvScale made{nullptr, static_cast<float>(value), 0, 0, 1};
+  if (!scale.has_value()) return made;
+  const TensorView& t = scale.value();
+  check_tensor(name, t, device_of(config));
+  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
+  made.data = static_cast<const float*>(t.data_ptr());
+  if (t.ndim() == 0 || t.numel() == 1) return made;
+  const int64_t heads = t.size(t.ndim() - 1);
+  if (t.ndim() > 2 || (heads != config.num_kv_heads && !(t.ndim() == 2 && heads == 1)))
+    refuse(std::string(name) + ".shape", shape_of(t),
+           "[], [num_kv_heads = " + std::to_string(config.num_kv_heads) + "], [batch, 1] or [batch, num_kv_heads]");
+  made.head_stride = heads == 1 ? 0 : narrow((std::string(name) + ".stride").c_str(), t.stride(t.ndim() - 1));
+  if (t.ndim() == 1) return made;
+  made.num_requests = narrow((std::string(name) + ".shape[0]").c_str(), t.size(0), max_of(batch, 1));
+  made.request_stride = narrow((std::string(name) + ".stride(0)").c_str(), t.stride(0));
+  return made;
+}
+
+/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all.
+int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
+                         Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
+                         Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
+                         double k_value, double v_value) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -233,13 +257,17 @@ int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v,
     params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   }
   params.after_append = after_append;
+  const int32_t batch = attention.planned_batch();
+  const KvScales scales{kv_scale("kv.k_scale", k_scale, k_value, config, batch),
+                        kv_scale("kv.v_scale", v_scale, v_value, config, batch), config.kv_dtype};
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
-  return attention.run(params, current_stream(device));
+  return attention.run(params, scales, current_stream(device));
 }
 
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
-  return run_with_sinks(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt);
+  return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
+                          std::nullopt, std::nullopt, 1.0, 1.0);
 }
 
 }  // namespace
@@ -257,4 +285,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_variant_params, attn::set_variant_params);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_attention_kernel, attn::load_attention_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current_isa, attn::current_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_sinks, attn::run_with_sinks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_options, attn::run_with_options);

@@ -22,7 +22,9 @@ constexpr KernelDesign make_design() {
   design.kv_tile = [](int32_t /*head_dim*/) { return kKvTile; };
   design.kernels[0] = "attention";
   design.threads = kThreads;
-  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.shared_bytes = [](int32_t head_dim, int32_t kv_element_bytes) {
+    return SharedLayout(head_dim, 2, kv_element_bytes).bytes;
+  };
   design.make_arguments = make_arguments;
   return design;
 }

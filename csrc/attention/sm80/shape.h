@@ -52,16 +52,18 @@ struct SharedLayout {
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kKvTile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]
+  int32_t requests;       // of an 8-bit cache: int32 [rows of the Q tile]
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
-        kv(tile_rows(tuning(dims).max_kind) * tile_columns(dims.widest()) * element_bytes),
-        kv_slot_bytes(kKvTile * tile_columns(dims.widest()) * kv_element_bytes),
+        kv(tile_rows(tuning(dims).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
+        kv_slot_bytes(kKvTile * tile_row_bytes(dims.widest(), kv_element_bytes)),
         row_addresses(kv + tuning(dims).kv_slots * kv_slot_bytes),
         row_states(row_addresses + 2 * 2 * kKvTile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
-        bytes(loading + kWarps * kLoadedTileBytes) {}
+        requests(loading + kWarps * kLoadedTileBytes),
+        bytes(requests + (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims).max_kind) * 4)) {}
 };
 
 }  // namespace attn::sm80

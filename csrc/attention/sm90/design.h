@@ -39,7 +39,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   if (packed_rows % group_size != 0 || params.num_rows == 0) return false;
   Tensor4d t{};
   t.data = data;
-  t.is_bf16 = context.is_bf16;
+  t.dtype = context.dtype;
   t.sizes[0] = static_cast<uint64_t>(params.head_dim);
   t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
   t.sizes[2] = static_cast<uint64_t>(params.num_rows);
@@ -69,7 +69,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
                          bool is_flat, int32_t tokens, TensorMap& map) {
   Tensor4d t{};
   t.data = tensor.data;
-  t.is_bf16 = context.is_bf16;
+  t.dtype = context.kv_dtype;
   t.sizes[0] = static_cast<uint64_t>(params.head_dim);
   t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
   t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
@@ -77,7 +77,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
   t.strides[1] = tensor.head_stride;
   t.strides[2] = tensor.page_stride;
-  t.box[0] = kBlockColumns;
+  t.box[0] = static_cast<uint32_t>(kBlockRowBytes / bytes_of(context.kv_dtype));
   t.box[1] = static_cast<uint32_t>(tokens);
   t.box[2] = t.box[3] = 1;
   return context.encode(t, map);
@@ -125,7 +125,9 @@ constexpr KernelDesign make_design() {
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
   design.threads = kThreads;
-  design.shared_bytes = [](int32_t head_dim) { return SharedLayout(head_dim).bytes; };
+  design.shared_bytes = [](int32_t head_dim, int32_t kv_element_bytes) {
+    return SharedLayout(head_dim, 2, kv_element_bytes).bytes;
+  };
   design.prefetches_code = true;
   design.make_arguments = make_arguments;
   return design;

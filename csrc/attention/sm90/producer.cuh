@@ -43,7 +43,7 @@ struct Share {
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
   /// Of a row that TMA loads: it fills columns behind the head's with zeros.
-  __device__ __forceinline__ int row_bytes() const { return blocks() * kBlockColumns * Traits::KvElement::kBytes; }
+  __device__ __forceinline__ int row_bytes() const { return blocks() * kBlockRowBytes; }
 };
 
 /// Loads a warp's share of a KV tile by TMA; lane i knows box i.
@@ -105,7 +105,7 @@ struct BoxCopier {
 #pragma unroll
     for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * Tile::kBoxColumns, box.row, head, box.page,
                     policy);
     }
   }
@@ -195,7 +195,7 @@ struct RowCopier {
 #pragma unroll
     for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns,
                     box.first, head, 0, policy);
     }
   }
@@ -330,6 +330,14 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     }
   }
   ptx::mbarrier_arrive_after_cp_async(full);
+  if constexpr (Traits::kWidens) {
+    if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstThread + 32) {
+      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
+      write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group,
+                                                           item.kv_head, ptx::lane_id(), requests);
+    }
+    __syncwarp();  // the thread that publishes the item publishes them, too
+  }
   if (ptx::thread_id() == kFirstThread) {
     shared.item(place.slot) = item;
     ptx::mbarrier_arrive(full);

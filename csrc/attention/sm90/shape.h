@@ -43,13 +43,18 @@ struct Tuning {
 /// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
 /// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
 /// output of wide heads needs.
-ATTN_HD constexpr Tuning tuning(HeadDims dims) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
       {64, 128, 2, 10, 2, 12, 88, true, true},
       {128, 128, 2, 5, 2, 6, 88, true, true},
       {256, 64, 1, 5, 1, 3, 72, false, false},
   };
-  for (const Tuning& tuning : kTunings) {
+  constexpr Tuning kWidenedTunings[] = {  // of 8-bit caches
+      {64, 128, 2, 10, 2, 20, 88, true, true},
+      {128, 128, 2, 6, 2, 12, 88, true, true},
+      {256, 64, 1, 6, 1, 4, 72, false, false},
+  };
+  for (const Tuning& tuning : kv_element_bytes == 1 ? kWidenedTunings : kTunings) {
     if (dims.widest() <= tuning.max_columns) return tuning;
   }
   return Tuning{};
@@ -58,7 +63,10 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims) {
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
-/// Columns of a row in one block of a tile in shared memory (128 bytes).
+/// Of a row in one block of a tile in shared memory.
+constexpr int32_t kBlockRowBytes = 128;
+
+/// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
@@ -68,31 +76,41 @@ struct SharedLayout {
   int32_t q_slot_bytes;
   int32_t kv;
   int32_t kv_slot_bytes;
+  int32_t widened;  // a K and a V tile of an 8-bit cache, as they are multiplied; none of others
+  int32_t widened_bytes;  // of one of them
   int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
-  int32_t items;       // WorkItem [q_slots]
+  int32_t items;       // WorkItem [q_slots], each with the requests of its rows, int32 [kQRows], if the cache is of 8 bits
+  int32_t item_bytes;
   int32_t queued;      // int32 [2]: pairs from the work queue
   int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
-      : SharedLayout(tuning(dims), kQRows * tile_columns(dims.widest()) * element_bytes,
-                     tuning(dims).kv_tile * tile_columns(dims.widest()) * kv_element_bytes) {}
+      : SharedLayout(tuning(dims, kv_element_bytes), kQRows * tile_row_bytes(dims.widest(), element_bytes),
+                     tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.widest(), kv_element_bytes),
+                     kv_element_bytes == element_bytes ? 0
+                                                       : tuning(dims, kv_element_bytes).kv_tile *
+                                                             tile_row_bytes(dims.widest(), element_bytes)) {}
 
  private:
-  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes)
+  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes, int32_t widened_bytes_)
       : q(0),
         q_slot_bytes(q_bytes),
         kv(tuning.q_slots * q_bytes),
         kv_slot_bytes(kv_bytes),
-        row_states(kv + tuning.kv_slots * kv_bytes),
+        widened(kv + tuning.kv_slots * kv_bytes),
+        widened_bytes(widened_bytes_),
+        row_states(widened + 2 * widened_bytes),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        queued(items + tuning.q_slots * kWorkItemBytes),
+        item_bytes(kWorkItemBytes + (widened_bytes == 0 ? 0 : kQRows * 4)),
+        queued(items + tuning.q_slots * item_bytes),
         barriers(queued + 2 * 4),
         bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + 8) {}
 };
 
 static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&
-                  SharedLayout(256).bytes <= 227 * 1024,
+                  SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(64, 2, 1).bytes <= 227 * 1024 &&
+                  SharedLayout(128, 2, 1).bytes <= 227 * 1024 && SharedLayout(256, 2, 1).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

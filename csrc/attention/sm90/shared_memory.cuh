@@ -35,7 +35,7 @@ struct RingPlace {
 
 template <class Traits>
 struct SharedMemory {
-  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims);
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
   static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
   static constexpr int kQSlots = kTuning.q_slots;
   static constexpr int kParts = kTuning.slot_parts;
@@ -54,8 +54,16 @@ struct SharedMemory {
   __device__ __forceinline__ char* kv(int part) const {
     return base + kLayout.kv + part / kParts * kLayout.kv_slot_bytes;
   }
+  /// Of an 8-bit cache: where the K tile is that is multiplied next, or (1) the V tile.
+  __device__ __forceinline__ char* widened(int is_v) const {
+    return base + kLayout.widened + is_v * kLayout.widened_bytes;
+  }
   __device__ __forceinline__ WorkItem& item(int slot) const {
-    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes);
+    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kLayout.item_bytes);
+  }
+  /// Of an 8-bit cache: as write_requests() leaves them.
+  __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
+    return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&item) + kWorkItemBytes);
   }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];

@@ -129,6 +129,9 @@ void append_qkv(const QkvParams& params, DataType dtype) {
       return append<Half>(params);
     case DataType::kBFloat16:
       return append<BFloat16>(params);
+    case DataType::kFloat8E4M3:
+    case DataType::kFloat8E5M2:
+      return;  // of caches only
   }
 }
 

@@ -33,6 +33,26 @@ struct ScalarElements {
   }
   [[gnu::always_inline]] static inline float to_float(Half x) { return half_to_float(x.bits); }
 
+  // The product makes the exponent's bias right, of subnormal numbers, too. Without branches: loops are vectorised.
+  [[gnu::always_inline]] static inline float to_float(Float8E4M3 x) {
+    const uint32_t magnitude = x.bits & 0x7fu;
+    const uint32_t nan = magnitude == 0x7fu ? 0x7fc00000u : 0u;
+    return from_bits(to_bits(from_bits(magnitude << 20) * 0x1p120f) | nan | (x.bits & 0x80u) << 24);
+  }
+  [[gnu::always_inline]] static inline float to_float(Float8E5M2 x) {
+    const uint32_t magnitude = x.bits & 0x7fu;
+    const uint32_t special = magnitude >= 0x7cu ? 0x7f800000u : 0u;  // infinity and NaN have the largest exponent
+    return from_bits(to_bits(from_bits(magnitude << 21) * 0x1p112f) | special | (x.bits & 0x80u) << 24);
+  }
+
+  // Rounds to nearest even; what is too large becomes the largest number, NaN stays NaN.
+  [[gnu::always_inline]] static inline void from_float(float x, Float8E4M3& result) {
+    result.bits = float8_bits<3, -6>(x, 448.0f);
+  }
+  [[gnu::always_inline]] static inline void from_float(float x, Float8E5M2& result) {
+    result.bits = float8_bits<2, -14>(x, 57344.0f);
+  }
+
   // Rounds to nearest even.
   [[gnu::always_inline]] static inline void from_float(float x, float& result) { result = x; }
   [[gnu::always_inline]] static inline void from_float(float x, BFloat16& result) {
@@ -54,6 +74,28 @@ struct ScalarElements {
       half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
     }
     result.bits = static_cast<uint16_t>(sign | half);
+  }
+
+ private:
+  /// kMantissa: bits of the mantissa; kLeast: exponent of the smallest normal number.
+  template <int kMantissa, int kLeast>
+  [[gnu::always_inline]] static inline uint8_t float8_bits(float x, float largest) {
+    const uint32_t sign = to_bits(x) >> 24 & 0x80u;
+    const float clamped = from_bits(to_bits(x) & 0x7fffffffu) > largest ? largest : from_bits(to_bits(x) & 0x7fffffffu);
+    const uint32_t magnitude = to_bits(clamped);
+    constexpr uint32_t kBias = static_cast<uint32_t>(kLeast - 1 + 127) << 23;
+    constexpr int kDropped = 23 - kMantissa;
+    uint32_t bits;
+    if (x != x) {
+      bits = 0x7fu;
+    } else if (magnitude < kBias + (1u << 23)) {
+      // Subnormal: the sum is rounded at the last bit there is, 2^(kLeast - kMantissa).
+      const float unit = from_bits(static_cast<uint32_t>(kLeast - kMantissa + 23 + 127) << 23);
+      bits = to_bits(clamped + unit) - to_bits(unit);
+    } else {
+      bits = (magnitude - kBias + (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1u)) >> kDropped;
+    }
+    return static_cast<uint8_t>(sign | bits);
   }
 };
 
