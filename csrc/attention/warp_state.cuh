@@ -96,7 +96,7 @@ struct WarpState {
       for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
     constexpr int kFragments = kTokens / 16;
-    constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
+    constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && kColumns <= 128;
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
     float other[2][4] = {};
     uint32_t words[2][4];  // of 16 tokens x 32 columns

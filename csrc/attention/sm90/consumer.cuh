@@ -121,7 +121,13 @@ struct Consumer {
   }
 
   __device__ __forceinline__ float scale(const WorkItem& item) const {
-    return transforms_logits(variant(0)) ? kLog2E : score_scale(variant(item.kv_head), params.sm_scale) * kLog2E;
+    return transforms_logits(variant(0)) ? kLog2E : sm_scale(item) * kLog2E;
+  }
+
+  /// params.sm_scale, and K's scale.
+  __device__ __forceinline__ float sm_scale(const WorkItem& item) const {
+    if constexpr (kWidens) return shared.score_scale(item);
+    return params.sm_scale;
   }
 
   /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
@@ -132,8 +138,7 @@ struct Consumer {
                                                 const Rows& rows) const {
     scale_scores(variant(item.kv_head), s, shared.requests(item), first_row);
     if (transforms_logits(variant(0))) {
-      transform_logits(variant(item.kv_head), score_scale(variant(item.kv_head), params.sm_scale), s, first_token,
-                       rows);
+      transform_logits(variant(item.kv_head), sm_scale(item), s, first_token, rows);
     }
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
@@ -207,7 +212,7 @@ struct Consumer {
     for (int i = 0; i < kTokens / 2; i += 4 * kWarpRows) {
       const int row = first_row + i + row_of_warp;
       const bool is_there = row >= readable.begin && row < readable.end;
-#pragma unroll
+#pragma unroll Wide::kBlocks <= 2 ? 2 : 1
       for (int block = 0; block < Wide::kBlocks; ++block) {
         uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row, block * kChunks + chunk));
         if (!is_there) bytes = make_uint4(0, 0, 0, 0);
@@ -575,6 +580,7 @@ struct Consumer {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
+        if constexpr (kWidens) state.scale = scale(item);  // read again: it is not kept over products
         finish_scores(item, s, first_row, token, unmasked, rows);
         if constexpr (!Variant::kUsesSoftmax) {
           added[0] = added[1] = 0.0f;

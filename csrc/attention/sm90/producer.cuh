@@ -339,6 +339,12 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     __syncwarp();  // the thread that publishes the item publishes them, too
   }
   if (ptx::thread_id() == kFirstThread) {
+    if constexpr (Traits::kWidens) {
+      using Variant = typename Traits::Variant;
+      const AttentionParams& params = hopper_params.attention;
+      const_cast<float&>(shared.score_scale(shared.item(place.slot))) = score_scale(
+          Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
+    }
     shared.item(place.slot) = item;
     ptx::mbarrier_arrive(full);
   }

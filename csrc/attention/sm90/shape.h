@@ -50,8 +50,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {256, 64, 1, 5, 1, 3, 72, false, false},
   };
   constexpr Tuning kWidenedTunings[] = {  // of 8-bit caches
-      {64, 128, 2, 10, 2, 20, 88, true, true},
-      {128, 128, 2, 6, 2, 12, 88, true, true},
+      {64, 128, 2, 10, 2, 20, 88, false, true},
+      {128, 128, 2, 6, 2, 12, 88, false, true},
       {256, 64, 1, 6, 1, 4, 72, false, false},
   };
   for (const Tuning& tuning : kv_element_bytes == 1 ? kWidenedTunings : kTunings) {
@@ -69,6 +69,9 @@ constexpr int32_t kBlockRowBytes = 128;
 /// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
+/// Behind the WorkItem, with an 8-bit cache: requests of its rows, int32 [kQRows]; what its scores are multiplied by.
+constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
+
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
 /// and V.
 struct SharedLayout {
@@ -79,7 +82,7 @@ struct SharedLayout {
   int32_t widened;  // a K and a V tile of an 8-bit cache, as they are multiplied; none of others
   int32_t widened_bytes;  // of one of them
   int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
-  int32_t items;       // WorkItem [q_slots], each with the requests of its rows, int32 [kQRows], if the cache is of 8 bits
+  int32_t items;       // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
   int32_t item_bytes;
   int32_t queued;      // int32 [2]: pairs from the work queue
   int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
@@ -102,7 +105,7 @@ struct SharedLayout {
         widened_bytes(widened_bytes_),
         row_states(widened + 2 * widened_bytes),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        item_bytes(kWorkItemBytes + (widened_bytes == 0 ? 0 : kQRows * 4)),
+        item_bytes(kWorkItemBytes + (widened_bytes == 0 ? 0 : kItemScalesBytes)),
         queued(items + tuning.q_slots * item_bytes),
         barriers(queued + 2 * 4),
         bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + 8) {}

@@ -65,6 +65,10 @@ struct SharedMemory {
   __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
     return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&item) + kWorkItemBytes);
   }
+  /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
+  __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
+    return *reinterpret_cast<const float*>(requests(item) + kQRows);
+  }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
   }
