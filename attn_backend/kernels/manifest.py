@@ -67,8 +67,9 @@ def merge_name(element: str, variant: str = "") -> str:
     return f"merge_{element}_{variant}".rstrip("_")
 
 
-def append_qkv_name(element: str) -> str:
-    return f"append_qkv_{element}"
+def append_qkv_name(element: str, quantises: bool = False) -> str:
+    """quantises: to a float8 cache."""
+    return f"append_qkv_{element}_float8" if quantises else f"append_qkv_{element}"
 
 
 def sampling_name(source: str) -> str:
@@ -183,7 +184,7 @@ _APPEND_QKV = Template("""\
 #include "cache/append_qkv.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_qkv_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element>(params);
+  attn::append_qkv<attn::$element$quantises>(params);
 }
 """)
 
@@ -251,7 +252,11 @@ def _sampling_kernels() -> list[Kernel]:
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
-    *(Kernel(append_qkv_name(element), ARCHS, _APPEND_QKV.substitute(element=name)) for element, name in CUDA_ELEMENTS.items()),
+    *(
+        Kernel(append_qkv_name(element, quantises), ARCHS, _APPEND_QKV.substitute(element=name, quantises=", true" if quantises else ""))
+        for element, name in CUDA_ELEMENTS.items()
+        for quantises in (False, True)
+    ),
     *_attention_kernels(),
     *_sampling_kernels(),
 )

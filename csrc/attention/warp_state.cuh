@@ -99,23 +99,24 @@ struct WarpState {
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && kColumns <= 128;
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
     float other[2][4] = {};
-    uint32_t words[2][4];  // of 16 tokens x 32 columns
-    ptx::ldmatrix_x4(words[0], k);
+    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
+    uint32_t words[kBuffers][4];                       // of 16 tokens x 32 columns
+    if (kBuffers == 2) ptx::ldmatrix_x4(words[0], k);
 #pragma unroll
     for (int d = 0; d < kQkColumns; d += 32) {
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
         const int i = d / 32 * kFragments + n;
-        const int next = i + 1;
+        const int next = i + kBuffers - 1;
         if (next < kLoads) {
-          ptx::ldmatrix_x4(words[next % 2], KTile::block(k, next % kFragments, next / kFragments));
+          ptx::ldmatrix_x4(words[next % kBuffers], KTile::block(k, next % kFragments, next / kFragments));
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (d + half * 16 >= kQkColumns) break;
           uint32_t upper[2], lower[2];  // of eight tokens each
-          widen<Element, KvElement>(words[i % 2][half], upper);
-          widen<Element, KvElement>(words[i % 2][2 + half], lower);
+          widen<Element, KvElement>(words[i % kBuffers][half], upper);
+          widen<Element, KvElement>(words[i % kBuffers][2 + half], lower);
 #pragma unroll
           for (int b = 0; b < kRowBlocks; ++b) {
             uint32_t a[4];  // read for each fragment: there are no registers to keep it

@@ -16,6 +16,7 @@
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/designs.h"
+#include "runtime/kv_scales.h"
 
 namespace attn {
 namespace {
@@ -169,25 +170,14 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-/// K's or V's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]. None:
-/// `value` for all. `batch`: requests of a plan whose views say no other requests; 0: they do.
-KvScale kv_scale(const char* name, const Optional<TensorView>& scale, double value, const AttentionConfig& config,
-                 int32_t batch) {
-  KvScale made{nullptr, static_cast<float>(value), 0, 0, 1};
-  if (!scale.has_value()) return made;
-  const TensorView& t = scale.value();
-  check_tensor(name, t, device_of(config));
-  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
-  made.data = static_cast<const float*>(t.data_ptr());
-  if (t.ndim() == 0 || t.numel() == 1) return made;
-  const int64_t heads = t.size(t.ndim() - 1);
-  if (t.ndim() > 2 || (heads != config.num_kv_heads && !(t.ndim() == 2 && heads == 1)))
-    refuse(std::string(name) + ".shape", shape_of(t),
-           "[], [num_kv_heads = " + std::to_string(config.num_kv_heads) + "], [batch, 1] or [batch, num_kv_heads]");
-  made.head_stride = heads == 1 ? 0 : narrow((std::string(name) + ".stride").c_str(), t.stride(t.ndim() - 1));
-  if (t.ndim() == 1) return made;
-  made.num_requests = narrow((std::string(name) + ".shape[0]").c_str(), t.size(0), max_of(batch, 1));
-  made.request_stride = narrow((std::string(name) + ".stride(0)").c_str(), t.stride(0));
+/// A scale of each request must be there for all of the plan.
+KvScale checked_scale(const char* name, const Optional<TensorView>& scale, double value, const Attention& attention) {
+  const AttentionConfig& config = attention.config();
+  const KvScale made = kv_scale(name, scale, value, device_of(config), config.num_kv_heads);
+  const bool is_short = made.is_of_requests() && made.num_requests < attention.planned_batch();
+  if (is_short)
+    refuse(std::string(name) + ".shape[0]", made.num_requests,
+           "at least " + std::to_string(attention.planned_batch()) + ", the requests of the plan");
   return made;
 }
 
@@ -257,9 +247,8 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
     params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   }
   params.after_append = after_append;
-  const int32_t batch = attention.planned_batch();
-  const KvScales scales{kv_scale("kv.k_scale", k_scale, k_value, config, batch),
-                        kv_scale("kv.v_scale", v_scale, v_value, config, batch), config.kv_dtype};
+  const KvScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
+                        checked_scale("kv.v_scale", v_scale, v_value, attention), config.kv_dtype};
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, scales, current_stream(device));
 }

@@ -37,11 +37,11 @@ class TokenWriter {
     for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
       load(p_.k, token, head);
       finish(p_.k_norm, true);
-      store(p_.k_cache.data, place(p_.k_cache, head));
+      store_cached(p_.k_cache.data, place(p_.k_cache, head), p_.scales.k.of(0, head));
       if (p_.v.data == nullptr) continue;
       load(p_.v, token, head);
       finish(nullptr, false);
-      store(p_.v_cache.data, place(p_.v_cache, head));
+      store_cached(p_.v_cache.data, place(p_.v_cache, head), p_.scales.v.of(0, head));
     }
   }
 
@@ -95,6 +95,15 @@ class TokenWriter {
   void store(const void* data, int64_t at) {
     Element* to = static_cast<Element*>(const_cast<void*>(data)) + at;
     for (size_t i = 0; i < head_.size(); ++i) from_float(head_[i], to + i);
+  }
+
+  void store_cached(const void* data, int64_t at, float scale) {
+    if (!is_float8(p_.scales.element)) return store(data, at);
+    uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size(); ++i) {
+      const float x = head_[i] / scale;
+      to[i] = static_cast<uint8_t>(p_.scales.element == DataType::kFloat8E4M3 ? e4m3_bits(x) : e5m2_bits(x));
+    }
   }
 
   static float to_float(const Element* x) { return ScalarElements::to_float(*x); }

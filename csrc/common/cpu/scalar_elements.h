@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/cpu/elements.h"
+#include "common/float8.h"
 
 namespace attn::cpu {
 
@@ -47,10 +48,10 @@ struct ScalarElements {
 
   // Rounds to nearest even; what is too large becomes the largest number, NaN stays NaN.
   [[gnu::always_inline]] static inline void from_float(float x, Float8E4M3& result) {
-    result.bits = float8_bits<3, -6>(x, 448.0f);
+    result.bits = static_cast<uint8_t>(e4m3_bits(x));
   }
   [[gnu::always_inline]] static inline void from_float(float x, Float8E5M2& result) {
-    result.bits = float8_bits<2, -14>(x, 57344.0f);
+    result.bits = static_cast<uint8_t>(e5m2_bits(x));
   }
 
   // Rounds to nearest even.
@@ -74,28 +75,6 @@ struct ScalarElements {
       half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
     }
     result.bits = static_cast<uint16_t>(sign | half);
-  }
-
- private:
-  /// kMantissa: bits of the mantissa; kLeast: exponent of the smallest normal number.
-  template <int kMantissa, int kLeast>
-  [[gnu::always_inline]] static inline uint8_t float8_bits(float x, float largest) {
-    const uint32_t sign = to_bits(x) >> 24 & 0x80u;
-    const float clamped = from_bits(to_bits(x) & 0x7fffffffu) > largest ? largest : from_bits(to_bits(x) & 0x7fffffffu);
-    const uint32_t magnitude = to_bits(clamped);
-    constexpr uint32_t kBias = static_cast<uint32_t>(kLeast - 1 + 127) << 23;
-    constexpr int kDropped = 23 - kMantissa;
-    uint32_t bits;
-    if (x != x) {
-      bits = 0x7fu;
-    } else if (magnitude < kBias + (1u << 23)) {
-      // Subnormal: the sum is rounded at the last bit there is, 2^(kLeast - kMantissa).
-      const float unit = from_bits(static_cast<uint32_t>(kLeast - kMantissa + 23 + 127) << 23);
-      bits = to_bits(clamped + unit) - to_bits(unit);
-    } else {
-      bits = (magnitude - kBias + (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1u)) >> kDropped;
-    }
-    return static_cast<uint8_t>(sign | bits);
   }
 };
 
