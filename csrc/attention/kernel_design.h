@@ -67,7 +67,7 @@ struct KernelDesign {
   const char* name;  // of its folder, and in attn_backend/kernels/manifest.py
   KernelCosts costs;
   KernelCosts invariant_costs;                // of batch invariant plans
-  int32_t (*max_kind)(int32_t head_dim);      // largest kind of row tile
+  int32_t (*max_kind)(int32_t head_dim, int32_t kv_element_bytes);  // largest kind of row tile
   int32_t (*kv_tile)(int32_t head_dim);       // tokens of a KV tile
   const char* kernels[kMaxDesignKernels];     // names of their cubins among KernelFiles; nullptr: there are fewer
   int32_t threads;                            // of a CTA

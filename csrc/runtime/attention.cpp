@@ -41,7 +41,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
   schedule.kv_tile = design.kv_tile(config.head_dim);
-  schedule.max_kind = design.max_kind(config.head_dim);
+  schedule.max_kind = design.max_kind(config.head_dim, bytes_of(config.kv_dtype));
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;

@@ -16,7 +16,7 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "cpu";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](int32_t /*head_dim*/) { return kNumTileKinds - 1; };
+  design.max_kind = [](int32_t /*head_dim*/, int32_t /*kv_element_bytes*/) { return kNumTileKinds - 1; };
   design.kv_tile = [](int32_t /*head_dim*/) { return 64; };
   return design;
 }

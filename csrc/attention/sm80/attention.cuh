@@ -115,7 +115,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Values = VTile<Traits>;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
-  constexpr int kSlots = tuning(Shape::kDims).kv_slots;
+  constexpr int kSlots = tuning(Shape::kDims, Traits::KvElement::kBytes).kv_slots;
   constexpr int kPairs = kSlots / 2;
   constexpr int kPending = kSlots - 2;
   const int lane = threadIdx.x % 32;
@@ -256,7 +256,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
         run_work_item<Traits, kManyLevels, 2>(params, first_visibility, cursor, loader, ring, shared);
         break;
       default:
-        if constexpr (tuning(Traits::Shape::kDims).max_kind >= 3)
+        if constexpr (tuning(Traits::Shape::kDims, Traits::KvElement::kBytes).max_kind >= 3)
           run_work_item<Traits, kManyLevels, 3>(params, first_visibility, cursor, loader, ring, shared);
     }
     cursor.next_pair(params.num_kv_heads);

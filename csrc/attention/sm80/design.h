@@ -18,7 +18,9 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "sm80";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](int32_t head_dim) { return tuning(head_dim).max_kind; };
+  design.max_kind = [](int32_t head_dim, int32_t kv_element_bytes) {
+    return tuning(head_dim, kv_element_bytes).max_kind;
+  };
   design.kv_tile = [](int32_t /*head_dim*/) { return kKvTile; };
   design.kernels[0] = "attention";
   design.threads = kThreads;

@@ -32,9 +32,10 @@ struct Tuning {
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
-ATTN_HD constexpr Tuning tuning(HeadDims dims) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {{64, 3, 6}, {128, 3, 4}, {256, 2, 2}};
-  for (const Tuning& tuning : kTunings) {
+  constexpr Tuning kWidenedTunings[] = {{64, 3, 6}, {128, 2, 6}, {256, 2, 2}};  // of 8-bit caches
+  for (const Tuning& tuning : kv_element_bytes == 1 ? kWidenedTunings : kTunings) {
     if (dims.widest() <= tuning.max_columns) return tuning;
   }
   return Tuning{};
@@ -57,13 +58,13 @@ struct SharedLayout {
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
-        kv(tile_rows(tuning(dims).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
+        kv(tile_rows(tuning(dims, kv_element_bytes).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
         kv_slot_bytes(kKvTile * tile_row_bytes(dims.widest(), kv_element_bytes)),
-        row_addresses(kv + tuning(dims).kv_slots * kv_slot_bytes),
+        row_addresses(kv + tuning(dims, kv_element_bytes).kv_slots * kv_slot_bytes),
         row_states(row_addresses + 2 * 2 * kKvTile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
         requests(loading + kWarps * kLoadedTileBytes),
-        bytes(requests + (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims).max_kind) * 4)) {}
+        bytes(requests + (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_element_bytes).max_kind) * 4)) {}
 };
 
 }  // namespace attn::sm80

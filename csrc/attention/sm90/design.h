@@ -120,7 +120,7 @@ constexpr KernelDesign make_design() {
   design.name = "sm90";
   design.costs = kCosts;
   design.invariant_costs = costs_of_whole_pairs();
-  design.max_kind = [](int32_t /*head_dim*/) { return kMaxKind; };
+  design.max_kind = [](int32_t /*head_dim*/, int32_t /*kv_element_bytes*/) { return kMaxKind; };
   design.kv_tile = [](int32_t head_dim) { return tuning(head_dim).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
