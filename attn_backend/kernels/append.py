@@ -7,8 +7,8 @@ from functools import cache
 import torch
 
 from ..metadata import KVCache
-from ..metadata.structure import check_types, explain_failure
 from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.structure import check_types, explain_failure
 from .append_qkv import kernel_file
 from .cubins import arch_of, find_kernel
 from .library import library

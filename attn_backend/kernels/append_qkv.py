@@ -170,4 +170,6 @@ def _launch(
     if not norm_eps >= 0:
         refuse("norm_eps", norm_eps, "0 or above")
     options = _options(norm_eps, norm_offset, rotary is not None and rotary.interleaved)
-    library().append_qkv(options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, kernel_file(q.device, q.dtype, k_cache.dtype), *scales)
+    library().append_qkv(
+        options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, kernel_file(q.device, q.dtype, k_cache.dtype), *scales
+    )

@@ -18,7 +18,16 @@ from ..metadata.structure import check_device, check_int, check_plain, check_typ
 from ..settings import Settings
 from . import manifest
 from .attention_config import (
-    DTYPE_NAMES, DTYPES, KV_DTYPE_NAMES, KV_DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_kv_dtype, check_room, choose_design,
+    DTYPE_NAMES,
+    DTYPES,
+    KV_DTYPE_NAMES,
+    KV_DTYPES,
+    MAX_CTAS,
+    check_batch_invariant,
+    check_heads,
+    check_kv_dtype,
+    check_room,
+    choose_design,
 )  # fmt: skip
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
 from ..settings import Settings
-from .attention_config import KV_DTYPE_NAMES
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
+from .attention_config import KV_DTYPE_NAMES
 from .library import library
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ namespace attn {
 
 /// Scales of K or of V: one for all, or one for each KV head, request, or both.
 struct KvScale {
-  const float* data;       // read when the kernel runs; nullptr: `value` for all
+  const float* data;  // read when the kernel runs; nullptr: `value` for all
   float value;
   int32_t head_stride;     // in elements; 0: one for all heads
   int32_t request_stride;  // in elements; 0: one for all requests

@@ -143,13 +143,14 @@ struct OutputPlace {
 /// Where a work item's rows go.
 template <class Element, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
+  static constexpr bool kHasScales = Variant::kHasScales;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
   int32_t group;
   int32_t kv_head;
-  bool complete;        // o and lse; otherwise a partial state
-  bool to_states;       // of a partial state: the rows' own states, not a partial slot
-  int64_t partial_row;  // first row of the partial slot
+  bool complete;            // o and lse; otherwise a partial state
+  bool to_states;           // of a partial state: the rows' own states, not a partial slot
+  int64_t partial_row;      // first row of the partial slot
   const int32_t* requests;  // as write_requests() leaves them
 
   /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
@@ -183,13 +184,10 @@ struct OutputTarget {
     return end_row(base, sum, __ldg(params.sinks + kv_head * params.group_size.divisor + head));
   }
 
-  /// What the outputs of a row of the tile are multiplied by: `factor`, and V's scale, if there is one.
+  /// What the outputs of a row of the tile are multiplied by: `factor` and V's scale. If kHasScales.
   __device__ __forceinline__ float with_scale(float factor, int32_t tile_row) const {
-    if constexpr (Variant::kHasScales) {
-      const KvScale& scale = params.variant.as<typename Variant::Params>().scales.v;
-      return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);
-    }
-    return factor;
+    const KvScale& scale = params.variant.as<typename Variant::Params>().scales.v;
+    return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);
   }
 
   /// The variant's transform of the output of complete rows. `column`: of the first value.
@@ -219,8 +217,8 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
   return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
 }
 
-/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile. kFours: they
-/// are outputs of widened_accumulate().
+/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile. kFours:
+/// they are outputs of widened_accumulate().
 template <class Tile, bool kFours = false, class Element, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
                                            int b, const float (&inverse)[2], int32_t block_row, char* staged) {
@@ -274,7 +272,8 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
       const float base = state.maximum[b][half] * state.scale;
       RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(base, sum)};
       if (target.has_sinks()) end = target.end_row_with_sink(base, sum, block_row + half * 8 + lane / 4);
-      inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
+      inverse[half] = end.factor;
+      if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
@@ -382,7 +381,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
       with_sink = target.end_row_with_sink(maximum, sum, tile_row);
       factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * with_sink.factor;
     }
-    factor = target.with_scale(factor, tile_row);
+    if constexpr (Target::kHasScales) factor = target.with_scale(factor, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
       if constexpr (Layout::kFours) {
 #pragma unroll
@@ -390,11 +389,12 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
           float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + lane % 4);
           *reinterpret_cast<float4*>(chunk) = state.four_outputs(0, n, 0, factor);
         }
-      }
+      } else {
 #pragma unroll
-      for (int n = 0; n < (Layout::kFours ? 0 : kColumns / 8); ++n) {
-        float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
-        *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+        for (int n = 0; n < kColumns / 8; ++n) {
+          float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
+          *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+        }
       }
     }
     Block::sync();

@@ -49,8 +49,8 @@ struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
   }
 
-  /// The block of 16 rows x 16 columns (32 of a byte each) that is `rows` blocks below and `columns` blocks to the right of the first: both
-  /// cost one instruction or none.
+  /// The block of 16 rows x 16 columns (32 of a byte each) that is `rows` blocks below and `columns` blocks to the
+  /// right of the first: both cost one instruction or none.
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
     return (first ^ columns * 32) + rows * 16 * kRowBytes;
   }

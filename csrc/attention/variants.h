@@ -126,8 +126,8 @@ struct WithSinks : Variant {
   using Variant::Variant;
 };
 
-/// A variant over a cache whose numbers have scales: a row's scores are multiplied by K's before logits() sees them, its
-/// output by V's before output() does.
+/// A variant over a cache whose numbers have scales: a row's scores are multiplied by K's before logits() sees them,
+/// its output by V's before output() does.
 template <class Variant>
 struct WithScales : Variant {
   static constexpr bool kHasScales = true;

@@ -85,8 +85,8 @@ struct WarpState {
   }
 
   /// The same with K of an 8-bit cache, widened on the way. A lane gets words of K: four neighbouring columns, of which
-  /// the first two are those that it has of the first half of a product's depth. `query(b, d, a)`: loads rows of block b
-  /// in the same order, columns 16 * d on (load_query()). `k`: as in scores().
+  /// the first two are those that it has of the first half of a product's depth. `query(b, d, a)`: loads rows of block
+  /// b in the same order, columns 16 * d on (load_query()). `k`: as in scores().
   template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
   __device__ __forceinline__ void widened_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
                                                  uint32_t k) const {
@@ -271,8 +271,8 @@ struct WarpState {
   }
 
   /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighbouring tokens x two
-  /// neighbouring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold columns
-  /// 4t, 4t + 2 and 4t + 1, 4t + 3 of number 16 * i on (four_outputs()).
+  /// neighbouring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
+  /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of number 16 * i on (four_outputs()).
   template <int kTokens, class VTile, class KvElement>
   __device__ __forceinline__ void widened_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
@@ -306,8 +306,8 @@ struct WarpState {
 
   /// After widened_accumulate(): columns 4t to 4t + 3 of number 8 * n on, n even.
   __device__ __forceinline__ float4 four_outputs(int b, int n, int half, float factor) const {
-    const float(&even)[4] = o[b][n];
-    const float(&odd)[4] = o[b][n + 1];
+    const float (&even)[4] = o[b][n];
+    const float (&odd)[4] = o[b][n + 1];
     return make_float4(even[2 * half] * factor, odd[2 * half] * factor, even[2 * half + 1] * factor,
                        odd[2 * half + 1] * factor);
   }

@@ -245,7 +245,8 @@ __device__ __forceinline__ void write_tokens(const QkvParams& p) {
   while (lanes < chunks) lanes *= 2;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t chunk = thread & (lanes - 1);
-  const ChunkWriter<Element, kSize, kAligned, kQuantises> writer{p, place_of_chunk(p, chunk, kSize), chunk, lanes, chunk < chunks};
+  const ChunkWriter<Element, kSize, kAligned, kQuantises> writer{p, place_of_chunk(p, chunk, kSize), chunk, lanes,
+                                                                 chunk < chunks};
   for (int32_t token = static_cast<int32_t>(blockIdx.x); token < p.num_tokens; token += static_cast<int32_t>(gridDim.x))
     writer.write_token(token, thread / lanes, static_cast<int32_t>(blockDim.x) / lanes);
 }

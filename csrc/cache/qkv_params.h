@@ -24,7 +24,8 @@ enum class RotaryTable : int32_t {
 };
 
 /// Takes what a projection made of each token: normalises the heads of Q and K (RMS), rotates them (RoPE), writes Q to
-/// q_out, K and V to the slots slots[token] of the cache (divided by its scales and rounded, if it is of 8 bits); a slot that is negative or beyond the cache gets neither.
+/// q_out, K and V to the slots slots[token] of the cache (divided by its scales and rounded, if it is of 8 bits); a
+/// slot that is negative or beyond the cache gets neither.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q

@@ -18,6 +18,8 @@ ATTN_HD constexpr bool is_float8(DataType dtype) {
   return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2;
 }
 
-ATTN_HD constexpr int32_t bytes_of(DataType dtype) { return dtype == DataType::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2; }
+ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
+  return dtype == DataType::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2;
+}
 
 }  // namespace attn

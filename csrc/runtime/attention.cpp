@@ -152,8 +152,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
 }
 
 void Attention::load_attention_kernel(int32_t kernel, const std::string& file) {
-  attention_kernels_[kernel] =
-      driver::load_kernel(file, "attention_kernel", config_.device, design_.shared_bytes(config_.head_dim, bytes_of(config_.kv_dtype)));
+  attention_kernels_[kernel] = driver::load_kernel(file, "attention_kernel", config_.device,
+                                                   design_.shared_bytes(config_.head_dim, bytes_of(config_.kv_dtype)));
   if (design_.prefetches_code) attention_codes_[kernel] = driver::find_code(attention_kernels_[kernel]);
 }
 
@@ -272,9 +272,9 @@ uint32_t Attention::run(AttentionParams params, const KvScales& scales, driver::
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const LaunchContext context{
-      plan_params_.levels, plan_params_.num_levels, config_.dtype, config_.kv_dtype, attention_codes_,
-      merge_code_,         driver::encode};
+  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype,
+                              config_.kv_dtype,    attention_codes_,        merge_code_,
+                              driver::encode};
   KernelArguments arguments;
   AttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);

@@ -228,9 +228,8 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
     if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
   }
   const uint32_t steps[4] = {1, 1, 1, 1};
-  return driver().encode_tiled(&map, type, 4, const_cast<void*>(tensor.data),
-                               tensor.sizes, strides, tensor.box, steps, kNoInterleave, kSwizzle128, kPromoteToL2_128,
-                               kNoFill) == 0;
+  return driver().encode_tiled(&map, type, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, tensor.box, steps,
+                               kNoInterleave, kSwizzle128, kPromoteToL2_128, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

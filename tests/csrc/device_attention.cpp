@@ -109,13 +109,15 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   AttentionParams params = launched_merge;
   if (is_float8(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
     std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
-    std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes, VariantParams::kBytes - kScalesBytes);
+    std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,
+                VariantParams::kBytes - kScalesBytes);
   }
   std::vector<PlanLevel> levels(static_cast<size_t>(passed.sizes[4]));
   for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
   const KernelCode codes[kMaxDesignKernels] = {};
   const auto dtype = static_cast<DataType>(passed.dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
-  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), dtype, kv_dtype, codes, {}, ptx::encode};
+  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), dtype, kv_dtype, codes, {},
+                              ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));

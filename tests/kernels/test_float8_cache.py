@@ -54,7 +54,9 @@ def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
 @pytest.mark.parametrize("k_form", ["number", "head"])
 def test_compositions(device: torch.device, k_form: str) -> None:
     for seed in range(4):
-        shape = Shape(num_kv_heads=2, group_size=2, page_size=8, head_dim=(64, 72)[seed % 2], dtype=torch.bfloat16, num_ctas=7, logits_soft_cap=20.0 * (seed % 2))
+        shape = Shape(
+            num_kv_heads=2, group_size=2, page_size=8, head_dim=(64, 72)[seed % 2], dtype=torch.bfloat16, num_ctas=7, logits_soft_cap=20.0 * (seed % 2)
+        )
         problem = cascade_problem(numpy.random.default_rng([seed, 81]), shape, device, 2)
         memory, dtype = problem.memory, DTYPES[seed // 2]
         scale = torch.full((2,), 0.75, device=device)
@@ -197,9 +199,9 @@ def test_refusals(device: torch.device) -> None:
     for number in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
         with pytest.raises(ValueError, match=r"v_scale is .*must be a number above 0"):
             KVCache.from_pair(k, v, v_scale=number)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="k_scale is 0.5, must be None: a bfloat16 cache has no scales"):
+    with pytest.raises(ValueError, match=r"k_scale is 0\.5, must be None: a bfloat16 cache has no scales"):
         KVCache.from_pair(k.bfloat16(), v.bfloat16(), k_scale=0.5)
-    with pytest.raises(ValueError, match="k_scale.*on meta|k_scale.*must be"):
+    with pytest.raises(ValueError, match=r"k_scale is .*meta.*must be"):
         KVCache.from_pair(k, v, k_scale=torch.ones(3, device="meta"))
     shape = {"max_rows": 4, "max_batch": 4, "device": device}
     with pytest.raises(ValueError, match=r"kv_dtype is torch.float16, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn or"):
@@ -221,10 +223,11 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"kv.v_scale.shape\[0\] is 3, must be at least 4, the requests of the plan"):
         attention.run(torch.cat([q, q]), KVCache.from_pair(k, v, v_scale=three))
     with pytest.raises(ValueError, match=r"kv.k_scale.shape is \[5, 3\], must be \[\] or \[num_kv_heads\]: append knows no requests"):
-        append_kv(*(torch.zeros(1, 3, 64, dtype=torch.bfloat16, device=device),) * 2, KVCache.from_pair(k, v, k_scale=torch.ones(5, 3, device=device)), lens[:1])
+        append_kv(
+            *(torch.zeros(1, 3, 64, dtype=torch.bfloat16, device=device),) * 2, KVCache.from_pair(k, v, k_scale=torch.ones(5, 3, device=device)), lens[:1]
+        )
 
 
 def test_variants_that_transform_the_cache_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2, must be torch.bfloat16 under variant .*, which transforms K or V"):
         Attention(2, 2, 64, kv_dtype=torch.float8_e5m2, device=device, max_rows=4, max_batch=4, variant=rope(rope_frequencies(64)))
-

@@ -373,7 +373,8 @@ class AttentionKernel {
       const KvElement* const row = reinterpret_cast<const KvElement*>(rows[i]);
       for (int j = 0; j < head_dim_; ++j) values[j] = ScalarElements::to_float(row[j]);
       Element* const to = wide.rows[i - part.begin];
-      for (int j = 0; j < head_dim_; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), head_dim_ - j);
+      for (int j = 0; j < head_dim_; j += Isa::kWidth)
+        Isa::store_elements(to + j, Isa::load(values + j), head_dim_ - j);
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }

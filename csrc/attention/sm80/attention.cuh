@@ -168,9 +168,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const LaneRows<Variant, Layout::kRowBlocks> lane_rows(
       params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
       cursor.now.head, warp.first_row);
-  const uint32_t q =
-      ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
-      (Traits::kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
+  const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
+                     (Traits::kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const uint32_t first_value = warp.first_token * Values::kRowBytes;
@@ -190,7 +189,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     const uint32_t k = k_slot + first_key + Keys::columns_first(lane);
     if constexpr (Traits::kWidens) {
       state.template widened_scores<Shape::kQkMultiplied, Layout::kTokens, Keys, typename Traits::KvElement>(
-          s, [&](int b, int d, uint32_t(&a)[4]) { load_query<Query>(a, q, b, d); }, k);
+          s, [&](int b, int d, uint32_t (&a)[4]) { load_query<Query>(a, q, b, d); }, k);
     } else {
       state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(s, q, k);
     }

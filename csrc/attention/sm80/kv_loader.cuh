@@ -76,7 +76,8 @@ struct LoadedTileStore<true> {
 template <class Traits, bool kManyLevels>
 struct KvLoader {
   static constexpr int kTokens = kKvTile;
-  static constexpr int kPairs = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes).kv_slots / 2;  // KV tiles in the ring
+  static constexpr int kPairs =
+      tuning(Traits::Shape::kDims, Traits::KvElement::kBytes).kv_slots / 2;  // KV tiles in the ring
 
   /// How the CTA copies a tile of K or V: so many rows at a time.
   template <class Tile>

@@ -64,7 +64,8 @@ struct SharedLayout {
         row_states(row_addresses + 2 * 2 * kKvTile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
         requests(loading + kWarps * kLoadedTileBytes),
-        bytes(requests + (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_element_bytes).max_kind) * 4)) {}
+        bytes(requests +
+              (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_element_bytes).max_kind) * 4)) {}
 };
 
 }  // namespace attn::sm80

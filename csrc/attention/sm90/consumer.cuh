@@ -200,8 +200,8 @@ struct Consumer {
   /// or the cache holds there (NaN, perhaps) must not reach the output.
   template <class Stored, class Wide>
   __device__ __forceinline__ void widen_share(const char* from, char* to, const TokenRange& readable) const {
-    constexpr int kChunks = 4;      // of 16 elements: a block of the wide tile
-    constexpr int kWarpRows = 8;    // that a warp takes at a time
+    constexpr int kChunks = 4;    // of 16 elements: a block of the wide tile
+    constexpr int kWarpRows = 8;  // that a warp takes at a time
     const int lane = ptx::lane_id();
     // The rows of a pair that eight lanes take differ such that neither their loads nor their stores fall into the same
     // banks.
@@ -227,8 +227,9 @@ struct Consumer {
     }
   }
 
-  /// Widens what is multiplied together: the V tile from `token` on, and the K tile behind it; `has_values`, `has_keys`:
-  /// those that there are. Both warpgroups call it, with the same, when they have no products under way. Frees the parts.
+  /// Widens what is multiplied together: the V tile from `token` on, and the K tile behind it; `has_values`,
+  /// `has_keys`: those that there are. Both warpgroups call it, with the same, when they have no products under way.
+  /// Frees the parts.
   __device__ __forceinline__ void widen_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
                                               const typename Shared::KvPlace& keys, int32_t token, bool has_values,
                                               bool has_keys) const {
@@ -529,7 +530,7 @@ struct Consumer {
         const int32_t tile_row = first_row + half * 8 + lane / 4;
         inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
       }
-      inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
+      if constexpr (kWidens) inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
     }
     stage_rows<Output>(state, target, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();
@@ -702,7 +703,8 @@ struct Consumer {
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     const Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
-    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + (kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
+    const uint32_t q =
+        ptx::shared_address(shared.q(q_slot)) + (kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
@@ -732,7 +734,7 @@ struct Consumer {
           ptx::shared_address(shared.kv(keys.slot)) + row * StoredKeys::kRowBytes + StoredKeys::columns_first(lane);
       if constexpr (kWidens) {
         state.template widened_scores<kQkColumns, kMmaTokens, StoredKeys, typename Traits::KvElement>(
-            s, [&](int, int d, uint32_t(&a)[4]) { held.get(a, q, d); }, k);
+            s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
       } else {
         state.template scores<kQkColumns, kMmaTokens, Query, StoredKeys>(s, q, k);
       }
@@ -747,7 +749,7 @@ struct Consumer {
       transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);
       if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
         zero_rows<StoredValues, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
-                              item.readable.end - token + row, lane);
+                                    item.readable.end - token + row, lane);
         __syncwarp();
       }
       const uint32_t v =
@@ -760,7 +762,7 @@ struct Consumer {
     }
 
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                          shared.requests(item));
+                        shared.requests(item));
     const int halves = item.rows.count <= 8 ? 1 : 2;
     write_merged_warps<Consumers, MmaLayout, Output::kHeadColumns, Shared::kLayout.q_slot_bytes>(
         state, target, warp, halves, shared.q(q_slot), shared.row_states());

@@ -195,8 +195,8 @@ struct RowCopier {
 #pragma unroll
     for (int block = 0; block < Share<Traits>::kMostBlocks; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns,
-                    box.first, head, 0, policy);
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full,
+                    block * Tile::kBoxColumns, box.first, head, 0, policy);
     }
   }
 
@@ -333,8 +333,8 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   if constexpr (Traits::kWidens) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
-      write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group,
-                                                           item.kv_head, ptx::lane_id(), requests);
+      write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group, item.kv_head,
+                                                           ptx::lane_id(), requests);
     }
     __syncwarp();  // the thread that publishes the item publishes them, too
   }
@@ -342,8 +342,8 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     if constexpr (Traits::kWidens) {
       using Variant = typename Traits::Variant;
       const AttentionParams& params = hopper_params.attention;
-      const_cast<float&>(shared.score_scale(shared.item(place.slot))) = score_scale(
-          Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
+      const_cast<float&>(shared.score_scale(shared.item(place.slot))) =
+          score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
     }
     shared.item(place.slot) = item;
     ptx::mbarrier_arrive(full);

@@ -49,7 +49,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {128, 128, 2, 5, 2, 6, 88, true, true},
       {256, 64, 1, 5, 1, 3, 72, false, false},
   };
-  constexpr Tuning kWidenedTunings[] = {  // of 8-bit caches
+  constexpr Tuning kWidenedTunings[] = {
+      // of 8-bit caches
       {64, 128, 2, 10, 2, 20, 88, false, true},
       {128, 128, 2, 6, 2, 12, 88, false, true},
       {256, 64, 1, 6, 1, 4, 72, false, false},
@@ -79,21 +80,21 @@ struct SharedLayout {
   int32_t q_slot_bytes;
   int32_t kv;
   int32_t kv_slot_bytes;
-  int32_t widened;  // a K and a V tile of an 8-bit cache, as they are multiplied; none of others
+  int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied; none of others
   int32_t widened_bytes;  // of one of them
-  int32_t row_states;  // float [2 (maximum, sum)][kConsumerWarps][16]
-  int32_t items;       // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
+  int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]
+  int32_t items;          // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
   int32_t item_bytes;
-  int32_t queued;      // int32 [2]: pairs from the work queue
-  int32_t barriers;    // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
+  int32_t queued;    // int32 [2]: pairs from the work queue
+  int32_t barriers;  // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : SharedLayout(tuning(dims, kv_element_bytes), kQRows * tile_row_bytes(dims.widest(), element_bytes),
                      tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.widest(), kv_element_bytes),
-                     kv_element_bytes == element_bytes ? 0
-                                                       : tuning(dims, kv_element_bytes).kv_tile *
-                                                             tile_row_bytes(dims.widest(), element_bytes)) {}
+                     kv_element_bytes == element_bytes
+                         ? 0
+                         : tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.widest(), element_bytes)) {}
 
  private:
   ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t kv_bytes, int32_t widened_bytes_)

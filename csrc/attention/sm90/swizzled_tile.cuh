@@ -1,5 +1,6 @@
 // A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64
-// columns (128 of a byte each), one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
+// columns (128 of a byte each), one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^
+// row % 8).
 #pragma once
 
 #include "attention/shared_tile.cuh"

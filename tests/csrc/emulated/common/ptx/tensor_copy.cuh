@@ -25,7 +25,8 @@ inline uint32_t element_bytes(const Tensor4d& tensor) { return static_cast<uint3
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr uint64_t kUnit = 16, kMostSize = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
-  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes) return false;
+  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
+    return false;
   for (int i = 0; i < 4; ++i) {
     if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMostSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
   }
