@@ -52,11 +52,9 @@ def quantised(batch: Batch) -> tuple[torch.Tensor, Batch]:
 def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False) -> Run:
     """Ours over the 8-bit cache. of_heads: scales are device tensors, one for each KV head."""
     case = batch.case
-    scales: tuple[Any, Any] = (K_SCALE, V_SCALE)
-    if of_heads:
-        scales = tuple(torch.full((case.num_kv_heads,), scale, device=cache.device) for scale in scales)
-    kv = KVCache.from_tensor(cache, k_scale=scales[0], v_scale=scales[1])
-    room = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    k_scale, v_scale = (torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale for scale in (K_SCALE, V_SCALE))
+    kv = KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale)
+    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
     attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, kv_dtype=FLOAT8, **room)
     attention.plan(batch.view)
     out = torch.empty_like(batch.q)

@@ -22,8 +22,8 @@ def _kernel_file(device: torch.device) -> str:
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token `slots[i] % page_size` in it.
 
-    Capturable in a CUDA graph; never synchronises. Into a float8 cache k and v of another dtype are divided by its scales, rounded to the nearest number that it
-    has (to even among equals), and limited to its largest.
+    Capturable in a CUDA graph; never synchronises. Into a float8 cache k and v of another dtype are divided by its scales, rounded to the nearest number (to
+    even among equals), and limited to the largest that there is.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.

@@ -79,7 +79,8 @@ def append_qkv(
     """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and K, rotates them, writes K and V to the cache.
 
     A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as Qwen 3 and Gemma 3 have it for each head), then is
-    rotated. All in float32, rounded once; a float8 cache gets K and V divided by its scales, limited to its largest number. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow.
+    rotated. All in float32, rounded once; a float8 cache gets K and V divided by its scales, limited to its largest number. Capturable in a CUDA graph; never
+    synchronises. `Attention.run(after_append=True)` may follow.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256;

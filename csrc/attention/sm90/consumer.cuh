@@ -26,6 +26,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/widened.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/transform_tile.cuh"
 #include "attention/warp_state.cuh"
@@ -196,37 +197,6 @@ struct Consumer {
   __device__ __forceinline__ char* wide_keys(int slot) const { return kWidens ? shared.widened(0) : shared.kv(slot); }
   __device__ __forceinline__ char* wide_values(int slot) const { return kWidens ? shared.widened(1) : shared.kv(slot); }
 
-  /// Widens this warpgroup's half of a tile. Rows outside of `readable`, rows of the tile, become zeros: what the ring
-  /// or the cache holds there (NaN, perhaps) must not reach the output.
-  template <class Stored, class Wide>
-  __device__ __forceinline__ void widen_share(const char* from, char* to, const TokenRange& readable) const {
-    constexpr int kChunks = 4;    // of 16 elements: a block of the wide tile
-    constexpr int kWarpRows = 8;  // that a warp takes at a time
-    const int lane = ptx::lane_id();
-    // The rows of a pair that eight lanes take differ such that neither their loads nor their stores fall into the same
-    // banks.
-    const int row_of_warp = lane / 8 ^ lane / 4 % 2 * 5;
-    const int chunk = lane % kChunks;
-    const int first_row = warpgroup() * (kTokens / 2) + consumer_warp() % 4 * kWarpRows;
-#pragma unroll 1  // unrolled, it takes registers that the output needs
-    for (int i = 0; i < kTokens / 2; i += 4 * kWarpRows) {
-      const int row = first_row + i + row_of_warp;
-      const bool is_there = row >= readable.begin && row < readable.end;
-#pragma unroll Wide::kBlocks <= 2 ? 2 : 1
-      for (int block = 0; block < Wide::kBlocks; ++block) {
-        uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row, block * kChunks + chunk));
-        if (!is_there) bytes = make_uint4(0, 0, 0, 0);
-        const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-        uint32_t wide[4][2];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) widen<Element, typename Traits::KvElement>(words[w], wide[w]);
-        const uint32_t target = Wide::offset(row, (block * kChunks + chunk) * 2);
-        *reinterpret_cast<uint4*>(to + target) = make_uint4(wide[0][0], wide[0][1], wide[1][0], wide[1][1]);
-        *reinterpret_cast<uint4*>(to + (target ^ 16)) = make_uint4(wide[2][0], wide[2][1], wide[3][0], wide[3][1]);
-      }
-    }
-  }
-
   /// Widens what is multiplied together: the V tile from `token` on, and the K tile behind it; `has_values`,
   /// `has_keys`: those that there are. Both warpgroups call it, with the same, when they have no products under way.
   /// Frees the parts.
@@ -238,8 +208,12 @@ struct Consumer {
       if (has_keys) wait_for_tile(keys);
       Consumers::sync();
       const TokenRange readable{item.readable.begin - token, item.readable.end - token};
-      if (has_values) widen_share<StoredValues, Values>(shared.kv(values.slot), shared.widened(1), readable);
-      if (has_keys) widen_share<StoredKeys, Keys>(shared.kv(keys.slot), shared.widened(0), TokenRange{0, kTokens});
+      const int first_row = warpgroup() * (kTokens / 2);  // of this warpgroup's half
+      if (has_values)
+        widen_rows<StoredValues, Values, Traits>(shared.kv(values.slot), shared.widened(1), first_row, readable);
+      if (has_keys)
+        widen_rows<StoredKeys, Keys, Traits>(shared.kv(keys.slot), shared.widened(0), first_row,
+                                             TokenRange{0, kTokens});
       ptx::fence_async_proxy();
       if (has_values) free_tile(values);
       if (has_keys) free_tile(keys);
@@ -674,26 +648,7 @@ struct Consumer {
   };
   static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
-  /// Rows of Q for widened_scores(): in registers, if these have room beside the output.
-  struct HeldQuery {
-    static constexpr bool kIsHeld = kQkColumns <= 128;
-    uint32_t rows[kIsHeld ? kQkColumns / 16 : 1][4];
-
-    __device__ __forceinline__ void load(uint32_t q) {
-      if constexpr (kIsHeld) {
-#pragma unroll
-        for (int d = 0; d < kQkColumns / 16; ++d) load_query<Query>(rows[d], q, 0, d);
-      }
-    }
-    __device__ __forceinline__ void get(uint32_t (&a)[4], uint32_t q, int d) const {
-      if constexpr (kIsHeld) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = rows[d][i];
-      } else {
-        load_query<Query>(a, q, 0, d);
-      }
-    }
-  };
+  using Held = HeldQuery<Query, kQkColumns>;
 
   __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();
@@ -713,7 +668,7 @@ struct Consumer {
       transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
       Consumers::sync();
     }
-    HeldQuery held;
+    Held held;
     if constexpr (kWidens) held.load(q);
     int32_t token = item.first_token + row;
     for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
