@@ -22,13 +22,13 @@ KERNELS = ("generic", "hopper")
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
 
 
-class _Scale(ctypes.Structure):
-    """KvScale of csrc/attention/kv_scales.h."""
+class KvScale(ctypes.Structure):
+    """Of csrc/cache/kv_scales.h."""
 
     _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float), *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")))
 
     @classmethod
-    def of(cls, scale: Tensor | float | None) -> _Scale:
+    def of(cls, scale: Tensor | float | None) -> KvScale:
         if not isinstance(scale, Tensor):
             return cls(None, 1.0 if scale is None else scale, 0, 0, 1)
         head_stride = 0 if scale.numel() == 1 or scale.shape[-1] == 1 else scale.stride(-1)
@@ -36,10 +36,10 @@ class _Scale(ctypes.Structure):
         return cls(scale.data_ptr(), 0.0, head_stride, scale.stride(0) if of_requests else 0, scale.shape[0] if of_requests else 1)
 
 
-class _Scales(ctypes.Structure):
-    """KvScales."""
+class KvScales(ctypes.Structure):
+    """Of csrc/cache/kv_scales.h."""
 
-    _fields_ = (("k", _Scale), ("v", _Scale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
+    _fields_ = (("k", KvScale), ("v", KvScale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
 
 
 class _Passed(ctypes.Structure):
@@ -57,7 +57,7 @@ class _Passed(ctypes.Structure):
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
         ("padding", ctypes.c_int64),
-        ("scales", _Scales),
+        ("scales", KvScales),
         ("launched", ctypes.c_int64),
     )
 
@@ -151,7 +151,7 @@ class DeviceAttention:
             len(params),
             params,
             0,
-            _Scales(_Scale.of(kv.k_scale), _Scale.of(kv.v_scale), values_of("DataType")[(DTYPES | KV_DTYPES)[attention.kv_dtype]]),
+            KvScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), values_of("DataType")[(DTYPES | KV_DTYPES)[attention.kv_dtype]]),
             -1,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())

@@ -26,7 +26,7 @@
 // them. Where several requests share a prefix, its tokens have no request.
 #pragma once
 
-#include "attention/kv_scales.h"
+#include "cache/kv_scales.h"
 #include "common/math.h"
 #include "common/platform.h"
 

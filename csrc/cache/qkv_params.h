@@ -1,7 +1,7 @@
 // The arguments of append_qkv.
 #pragma once
 
-#include "attention/kv_scales.h"
+#include "cache/kv_scales.h"
 #include "cache/kv_tensor.h"
 #include "common/index_array.h"
 #include "common/math.h"

@@ -8,8 +8,8 @@
 
 #include "attention/cpu/kernels.h"
 #include "attention/kernel_design.h"
-#include "attention/kv_scales.h"
 #include "attention/params.h"
+#include "cache/kv_scales.h"
 #include "common/data_type.h"
 #include "planner/params.h"
 #include "runtime/driver.h"

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "attention/kv_scales.h"
+#include "cache/kv_scales.h"
 #include "runtime/checks.h"
 
 namespace attn {

@@ -18,7 +18,9 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 def test_kernel_set_is_complete() -> None:
     shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for head_dim in (64, 128, 256) for variant in ("standard", "sinks")]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
-    everywhere = {"plan", "append", "append_qkv_bf16", "append_qkv_f16", "merge_bf16", "merge_f16"} | {f"attention_sm80_{shape}" for shape in shapes} | samplers
+    shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
+    appends = {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
+    everywhere = {"plan", "append", "merge_bf16", "merge_f16"} | appends | {f"attention_sm80_{shape}" for shape in shapes} | samplers
     hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in shapes}
     assert set(manifest.kernels("sm_80")) == everywhere
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
