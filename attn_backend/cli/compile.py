@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
-    variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also of the standard kernels for other heads")
+    variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
     variant.add_argument("--head-dim", action="append", type=int, help="repeatable; default: 128. Without --variant: the standard kernels for these heads")
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             _compile_variants(arguments)
             return 0
         _check_archs(arguments.arch or [], [*manifest.ARCHS])
-        if not arguments.head_dim:
+        if not arguments.head_dim and not arguments.kv_dtype:
             return build.run(arguments)
         _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError) as error:
@@ -69,13 +69,14 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
 
 
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
-    """The standard kernels for other head dims than those in the package."""
-    for head_dim in arguments.head_dim:
+    """The standard kernels for other head dims, or caches, than those in the package."""
+    head_dims = arguments.head_dim or manifest.SHIPPED_HEAD_DIMS
+    for head_dim in head_dims:
         if head_dim not in manifest.CUDA_HEAD_DIMS:
             raise ValueError(f"--head-dim is {head_dim}, must be a multiple of 8 up to {max(manifest.CUDA_HEAD_DIMS)}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
-        for head_dim in arguments.head_dim:
+        for head_dim in head_dims:
             for kernel in (
                 kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim, manifest.KV_ELEMENT_NAMES.get(arguments.kv_dtype))
             ):
