@@ -14,10 +14,32 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.kernels import manifest
+from attn_backend.kernels.attention_config import DTYPES, KV_DTYPES
+from attn_backend.kernels.structs import values_of
 
 KERNELS = ("generic", "hopper")
 # Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
+
+
+class KvScale(ctypes.Structure):
+    """Of csrc/cache/kv_scales.h."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float), *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")))
+
+    @classmethod
+    def of(cls, scale: Tensor | float | None) -> KvScale:
+        if not isinstance(scale, Tensor):
+            return cls(None, 1.0 if scale is None else scale, 0, 0, 1)
+        head_stride = 0 if scale.numel() == 1 or scale.shape[-1] == 1 else scale.stride(-1)
+        of_requests = scale.ndim == 2 and scale.numel() > 1
+        return cls(scale.data_ptr(), 0.0, head_stride, scale.stride(0) if of_requests else 0, scale.shape[0] if of_requests else 1)
+
+
+class KvScales(ctypes.Structure):
+    """Of csrc/cache/kv_scales.h."""
+
+    _fields_ = (("k", KvScale), ("v", KvScale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
 
 
 class _Passed(ctypes.Structure):
@@ -29,16 +51,21 @@ class _Passed(ctypes.Structure):
         ("strides", ctypes.c_int64 * 10),
         ("sizes", ctypes.c_int64 * 6),
         ("sm_scale", ctypes.c_double),
-        ("is_bf16", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("kv_dtype", ctypes.c_int64),
         ("uses_softmax", ctypes.c_int64),
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
+        ("padding", ctypes.c_int64),
+        ("scales", KvScales),
         ("launched", ctypes.c_int64),
     )
 
 
-def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, widths of heads and variant, compiled into `folder`, or found there.
+def library(
+    folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None
+) -> ctypes.CDLL:
+    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -50,11 +77,12 @@ def library(folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.He
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
         text, variant_type, name = "", manifest.VARIANTS[variant], variant
+    kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(str(kv_dtype).removeprefix("torch."))
     for cubin, stem in design.cubins.items():
-        text += manifest.attention_source(stem, element, head_dim, variant_type).replace("attention_kernel", f"{cubin}_kernel")
+        text += manifest.attention_source(stem, element, head_dim, variant_type, kv_element).replace("attention_kernel", f"{cubin}_kernel")
     text += manifest.merge_source(element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in design.cubins)}}};\n"
-    name = manifest.attention_name(design.name, element, head_dim, name)
+    name = manifest.attention_name(design.name, element, head_dim, name, kv_element)
     made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p
     return made
@@ -74,7 +102,8 @@ class DeviceAttention:
     """
 
     def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
-        self._library = library(folder, kernel, attention.dtype, manifest.HeadDims(attention.head_dim, attention.head_dim_v), variant)
+        dims = manifest.HeadDims(attention.head_dim, attention.head_dim_v)
+        self._library = library(folder, kernel, attention.dtype, dims, variant, attention.kv_dtype)
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
@@ -120,10 +149,12 @@ class DeviceAttention:
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
             (ctypes.c_int64 * 6)(q.shape[0], kv.k.shape[0], q.shape[2], self._levels[0].table.page_size, len(self._levels), kv.v.shape[3]),
             q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-            q.dtype == torch.bfloat16,
+            *(values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]] for dtype in (attention.dtype, attention.kv_dtype)),
             uses_softmax,
             len(params),
             params,
+            0,
+            KvScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), values_of("DataType")[(DTYPES | KV_DTYPES)[attention.kv_dtype]]),
             -1,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())

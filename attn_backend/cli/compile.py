@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
+    variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
     what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
     variant.add_argument("--head-dim", action="append", type=manifest.HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             _compile_variants(arguments)
             return 0
         _check_archs(arguments.arch or [], [*manifest.ARCHS])
-        if not arguments.head_dim:
+        if not arguments.head_dim and not arguments.kv_dtype:
             return build.run(arguments)
         _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError) as error:
@@ -74,19 +75,23 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [manifest.HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
-                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks):
+                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, arguments.kv_dtype):
                     print(entry, flush=True)
 
 
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
-    """The standard kernels for other head dims than those in the package."""
-    for head_dim in arguments.head_dim:
+    """The standard kernels for other head dims, or caches, than those in the package."""
+    head_dims = arguments.head_dim or manifest.SHIPPED_FLOAT8_HEAD_DIMS
+    kv_element = manifest.KV_ELEMENT_NAMES.get(arguments.kv_dtype)
+    for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
+        if kv_element is not None and not head_dim.runs_over_float8:
+            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.FLOAT8_HEAD_DIMS_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
-        for head_dim in arguments.head_dim:
-            for kernel in (kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim)):
+        for head_dim in head_dims:
+            for kernel in (kernel for element in elements for kernel in manifest.attention_kernels(element, head_dim, kv_element=kv_element)):
                 if arch in kernel.archs:
                     print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 

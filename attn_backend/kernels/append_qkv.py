@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import KVCache
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
 from .attention_config import DTYPE_NAMES
@@ -44,10 +45,12 @@ class Rotary:
 
 
 @cache
-def _kernel_file(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """The kernel that takes heads of dtype to a cache of kv_dtype; empty on a CPU, and for other dtypes, which are refused."""
     if device.type != "cuda" or dtype not in DTYPE_NAMES:
         return ""
-    return str(find_kernel(append_qkv_name(DTYPE_NAMES[dtype]), arch_of(torch.cuda.get_device_capability(device))))
+    name = append_qkv_name(DTYPE_NAMES[dtype], kv_dtype in FLOAT8_DTYPES)
+    return str(find_kernel(name, arch_of(torch.cuda.get_device_capability(device))))
 
 
 @lru_cache(maxsize=256)
@@ -77,12 +80,13 @@ def append_qkv(
     """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and K, rotates them, writes K and V to the cache.
 
     A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as Qwen 3 and Gemma 3 have it for each head), then is
-    rotated. All in float32, rounded once. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow.
+    rotated. All in float32, rounded once; a float8 cache gets K and V divided by its scales, limited to its largest number. Capturable in a CUDA graph; never
+    synchronises. `Attention.run(after_append=True)` may follow.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256;
             slices of the projection's output as they are. bfloat16 or float16, on a CPU also float32.
-        kv: the cache of one layer, same dtype and device.
+        kv: the cache of one layer, same device, same dtype or float8; its scales are one for all, or one for each head.
         slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache gets nothing; the token's Q is written.
         rotary: None: no rotation.
         positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
@@ -102,7 +106,7 @@ def append_qkv(
         return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
     try:
-        _launch(q, k, v, out, kv.k, kv.v, slots, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+        _launch(q, k, v, out, kv.k, kv.v, (*kv.scale_tensors, *kv.scale_values), slots, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
@@ -141,7 +145,7 @@ def rotate_qk(
     try:
         if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
             refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
-        _launch(q, k, None, q_out, k_out.unsqueeze(1), None, None, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+        _launch(q, k, None, q_out, k_out.unsqueeze(1), None, (None, None, 1.0, 1.0), None, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
     except (AttributeError, OverflowError, RuntimeError, TypeError):
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
         optional = {"q_norm": q_norm, "k_norm": k_norm}
@@ -152,7 +156,8 @@ def rotate_qk(
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, k_cache: Tensor, v_cache: Tensor | None, slots: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, k_cache: Tensor, v_cache: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None, float, float], slots: Tensor | None,
     rotary: Rotary | None, positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
 ) -> None:  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("slots", slots), ("positions", positions), ("q_norm", q_norm), ("k_norm", k_norm)):
@@ -170,4 +175,6 @@ def _launch(
     if not norm_eps >= 0:
         refuse("norm_eps", norm_eps, "0 or above")
     options = _options(norm_eps, norm_offset, rotary is not None and rotary.interleaved)
-    library().append_qkv(options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, _kernel_file(q.device, q.dtype))
+    library().append_qkv(
+        options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, kernel_file(q.device, q.dtype, k_cache.dtype), *scales
+    )

@@ -18,7 +18,18 @@ from ..metadata.checks import check_page_ids, check_values
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import compiled, manifest
-from .attention_config import DTYPE_NAMES, DTYPES, MAX_CTAS, check_batch_invariant, check_heads, check_room, choose_design
+from .attention_config import (
+    DTYPE_NAMES,
+    DTYPES,
+    KV_DTYPE_NAMES,
+    KV_DTYPES,
+    MAX_CTAS,
+    check_batch_invariant,
+    check_heads,
+    check_kv_dtype,
+    check_room,
+    choose_design,
+)  # fmt: skip
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import arch_of, find_kernel, forget_kernels
 from .errors import InUseError, MissingKernelError
@@ -45,7 +56,9 @@ class Attention:
         num_kv_heads: KV heads; divides num_qo_heads.
         head_dim: columns of a head of Q and K: a multiple of 8 up to 256 on CUDA, up to 576 on a CPU.
         head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
-        dtype: of Q, K, V and the output: bfloat16 or float16, or float32 on a CPU.
+        dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
+        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied; on CUDA for heads of
+            up to 256 columns.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -78,6 +91,7 @@ class Attention:
         head_dim: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device | str = "cuda",
         max_rows: int,
         max_batch: int,
@@ -99,6 +113,7 @@ class Attention:
             refuse("cascade", cascade, "True, False or 'always'")
         check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
+        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
         num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
@@ -106,6 +121,7 @@ class Attention:
         self.head_dim = dims.qk
         self.head_dim_v = dims.v
         self.dtype = dtype
+        self.kv_dtype = kv_dtype
         self.device = device
         self.max_rows = max_rows
         self.max_batch = max_batch
@@ -113,7 +129,7 @@ class Attention:
         self.batch_invariant = batch_invariant
         self._sm_scale = dims.qk**-0.5
         check_types(bool, "True or False", sinks=sinks)
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks)
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype)
         if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
             cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
@@ -128,6 +144,7 @@ class Attention:
             head_dim=dims.qk,
             head_dim_v=dims.v,
             dtype=values_of("DataType")[DTYPES[dtype]],
+            kv_dtype=values_of("DataType")[(DTYPES | KV_DTYPES)[kv_dtype]],
             max_rows=max_rows,
             max_groups=max_batch,
             max_levels=max_levels,
@@ -143,12 +160,12 @@ class Attention:
             has_sinks=sinks,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, dims, device, self._variant, sinks))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, kv_dtype, dims, device, self._variant, sinks))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, dims, device, self._variant, sinks))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, kv_dtype, dims, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
@@ -303,11 +320,13 @@ class Attention:
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
-            if sinks is None:
+            if sinks is None and kv.k_scale is None and kv.v_scale is None:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
-                check_plain("sinks", sinks)
-                errors = self._library.run_with_sinks(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, sinks)
+                if sinks is not None:
+                    check_plain("sinks", sinks)
+                options = (sinks, *kv.scale_tensors, *kv.scale_values)
+                errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *options)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
@@ -399,8 +418,9 @@ class _DebugAttention(Attention):
 
 
 def _kernel_files(
-    design: manifest.Design | None, dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device, variant: AttentionVariant | None, sinks: bool
-) -> dict[str, str]:
+    design: manifest.Design | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device,
+    variant: AttentionVariant | None, sinks: bool,
+) -> dict[str, str]:  # fmt: skip
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
     files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":
@@ -408,6 +428,7 @@ def _kernel_files(
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        names |= {kernel: manifest.attention_name(stem, element, dims, "sinks" if sinks else "standard") for kernel, stem in design.cubins.items()}
+        which = dims, "sinks" if sinks else "standard", KV_DTYPE_NAMES.get(kv_dtype)
+        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

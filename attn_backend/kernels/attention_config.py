@@ -13,6 +13,9 @@ from .structs import values_of
 # By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
 DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+# Of caches whose elements are not those of Q: the same.
+KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
+KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -44,6 +47,18 @@ def check_heads(
         if dtype not in DTYPES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
     return num_qo_heads, num_kv_heads, dims
+
+
+def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manifest.HeadDims, design: manifest.Design | None) -> torch.dtype:
+    """The cache's dtype. design: of choose_design()."""
+    if kv_dtype is None:
+        return dtype
+    check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
+    if kv_dtype != dtype and kv_dtype not in KV_DTYPES:
+        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn or torch.float8_e5m2")
+    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over_float8:
+        refuse("kv_dtype", kv_dtype, manifest.FLOAT8_HEAD_DIMS_TEXT)
+    return kv_dtype
 
 
 def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:

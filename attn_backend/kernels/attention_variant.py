@@ -16,6 +16,7 @@ from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
 from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
+from .attention_config import KV_DTYPE_NAMES
 from .library import library
 
 if TYPE_CHECKING:
@@ -25,15 +26,18 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some.
+    """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some. kv_dtype: of the cache; None:
+    dtype.
 
     Raises:
-        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
+        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim, or one that transforms K or V, of a
+            float8 cache.
     """
 
     def __init__(
-        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device, sinks: bool = False
-    ) -> None:
+        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device,
+        sinks: bool = False, kv_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         from ..variants import Variant
 
         if not isinstance(variant, Variant):
@@ -42,6 +46,9 @@ class AttentionVariant:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = manifest.HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
+        self._kv_element = KV_DTYPE_NAMES.get(kv_dtype) if kv_dtype is not None else None
+        if self._kv_element is not None and (variant.has_key or variant.has_value):
+            refuse("kv_dtype", kv_dtype, f"{dtype} under variant {variant.name}, which transforms K or V")
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._dims = dims
@@ -57,7 +64,7 @@ class AttentionVariant:
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks)
+            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element)
             self._options += " --sinks" if sinks else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
@@ -82,9 +89,10 @@ class AttentionVariant:
     def _library_file(self) -> dict[str, str]:
         isa, jit = library().current_isa(), Settings.read().jit
         try:
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit))}
+            widens = self._kv_element is not None
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit, widens))}
         except RuntimeError as error:
-            if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
+            if not jit or cpp_compiler.compiler() is not None or self._kv_element is not None or not interpreted_variant.is_possible(self.variant):
                 raise
             interpreted_variant.warn_once(self.variant, str(error))
         self.is_interpreted = True
@@ -189,6 +197,8 @@ class AttentionVariant:
         if jit:
             return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
+        if self._kv_element is not None:
+            place += f" --kv-dtype {manifest.kv_dtype_of(self._kv_element)}"
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 

@@ -31,22 +31,30 @@ def know(handle: int, attention: Attention) -> None:
     _attentions[handle] = attention
 
 
+def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float) -> KVCache:
+    """k_value, v_value: scales where there are no tensors."""
+    if k_scale is None and v_scale is None and k_value == v_value == 1.0:
+        return KVCache.unchecked(k, v)
+    return KVCache.unchecked(k, v, k_value if k_scale is None else k_scale, v_value if v_scale is None else v_scale)
+
+
 @custom_op("attn_backend::run", mutates_args=("out", "lse"))
 def _run(
-    handle: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool,
+    handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float,
+    out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool,
     sinks: Tensor | None, tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[float],
 ) -> None:  # fmt: skip
     names = tensor_names.split() + number_names.split()
     variant_args: dict[str, Any] | None = dict(zip(names, [*tensors, *numbers], strict=True)) or None
     _attentions[handle].run(
-        q, KVCache.unchecked(k, v), out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append,
+        q, _cache(k, v, k_scale, v_scale, k_value, v_value), out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append,
         variant_args=variant_args, sinks=sinks,
     )  # fmt: skip
 
 
 def run(handle: int, q: Tensor, kv: KVCache, out: Tensor | None, variant_args: Mapping[str, Any] | None, options: dict[str, Any]) -> Tensor:
     """options: the other arguments of Attention.run, by name."""
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty((*q.shape[:-1], kv.head_dim_v)) if out is None else out
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, value in (variant_args or {}).items():
@@ -55,33 +63,37 @@ def run(handle: int, q: Tensor, kv: KVCache, out: Tensor | None, variant_args: M
         else:
             numbers[name] = value
     _run(
-        handle, q, kv.k, kv.v, out, **options,
+        handle, q, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, out, **options,
         tensor_names=" ".join(tensors), tensors=list(tensors.values()), number_names=" ".join(numbers), numbers=list(numbers.values()),
     )  # fmt: skip
     return out
 
 
 @custom_op("attn_backend::append_kv", mutates_args=("k_cache", "v_cache"))
-def _append_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def _append_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float, slots: Tensor
+) -> None:
     from .append import append_kv
 
-    append_kv(k, v, KVCache.unchecked(k_cache, v_cache), slots)
+    append_kv(k, v, _cache(k_cache, v_cache, k_scale, v_scale, k_value, v_value), slots)
 
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_kv(k, v, kv.k, kv.v, slots)
+    _append_kv(k, v, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots)
 
 
 @custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))
 def _append_qkv(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, table: Tensor | None, interleaved: bool,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float, slots: Tensor, table: Tensor | None, interleaved: bool,
     positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
 ) -> None:  # fmt: skip
     from .append_qkv import Rotary, append_qkv
 
     append_qkv(
-        q, k, v, KVCache.unchecked(k_cache, v_cache), slots, rotary=None if table is None else Rotary(table, interleaved), positions=positions,
-        q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset, out=out,
+        q, k, v, _cache(k_cache, v_cache, k_scale, v_scale, k_value, v_value), slots,
+        rotary=None if table is None else Rotary(table, interleaved), positions=positions, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=norm_eps, norm_offset=norm_offset, out=out,
     )  # fmt: skip
 
 
@@ -92,7 +104,7 @@ def append_qkv(q: Tensor, k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, out:
     """
     out = torch.empty_like(q) if out is None else out
     table, interleaved = (None, False) if rotary is None else (rotary.table, rotary.interleaved)
-    _append_qkv(q, k, v, out, kv.k, kv.v, slots, table, interleaved, **options)
+    _append_qkv(q, k, v, out, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots, table, interleaved, **options)
     return out
 
 

@@ -43,15 +43,16 @@ def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
     return "avx512" if isa == "amx" and (dtype != "bfloat16" or any(dim % 32 for dim in HeadDims.of(head_dim))) else isa
 
 
-def source(isa: str, dtype: str) -> str:
-    """What stands behind the source of a variant. isa: of isa_of()."""
+def source(isa: str, dtype: str, widens: bool = False) -> str:
+    """What stands behind the source of a variant. isa: of isa_of(). widens: over float8 caches."""
     if isa == "amx":
         engine, headers = "attn::cpu::AmxEngine", ["attention/cpu/amx_engine.h"]
     else:
         element = ELEMENTS[dtype] if dtype == "float32" else f"attn::cpu::{ELEMENTS[dtype]}"
         engine, headers = f"attn::cpu::Float32Engine<attn::cpu::{_VECTORS[isa]}, {element}>", ["attention/cpu/float32_engine.h", f"common/cpu/vector_{isa}.h"]
     includes = "".join(f'#include "{header}"\n' for header in (*headers, "attention/cpu/variant_kernels.h"))
-    return f"#define ATTN_VARIANT_ENGINE {engine}\n{includes}"
+    variant = "attn::WithScales<attn::UserVariant>" if widens else "attn::UserVariant"
+    return f"#define ATTN_VARIANT_ENGINE {engine}\n#define ATTN_VARIANT {variant}\n{includes}"
 
 
 def flags(isa: str) -> list[str]:

@@ -195,8 +195,8 @@ def _cached_or_compiled(name: str, arch: str) -> Path:
     cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
     fault = kernel_cache.fault(cached)
     if fault:
-        head_dim = "" if name in kernel_sources(arch) else f" --head-dim {manifest.head_dims_of(name)}"
-        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}{head_dim}` compiles it ahead")
+        options = "" if name in kernel_sources(arch) else manifest.compile_options(name)
+        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}{options}` compiles it ahead")
     return cached
 
 

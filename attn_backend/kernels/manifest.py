@@ -17,6 +17,8 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
+CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}  # of caches whose elements are not those of Q
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # by torch's names
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
@@ -50,6 +52,11 @@ class HeadDims(NamedTuple):
         """Whether there are kernels for it."""
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
 
+    @property
+    def runs_over_float8(self) -> bool:
+        """Whether there are CUDA kernels for it over 8-bit caches."""
+        return self.runs_on_cuda and self not in _WIDE_HEAD_DIMS
+
     def __str__(self) -> str:
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
 
@@ -57,11 +64,13 @@ class HeadDims(NamedTuple):
 _MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
 _WIDE_HEAD_DIMS = (HeadDims(512, 512), HeadDims(576, 512))
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
+FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 # Kernels of the others are compiled when they are first needed, or ahead.
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
 }
+SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,15 @@ class Kernel:
     source: str
 
 
-def attention_name(design: str, element: str, head_dim: int | HeadDims, variant: str = "standard") -> str:
-    """design: of Design.cubins. element: of Q, O and the cache."""
-    return f"attention_{design}_{element}_d{HeadDims.of(head_dim)}_{variant}"
+def attention_name(design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None) -> str:
+    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element."""
+    elements = element if kv_element is None else f"{element}_{kv_element}"
+    return f"attention_{design}_{elements}_d{HeadDims.of(head_dim)}_{variant}"
+
+
+def kv_dtype_of(kv_element: str) -> str:
+    """torch's name of one of CUDA_KV_ELEMENTS."""
+    return next(dtype for dtype, element in KV_ELEMENT_NAMES.items() if element == kv_element)
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -105,8 +120,9 @@ def merge_name(element: str, variant: str = "") -> str:
     return f"merge_{element}_{variant}".rstrip("_")
 
 
-def append_qkv_name(element: str) -> str:
-    return f"append_qkv_{element}"
+def append_qkv_name(element: str, quantises: bool = False) -> str:
+    """quantises: to a float8 cache."""
+    return f"append_qkv_{element}_float8" if quantises else f"append_qkv_{element}"
 
 
 def merge_states_name(element: str) -> str:
@@ -150,13 +166,17 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
+def variant_kernels(
+    arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None
+) -> dict[str, Kernel]:
     """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
     made = {
-        kernel: Kernel(attention_name(stem, element, head_dim, name), (arch,), text + attention_source(stem, element, head_dim, variant_type))
+        kernel: Kernel(
+            attention_name(stem, element, head_dim, name, kv_element), (arch,), text + attention_source(stem, element, head_dim, variant_type, kv_element)
+        )
         for kernel, stem in design.cubins.items()
     }
     if variant.has_output:
@@ -166,11 +186,12 @@ def variant_kernels(arch: str, design: Design, element: str, head_dim: int | Hea
     return made
 
 
-def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str) -> str:
-    """design: of Design.cubins."""
+def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None) -> str:
+    """design: of Design.cubins. kv_element: as in attention_name()."""
     dims = HeadDims.of(head_dim)
-    element_types = f"attn::{CUDA_ELEMENTS[element]}, attn::{CUDA_ELEMENTS[element]}"
-    traits = f"attn::Traits<{element_types}, attn::HeadShape<{dims.qk}, {dims.v}>, attn::{variant_type}>"
+    kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
+    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}>"
+    traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     return template.substitute(traits=traits, copier=copier)
 
@@ -230,7 +251,7 @@ _APPEND_QKV = Template("""\
 #include "cache/append_qkv.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_qkv_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element>(params);
+  attn::append_qkv<attn::$element$quantises>(params);
 }
 """)
 
@@ -242,30 +263,45 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 """)
 
 
-def attention_kernels(element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS) -> list[Kernel]:
-    """The standard kernels for heads of such widths, that CUDA has kernels for."""
+def attention_kernels(element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None) -> list[Kernel]:
+    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element: as in attention_name()."""
     made = []
     for variant in variants:
         for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
-            name = attention_name(design, element, head_dim, variant)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant])))
+            name = attention_name(design, element, head_dim, variant, kv_element)
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element)))
     return made
 
 
-def head_dims_of(name: str) -> HeadDims | None:
-    """Of an attention kernel, by its name."""
-    shape = re.fullmatch(r"attention_.*_(?:bf16|f16)_d(\d+(?:_\d+)?)_.*", name)
-    return None if shape is None else HeadDims.parse(shape[1])
+class _KernelShape(NamedTuple):
+    """What the name of an attention kernel says."""
+
+    element: str
+    kv_element: str | None
+    dims: HeadDims
+
+
+def _shape_of(name: str) -> _KernelShape | None:
+    shape = re.fullmatch(rf"attention_.*_({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)}))?_d(\d+(?:_\d+)?)_.*", name)
+    return None if shape is None else _KernelShape(shape[1], shape[2], HeadDims.parse(shape[3]))
+
+
+def compile_options(name: str) -> str:
+    """Of `attn-backend compile`, for an attention kernel that is not built ahead of time."""
+    shape = _shape_of(name)
+    if shape is None:
+        return ""
+    return f" --head-dim {shape.dims}" if shape.kv_element is None else f" --head-dim {shape.dims} --kv-dtype {kv_dtype_of(shape.kv_element)}"
 
 
 def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    dims = head_dims_of(name)
-    if dims is None or not dims.runs_on_cuda:
+    shape = _shape_of(name)
+    if shape is None or not shape.dims.runs_on_cuda or (shape.kv_element is not None and not shape.dims.runs_over_float8):
         return None
-    made = (kernel for element in CUDA_ELEMENTS for kernel in attention_kernels(element, dims))
+    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element)
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
@@ -275,6 +311,9 @@ def _attention_kernels() -> list[Kernel]:
         for variant, shipped in SHIPPED_HEAD_DIMS.items():
             for dims in shipped:
                 made += attention_kernels(element, dims, (variant,))
+        if element == "bf16":
+            for dims in SHIPPED_FLOAT8_HEAD_DIMS:
+                made += attention_kernels(element, dims, ("standard",), "e4m3")
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 
@@ -304,7 +343,11 @@ def _sampling_kernels() -> list[Kernel]:
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
-    *(Kernel(append_qkv_name(element), ARCHS, _APPEND_QKV.substitute(element=name)) for element, name in CUDA_ELEMENTS.items()),
+    *(
+        Kernel(append_qkv_name(element, quantises), ARCHS, _APPEND_QKV.substitute(element=name, quantises=", true" if quantises else ""))
+        for element, name in CUDA_ELEMENTS.items()
+        for quantises in (False, True)
+    ),
     *_attention_kernels(),
     *(Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
     *_sampling_kernels(),

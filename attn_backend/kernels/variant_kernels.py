@@ -44,21 +44,21 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, com
     return code_address.usable(_find(what, place, compiled, command, jit))
 
 
-def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool) -> Path:
+def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool, widens: bool = False) -> Path:
     """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
 
-    isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message.
+    isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message. widens: over float8 caches.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
     """
     isa = cpp_compiler.isa_of(isa, dtype, head_dim)
-    source = manifest.variant_text(variant) + cpp_compiler.source(isa, dtype)
+    source = manifest.variant_text(variant) + cpp_compiler.source(isa, dtype, widens)
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
     folder = f"{platform.machine()}_{isa}"
     # The digest, too: the host library takes no other, and covers more headers than the source includes.
     key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa), _headers_digest(cubins.source_root())])
-    place = Path(folder) / f"attention_cpu_{dtype}_{variant.name}-{key}.so"
+    place = Path(folder) / f"attention_cpu_{dtype}{'_float8' if widens else ''}_{variant.name}-{key}.so"
     return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), command, jit)
 
 
@@ -169,8 +169,9 @@ def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
 
 
 def compile_ahead(
-    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | manifest.HeadDims, isa: str, sinks: bool = False
-) -> list[Path]:
+    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | manifest.HeadDims, isa: str, sinks: bool = False,
+    kv_dtype: str | None = None,
+) -> list[Path]:  # fmt: skip
     """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
     target's default.
 
@@ -179,18 +180,21 @@ def compile_ahead(
         RuntimeError: one does not compile, or cannot be kept.
     """
     entries = []
+    kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(kv_dtype)
     for target in targets:
         if target == "cpu":
-            entries.append(find_library(variant, isa, dtype, head_dim, "", True))
+            entries.append(find_library(variant, isa, dtype, head_dim, "", True, kv_element is not None))
             continue
         arch = arch_of(target)
         if dtype not in manifest.ELEMENT_NAMES or not manifest.HeadDims.of(head_dim).runs_on_cuda:
             must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is {manifest.CUDA_HEAD_DIMS_TEXT} on a GPU"
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
+        if kv_element is not None and not manifest.HeadDims.of(head_dim).runs_over_float8:
+            raise ValueError(f"kv_dtype is {kv_dtype}, must be {manifest.FLOAT8_HEAD_DIMS_TEXT}")
         designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
         if design_name is not None and design_name not in designs:
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
         design = designs[design_name or next(iter(designs))]
-        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks)
+        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks, kv_element)
         entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
     return entries

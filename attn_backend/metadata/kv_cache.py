@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -12,39 +14,52 @@ from torch import Tensor
 from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse
 
 _Views = TypeVar("_Views")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
+Scale = Tensor | float | None
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v], bfloat16, float16 or float32; the last dimension is
-    contiguous, the other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...` methods.
+    """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2;
+    the last dimension is contiguous, the other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...`
+    methods.
+
+    k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors; None: 1. A number above 0; or a float32 tensor of
+    such, on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. Tensors are read
+    when a kernel runs: a captured CUDA graph sees what they hold then.
 
     Raises:
-        ValueError: K or V of another dtype or dimension, K and V that do not match, or a head_dim that is not contiguous.
+        ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not contiguous, or scales that are no such numbers or
+            tensors, or of a cache that has none.
     """
 
     k: Tensor
     v: Tensor
+    k_scale: Scale = None
+    v_scale: Scale = None
+    # What kernels are given: a tensor or None, and what stands for all where there is none.
+    scale_tensors: tuple[Tensor | None, Tensor | None] = field(init=False, repr=False, default=(None, None))
+    scale_values: tuple[float, float] = field(init=False, repr=False, default=(1.0, 1.0))
 
     @classmethod
-    def from_tensor(cls, kv: Tensor, layout: str = "NHD") -> KVCache:
+    def from_tensor(cls, kv: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """kv: NHD [pages, 2, page_size, num_kv_heads, head_dim], HND [pages, 2, num_kv_heads, page_size, head_dim]."""
         _check_dimensions("kv", kv, 5, "[pages, 2, page_size, num_kv_heads, head_dim]")
         if kv.shape[1] != 2:
             refuse("kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
         k, v = _view("kv", kv, lambda: kv.unbind(1))
-        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout))
+        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD") -> KVCache:
+    def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]; v's last dimension may be another."""
         _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
-        return cls(_token_major("k", k, layout), _token_major("v", v, layout))
+        return cls(_token_major("k", k, layout), _token_major("v", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_packed(cls, kv: Tensor, layout: str = "HND") -> KVCache:
+    def from_packed(cls, kv: Tensor, layout: str = "HND", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """K and V side by side in the last dimension.
 
         kv: HND [pages, num_kv_heads, page_size, 2 * head_dim], NHD [pages, page_size, num_kv_heads, 2 * head_dim].
@@ -53,27 +68,29 @@ class KVCache:
         if kv.shape[3] % 2 != 0:
             refuse("kv", kv, "a tensor with an even last dimension: 2 * head_dim")
         k, v = _view("kv", kv, lambda: kv.unflatten(3, (2, kv.shape[3] // 2)).unbind(3))
-        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout))
+        return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1) -> KVCache:
+    def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1, *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """k, v: [slots, num_kv_heads, head_dim]; v's last dimension may be another. Page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not
         fill a page are cut off."""
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
         check_int("page_size", page_size, 1)
-        return cls(_pages_of_slots("k", k, page_size), _pages_of_slots("v", v, page_size))
+        return cls(_pages_of_slots("k", k, page_size), _pages_of_slots("v", v, page_size), k_scale, v_scale)
 
     @classmethod
-    def from_ragged(cls, k: Tensor, v: Tensor) -> KVCache:
+    def from_ragged(cls, k: Tensor, v: Tensor, *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """k, v: [tokens, num_kv_heads, head_dim], as `PageTable.ragged` addresses them; page_size is 1."""
-        return cls.from_slots(k, v, 1)
+        return cls.from_slots(k, v, 1, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
-    def unchecked(cls, k: Tensor, v: Tensor) -> KVCache:
-        """k, v as the class has them, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
+    def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+        """What the class holds, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
         cache = object.__new__(cls)
         cache.__dict__.update(k=_with_plain_strides(k), v=_with_plain_strides(v))
+        if k_scale is not None or v_scale is not None:
+            cache.__dict__.update(k_scale=k_scale, v_scale=v_scale, scale_tensors=_tensors_of(k_scale, v_scale), scale_values=_values_of(k_scale, v_scale))
         return cache
 
     @property
@@ -111,6 +128,33 @@ class KVCache:
         if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
             refuse("v", self.v, f"of k's shape {list(self.k.shape)}, but for the last dimension, and dtype {dtype_name(self.k.dtype)}")
         check_same_device("v", self.v, "k", self.k.device)
+        scales = (self._checked_scale("k_scale", self.k_scale), self._checked_scale("v_scale", self.v_scale))
+        object.__setattr__(self, "scale_tensors", _tensors_of(*scales))
+        object.__setattr__(self, "scale_values", _values_of(*scales))
+
+    def _checked_scale(self, name: str, scale: Scale) -> Scale:
+        if scale is None:
+            return None
+        if self.dtype not in FLOAT8_DTYPES:
+            refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
+        if isinstance(scale, Tensor):
+            heads = self.num_kv_heads
+            is_right = scale.dtype == torch.float32 and scale.ndim <= 2 and (scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,))
+            if not is_right or scale.numel() == 0:
+                refuse(name, scale, f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, num_kv_heads]")
+            check_same_device(name, check_plain(name, scale), "k", self.device)
+            return scale
+        if isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale) or not 0 < scale <= torch.finfo(torch.float32).max:
+            refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
+        return float(scale)
+
+
+def _tensors_of(*scales: Scale) -> tuple[Tensor | None, ...]:
+    return tuple(scale if isinstance(scale, Tensor) else None for scale in scales)
+
+
+def _values_of(*scales: Scale) -> tuple[float, ...]:
+    return tuple(1.0 if scale is None or isinstance(scale, Tensor) else scale for scale in scales)
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
@@ -123,7 +167,7 @@ def _checked(name: str, view: Tensor) -> Tensor:
     """`view` with plain strides."""
     _check_dimensions(name, view, 4, "[pages, page_size, num_kv_heads, head_dim]")
     if view.dtype not in DTYPES:
-        refuse(name, view, "bfloat16, float16 or float32")
+        refuse(name, view, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
     if view.shape[1] < 1:
         refuse(name, view, "of page_size >= 1: [pages, page_size, num_kv_heads, head_dim]")
     if view.stride(3) != 1 and view.shape[3] > 1:

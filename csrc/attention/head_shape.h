@@ -21,6 +21,11 @@ struct HeadDims {
 /// behind theirs are not loaded, or are zeros.
 ATTN_HD constexpr int32_t tile_columns(int32_t columns) { return round_up(columns, 64); }
 
+/// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted.
+ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes) {
+  return round_up(columns * element_bytes, 128);
+}
+
 /// HeadDims that a kernel is compiled for.
 template <int kQk_, int kV_ = kQk_>
 struct HeadShape {

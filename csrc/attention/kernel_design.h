@@ -42,7 +42,8 @@ constexpr int32_t kMaxDesignKernels = 2;
 struct LaunchContext {
   const PlanLevel* levels;  // as planned
   int32_t num_levels;
-  bool is_bf16;
+  DataType dtype;     // of Q and O
+  DataType kv_dtype;  // of the cache
   HeadDims dims;
   const KernelCode* codes;  // of the design's kernels
   KernelCode merge_code;
@@ -67,13 +68,13 @@ constexpr int32_t kRowsTooFarApart = -1;
 struct KernelDesign {
   const char* name;  // of its folder, and in attn_backend/kernels/manifest.py
   KernelCosts costs;
-  KernelCosts invariant_costs;             // of batch invariant plans
-  int32_t (*max_kind)(HeadDims dims);      // largest kind of row tile
-  int32_t (*kv_tile)(HeadDims dims);       // tokens of a KV tile
+  KernelCosts invariant_costs;                                   // of batch invariant plans
+  int32_t (*max_kind)(HeadDims dims, int32_t kv_element_bytes);  // largest kind of row tile
+  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);   // tokens of a KV tile
   const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
   int32_t threads;                         // of a CTA
-  int32_t (*shared_bytes)(HeadDims dims);  // dynamic shared memory of a CTA
-  bool prefetches_code;                    // the kernel brings its own code and that of the merge kernel to L2
+  int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);  // dynamic shared memory of a CTA
+  bool prefetches_code;  // the kernel brings its own code and that of the merge kernel to L2
   /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.
   int32_t (*make_arguments)(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments);
 };

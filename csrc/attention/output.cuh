@@ -59,6 +59,19 @@ __device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, con
   return score_row(params.schedule, group, row.index, row.row, row.qo_head);
 }
 
+/// Writes the requests of all rows of a row tile to shared memory, if a scale of the cache asks for them: where scores
+/// are computed there are no registers to find them. `thread` of kThreads.
+template <class Variant, int kRows, int kThreads, bool kManyLevels>
+__device__ __forceinline__ void write_requests(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
+                                               int32_t group, int32_t kv_head, int thread, int32_t* requests) {
+  if constexpr (Variant::kHasScales) {
+    const KvScales& scales = params.variant.as<typename Variant::Params>().scales;
+    if (!scales.k.is_of_requests() && !scales.v.is_of_requests()) return;
+    for (int row = thread; row < kRows; row += kThreads)
+      requests[row] = score_row(params, rows, group, kv_head, row).request;
+  }
+}
+
 /// The rows of a work item whose scores a lane holds, as variants see them: made once for an item, if the variant looks
 /// at them.
 template <class Variant, int kRowBlocks>
@@ -130,18 +143,21 @@ struct OutputPlace {
 /// Where a work item's rows go.
 template <class Element, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
+  static constexpr bool kHasScales = Variant::kHasScales;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
   int32_t group;
   int32_t kv_head;
-  bool complete;        // o and lse; otherwise a partial state
-  bool to_states;       // of a partial state: the rows' own states, not a partial slot
-  int64_t partial_row;  // first row of the partial slot
+  bool complete;            // o and lse; otherwise a partial state
+  bool to_states;           // of a partial state: the rows' own states, not a partial slot
+  int64_t partial_row;      // first row of the partial slot
+  const int32_t* requests;  // as write_requests() leaves them
 
   /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
-                                          int32_t group_, int32_t kv_head_, bool starts_inside, bool ends_inside)
-      : params(params_), rows(rows_), group(group_), kv_head(kv_head_) {
+                                          int32_t group_, int32_t kv_head_, bool starts_inside, bool ends_inside,
+                                          const int32_t* requests_)
+      : params(params_), rows(rows_), group(group_), kv_head(kv_head_), requests(requests_) {
     bool keeps_states = false;
     if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
     complete = !keeps_states && !starts_inside && !ends_inside;
@@ -166,6 +182,12 @@ struct OutputTarget {
   __device__ __forceinline__ RowEnd end_row_with_sink(float base, float sum, int32_t tile_row) const {
     const int32_t head = params.group_size.modulo(rows.packed_begin + tile_row);  // of those of the KV head
     return end_row(base, sum, __ldg(params.sinks + kv_head * params.group_size.divisor + head));
+  }
+
+  /// What the outputs of a row of the tile are multiplied by: `factor` and V's scale. If kHasScales.
+  __device__ __forceinline__ float with_scale(float factor, int32_t tile_row) const {
+    const KvScale& scale = params.variant.as<typename Variant::Params>().scales.v;
+    return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);
   }
 
   /// The variant's transform of the output of complete rows. `column`: of the first value.
@@ -217,10 +239,27 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
   return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), source));
 }
 
-/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
-template <class Tile, class Element, int kColumns, int kRowBlocks, class Target>
+/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile. kFours:
+/// they are outputs of widened_accumulate().
+template <class Tile, bool kFours = false, class Element, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
                                            int b, const float (&inverse)[2], int32_t block_row, char* staged) {
+  if constexpr (kFours) {
+    const int lane = ptx::lane_id();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = block_row + half * 8 + lane / 4;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        const float4 outputs = state.four_outputs(b, n, half, inverse[half]);
+        float values[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
+        target.transform(values, row, n * 8 + lane % 4 * 4);
+        *reinterpret_cast<uint2*>(staged + Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8) =
+            make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+      }
+    }
+    return;
+  }
   const uint32_t fragments =
       ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
 #pragma unroll
@@ -238,8 +277,8 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kR
 }
 
 /// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
-/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes.
-template <class Tile, class Element, int kColumns, int kRowBlocks, class Target>
+/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes. kFours: as in stage_rows().
+template <class Tile, bool kFours = false, class Element, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
                                                 int32_t first_row, char* staged) {
   const int lane = ptx::lane_id();
@@ -256,12 +295,13 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
       RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(base, sum)};
       if (target.has_sinks()) end = target.end_row_with_sink(base, sum, block_row + half * 8 + lane / 4);
       inverse[half] = end.factor;
+      if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
     if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
 
     if (target.complete) {
-      stage_rows<Tile>(state, target, b, inverse, block_row, staged);
+      stage_rows<Tile, kFours>(state, target, b, inverse, block_row, staged);
       __syncwarp();
       using Pieces = RowPieces<Tile, 32>;
       constexpr int kRowsPerPass = Pieces::kRows;
@@ -291,6 +331,14 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
       for (int half = 0; half < 2; ++half) {
         char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
         if (to == nullptr) continue;
+        if constexpr (kFours) {
+#pragma unroll
+          for (int n = 0; n < Tile::kHeadColumns / 8; n += 2) {
+            if (n * 8 + lane % 4 * 4 < Tile::kHeadColumns)
+              *reinterpret_cast<float4*>(to + n * 32 + lane % 4 * 16) = state.four_outputs(b, n, half, inverse[half]);
+          }
+          continue;
+        }
 #pragma unroll
         for (int n = 0; n < Tile::kHeadColumns / 8; ++n) {
           *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
@@ -305,7 +353,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
-/// kHeadColumns: that are written.
+/// kHeadColumns: that are written. Layout::kFours: as in stage_rows().
 template <class Block, class Layout, int kHeadColumns, int kBytes, class Element, int kColumns, class Target>
 __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
@@ -359,11 +407,20 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 
       with_sink = target.end_row_with_sink(maximum, sum, tile_row);
       factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * with_sink.factor;
     }
+    if constexpr (Target::kHasScales) factor = target.with_scale(factor, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
+      if constexpr (Layout::kFours) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
-        *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+        for (int n = 0; n < kColumns / 8; n += 2) {
+          float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + lane % 4);
+          *reinterpret_cast<float4*>(chunk) = state.four_outputs(0, n, 0, factor);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
+          *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+        }
       }
     }
     Block::sync();

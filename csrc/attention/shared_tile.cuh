@@ -24,6 +24,11 @@ struct PermutedRows {
   /// dimension (with .trans).
   __device__ __forceinline__ static uint32_t rows_first(int lane) { return Tile::offset(lane & 15, lane >> 4); }
 
+  /// Of 2-byte elements: four columns of the lane's row, those that it has of a widened cache.
+  __device__ __forceinline__ static uint32_t four_columns(int lane) {
+    return Tile::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
+  }
+
   /// Matrices: upper left, upper right, lower left, lower right. The B operand when columns are its k dimension.
   __device__ __forceinline__ static uint32_t columns_first(int lane) {
     return Tile::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
@@ -44,17 +49,18 @@ struct RowPieces {
 template <class Element, int kHeadColumns_>
 struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   static constexpr int kHeadColumns = kHeadColumns_;
-  static constexpr int kRowBytes = tile_columns(kHeadColumns) * Element::kBytes;
+  static constexpr int kRowBytes = tile_row_bytes(kHeadColumns, Element::kBytes);
   static constexpr int kRowChunks = kRowBytes / 16;
-  static constexpr int kHeadChunks = kHeadColumns * Element::kBytes / 16;
+  static constexpr int kHeadBytes = kHeadColumns * Element::kBytes;
+  static constexpr int kHeadChunks = kHeadBytes / 16;
 
   /// Byte offset of a 16-byte chunk.
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
   }
 
-  /// The block of 16 rows x 16 columns that is `rows` blocks below and `columns` blocks to the right of the first: both
-  /// cost one instruction or none.
+  /// The block of 16 rows x 16 columns (32 of a byte each) that is `rows` blocks below and `columns` blocks to the
+  /// right of the first: both cost one instruction or none.
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
     if constexpr ((kRowBytes & (kRowBytes - 1)) == 0) return (first ^ columns * 32) + rows * 16 * kRowBytes;
     return (first ^ columns % 4 * 32) + columns / 4 * 128 + rows * 16 * kRowBytes;
@@ -65,7 +71,11 @@ struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
 /// columns are multiplied at a time): it becomes zeros, the others are left alone.
 template <class Tile>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int chunk) {
-  if constexpr (Tile::kHeadChunks == Tile::kRowChunks) {
+  if constexpr (Tile::kHeadBytes % 16 != 0) {  // rows of whole pieces of 8 bytes: they need not lie at multiples of 16
+    if (chunk > Tile::kHeadChunks) return;
+    ptx::cp_async_8_or_zero(to, from, true);
+    ptx::cp_async_8_or_zero(to + 8, chunk < Tile::kHeadChunks ? from + 8 : from, chunk < Tile::kHeadChunks);
+  } else if constexpr (Tile::kHeadChunks == Tile::kRowChunks) {
     ptx::cp_async_16(to, from);
   } else {
     const bool is_there = chunk < Tile::kHeadChunks;

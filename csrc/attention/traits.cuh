@@ -14,8 +14,10 @@ struct Traits {
   using KvElement = KvElement_;
   using Shape = Shape_;
   using Variant = Variant_;
-  static_assert(is_same<Element, KvElement>,
-                "the products take Q, K and V of one type: a cache of another one must be converted first");
+  /// The products take Q, K and V of one type: those of a cache of 8-bit elements are widened on their way to them.
+  static constexpr bool kWidens = !is_same<Element, KvElement>;
+  static_assert(kWidens == Variant::kHasScales && KvElement::kBytes == (kWidens ? 1 : Element::kBytes),
+                "a cache of another type has 8-bit elements, which have scales");
 };
 
 }  // namespace attn

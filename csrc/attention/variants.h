@@ -26,6 +26,7 @@
 // them. Where several requests share a prefix, its tokens have no request.
 #pragma once
 
+#include "cache/kv_scales.h"
 #include "common/math.h"
 #include "common/platform.h"
 
@@ -108,6 +109,7 @@ struct VariantBase {
   struct Params {};
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
+  static constexpr bool kHasScales = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
   static constexpr PairLayout kQueryPairs{0, 0};
@@ -122,6 +124,37 @@ struct WithSinks : Variant {
   static constexpr bool kHasSinks = true;
 
   using Variant::Variant;
+};
+
+/// A variant over a cache whose numbers have scales: a row's scores are multiplied by K's before logits() sees them,
+/// its output by V's before output() does.
+template <class Variant>
+struct WithScales : Variant {
+  static constexpr bool kHasScales = true;
+
+  struct Params {
+    KvScales scales;
+    typename Variant::Params variant;
+  };
+
+  KvScales scales;
+  int32_t kv_head;
+
+  ATTN_HD WithScales(const Params& params, int32_t kv_head_)
+      : Variant(params.variant, kv_head_), scales(params.scales), kv_head(kv_head_) {}
+};
+
+/// Where the Params of the variant itself lie in those of WithScales.
+constexpr int32_t kScalesBytes = sizeof(KvScales);
+
+/// The variant that a cache's scales were added to.
+template <class Variant_>
+struct WithoutScales {
+  using Variant = Variant_;
+};
+template <class Variant_>
+struct WithoutScales<WithScales<Variant_>> {
+  using Variant = Variant_;
 };
 
 /// Which hooks a variant has.
@@ -219,6 +252,10 @@ struct StandardVariant : VariantBase {
 /// Whether logits() is to be called; uniform over a launch.
 ATTN_HD bool transforms_logits(const StandardVariant& variant) { return variant.transforms_logits(); }
 ATTN_HD bool transforms_logits(const WithSinks<StandardVariant>& variant) { return variant.transforms_logits(); }
+ATTN_HD bool transforms_logits(const WithScales<StandardVariant>& variant) { return variant.transforms_logits(); }
+ATTN_HD bool transforms_logits(const WithScales<WithSinks<StandardVariant>>& variant) {
+  return variant.transforms_logits();
+}
 template <class Variant>
 ATTN_HD constexpr bool transforms_logits(const Variant&) {
   return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;

@@ -84,6 +84,58 @@ struct WarpState {
     }
   }
 
+  /// The same with K of an 8-bit cache, widened on the way. A lane gets words of K: four neighbouring columns, of which
+  /// the first two are those that it has of the first half of a product's depth. `query(b, d, a)`: loads rows of block
+  /// b in the same order, columns 16 * d on (load_query()). `k`: as in scores().
+  template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
+  __device__ __forceinline__ void widened_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
+                                                 uint32_t k) const {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
+    }
+    constexpr int kFragments = kTokens / 16;
+    constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && kColumns <= 128;
+    constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
+    float other[2][4] = {};
+    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
+    uint32_t words[kBuffers][4];                       // of 16 tokens x 32 columns
+    if (kBuffers == 2) ptx::ldmatrix_x4(words[0], k);
+#pragma unroll
+    for (int d = 0; d < kQkColumns; d += 32) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = d / 32 * kFragments + n;
+        const int next = i + kBuffers - 1;
+        if (next < kLoads) {
+          ptx::ldmatrix_x4(words[next % kBuffers], KTile::block(k, next % kFragments, next / kFragments));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (d + half * 16 >= kQkColumns) break;
+          uint32_t upper[2], lower[2];  // of eight tokens each
+          widen<Element, KvElement>(words[i % kBuffers][half], upper);
+          widen<Element, KvElement>(words[i % kBuffers][2 + half], lower);
+#pragma unroll
+          for (int b = 0; b < kRowBlocks; ++b) {
+            uint32_t a[4];  // read for each fragment: there are no registers to keep it
+            query(b, d / 16 + half, a);
+            Element::mma(kTwoSums && half == 1 ? other[0] : s[b][2 * n], a, upper[0], upper[1]);
+            Element::mma(kTwoSums && half == 1 ? other[1] : s[b][2 * n + 1], a, lower[0], lower[1]);
+          }
+        }
+      }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[0][0][c] += other[0][c];
+        s[0][1][c] += other[1][c];
+      }
+    }
+  }
+
   /// Of a row's scores in this lane's columns.
   template <int kBlocks>
   __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
@@ -218,6 +270,48 @@ struct WarpState {
     }
   }
 
+  /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighbouring tokens x two
+  /// neighbouring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
+  /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of number 16 * i on (four_outputs()).
+  template <int kTokens, class VTile, class KvElement>
+  __device__ __forceinline__ void widened_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
+    static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
+    constexpr int kFragments = kColumns / 32;
+    uint32_t words[2][4];
+    ptx::ldmatrix_x4_trans(words[0], v);
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int d = 0; d < kFragments; ++d) {
+        const int i = k * kFragments + d;
+        const int next = i + 1;
+        if (next < kTokens / 16 * kFragments) {
+          ptx::ldmatrix_x4_trans(words[next % 2], VTile::block(v, next / kFragments, next % kFragments));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
+          widen_apart<Element, KvElement>(words[i % 2][2 * half], upper);
+          widen_apart<Element, KvElement>(words[i % 2][2 * half + 1], lower);
+#pragma unroll
+          for (int b = 0; b < kRowBlocks; ++b) {
+            const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+            Element::mma(o[b][4 * d + 2 * half], a, upper[0], lower[0]);
+            Element::mma(o[b][4 * d + 2 * half + 1], a, upper[1], lower[1]);
+          }
+        }
+      }
+    }
+  }
+
+  /// After widened_accumulate(): columns 4t to 4t + 3 of number 8 * n on, n even.
+  __device__ __forceinline__ float4 four_outputs(int b, int n, int half, float factor) const {
+    const float (&even)[4] = o[b][n];
+    const float (&odd)[4] = o[b][n + 1];
+    return make_float4(even[2 * half] * factor, odd[2 * half] * factor, even[2 * half + 1] * factor,
+                       odd[2 * half + 1] * factor);
+  }
+
   /// The sum over all columns, in every lane of the row.
   __device__ __forceinline__ float row_sum(int b, int half) const {
     float total = sum[b][half];
@@ -226,6 +320,19 @@ struct WarpState {
     return total;
   }
 };
+
+/// Rows of Q for widened_scores(). `q`: the lane's address in the warp's first rows (four_columns()).
+template <class QTile>
+__device__ __forceinline__ void load_query(uint32_t (&a)[4], uint32_t q, int b, int d) {
+  const uint32_t upper = QTile::block(q, b, d);
+  uint32_t words[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    ptx::load_words(words, upper + half * 8 * QTile::kRowBytes);
+    a[half] = words[0];
+    a[2 + half] = words[1];
+  }
+}
 
 /// Calls change(score, ScoreRow, KV position) for every score of a lane. `first_token`: of the warp, in the row group.
 template <int kRowBlocks, int kBlocks, class Rows, class Change>
@@ -254,6 +361,36 @@ __device__ __forceinline__ void transform_logits(const Variant& variant, float s
     score *= sm_scale;
     if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
   });
+}
+
+/// Multiplies scores by K's scales where requests have their own; others are part of score_scale(). `requests`: of the
+/// tile's rows; `first_row`: of the warp.
+template <class Variant, int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
+                                             const int32_t* requests, int first_row) {
+  if constexpr (Variant::kHasScales) {
+    if (!variant.scales.k.is_of_requests()) return;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t request = requests[first_row + b * 16 + half * 8 + ptx::lane_id() / 4];
+        const float scale = variant.scales.k.of(request, variant.kv_head);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          s[b][n][2 * half] *= scale;
+          s[b][n][2 * half + 1] *= scale;
+        }
+      }
+    }
+  }
+}
+
+/// What all scores of a KV head are multiplied by.
+template <class Variant>
+__device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
+  if constexpr (Variant::kHasScales) return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
+  return sm_scale;
 }
 
 /// Applies the variant's mask. What is not seen has no weight where there is no softmax.

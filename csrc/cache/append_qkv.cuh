@@ -121,8 +121,31 @@ __device__ __forceinline__ float add_over_lanes(float x, int32_t lanes) {
   return x;
 }
 
-/// One lane's part of a block: the same chunk of one head after another.
-template <class Element, int32_t kSize, bool kAligned>
+/// kSize elements of an 8-bit cache; in one piece if they are aligned, and then 8.
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void store_float8(const float (&from)[kSize], float scale, DataType dtype, uint8_t* to) {
+  uint32_t words[kSize / 4];
+#pragma unroll
+  for (int32_t i = 0; i < kSize; i += 4) {
+    words[i / 4] = 0;
+#pragma unroll
+    for (int32_t j = 0; j < 4; j += 2) {
+      const float first = from[i + j] / scale, second = from[i + j + 1] / scale;
+      const uint32_t pair =
+          dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(first, second) : ptx::pack_e5m2(first, second);
+      words[i / 4] |= pair << 8 * j;
+    }
+  }
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) to[i] = static_cast<uint8_t>(words[i / 4] >> i % 4 * 8);
+  }
+}
+
+/// One lane's part of a block: the same chunk of one head after another. kQuantises: the cache is of 8 bits.
+template <class Element, int32_t kSize, bool kAligned, bool kQuantises>
 struct ChunkWriter {
   const QkvParams& p;
   ChunkPlace place;
@@ -147,6 +170,13 @@ struct ChunkWriter {
     uint16_t* row = static_cast<uint16_t*>(data) + at;
     store_elements<Element, kSize, kAligned>(x.low, row + place.low);
     store_elements<Element, kSize, kAligned>(x.high, row + place.high);
+  }
+
+  __device__ __forceinline__ void quantise(const Chunk& x, void* data, int64_t at, float scale) const {
+    if (!is_there) return;
+    uint8_t* row = static_cast<uint8_t*>(data) + at;
+    store_float8<kSize, kAligned>(x.low, scale, p.scales.element, row + place.low);
+    store_float8<kSize, kAligned>(x.high, scale, p.scales.element, row + place.high);
   }
 
   /// All lanes of a warp take part, also those of no head.
@@ -196,33 +226,41 @@ struct ChunkWriter {
         store(x, const_cast<void*>(p.q_out.data), token * p.q_out.token_stride + head * p.q_out.head_stride);
       } else {
         const KvTensor& cache = is_v ? p.v_cache : p.k_cache;
-        store(x, const_cast<void*>(cache.data),
-              page * cache.page_stride + in_page * cache.token_stride + kv_head * cache.head_stride);
+        const int64_t at = page * cache.page_stride + in_page * cache.token_stride + kv_head * cache.head_stride;
+        if constexpr (kQuantises) {
+          const KvScale& scale = is_v ? p.scales.v : p.scales.k;
+          quantise(x, const_cast<void*>(cache.data), at, scale.of(0, kv_head));
+        } else {
+          store(x, const_cast<void*>(cache.data), at);
+        }
       }
     }
   }
 };
 
-template <class Element, int32_t kSize, bool kAligned>
+template <class Element, int32_t kSize, bool kAligned, bool kQuantises>
 __device__ __forceinline__ void write_tokens(const QkvParams& p) {
   const int32_t chunks = p.head_dim / (2 * kSize);
   int32_t lanes = 1;
   while (lanes < chunks) lanes *= 2;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t chunk = thread & (lanes - 1);
-  const ChunkWriter<Element, kSize, kAligned> writer{p, place_of_chunk(p, chunk, kSize), chunk, lanes, chunk < chunks};
+  const ChunkWriter<Element, kSize, kAligned, kQuantises> writer{p, place_of_chunk(p, chunk, kSize), chunk, lanes,
+                                                                 chunk < chunks};
   for (int32_t token = static_cast<int32_t>(blockIdx.x); token < p.num_tokens; token += static_cast<int32_t>(gridDim.x))
     writer.write_token(token, thread / lanes, static_cast<int32_t>(blockDim.x) / lanes);
 }
 
-/// Bits that are set in some address or byte stride: a power of two that divides them all is below the lowest one.
+/// Bits that are set in some address or byte stride, of an 8-bit cache doubled: a power of two that divides them all is
+/// below the lowest one.
+template <bool kQuantises>
 __device__ __forceinline__ uint64_t address_bits(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const auto of_rows = [&](const HeadRows& rows) {
     return address(rows.data) | static_cast<uint64_t>((rows.token_stride | rows.head_stride) * 2);
   };
   const auto of_cache = [&](const KvTensor& cache) {
-    return address(cache.data) |
+    return address(cache.data) * (kQuantises ? 2 : 1) |
            static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
   };
   const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
@@ -230,15 +268,15 @@ __device__ __forceinline__ uint64_t address_bits(const QkvParams& p) {
          address(p.table) | static_cast<uint64_t>(table_bytes) | address(p.q_norm) | address(p.k_norm);
 }
 
-/// head_dim and rotary_dim are multiples of 8, head_dim is at most 256.
-template <class Element>
+/// head_dim and rotary_dim are multiples of 8, head_dim is at most 256. kQuantises: the cache is of 8 bits.
+template <class Element, bool kQuantises = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
-  if (address_bits(p) % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0) {
-    write_tokens<Element, 8, true>(p);
+  if (address_bits<kQuantises>(p) % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0) {
+    write_tokens<Element, 8, true, kQuantises>(p);
   } else {
-    write_tokens<Element, 4, false>(p);
+    write_tokens<Element, 4, false, kQuantises>(p);
   }
 }
 

@@ -1,6 +1,7 @@
 // The arguments of append_qkv.
 #pragma once
 
+#include "cache/kv_scales.h"
 #include "cache/kv_tensor.h"
 #include "common/index_array.h"
 #include "common/math.h"
@@ -23,7 +24,8 @@ enum class RotaryTable : int32_t {
 };
 
 /// Takes what a projection made of each token: normalises the heads of Q and K (RMS), rotates them (RoPE), writes Q to
-/// q_out, K and V to the slots slots[token] of the cache; a slot that is negative or beyond the cache gets neither.
+/// q_out, K and V to the slots slots[token] of the cache (divided by its scales and rounded, if it is of 8 bits); a
+/// slot that is negative or beyond the cache gets neither.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -47,6 +49,7 @@ struct QkvParams {
   int32_t num_kv_heads;
   int32_t head_dim;
   FastDivisor page_size;
+  KvScales scales;  // of an 8-bit cache, none of them of requests
 };
 
 /// Where the two halves of a chunk of 2 * `size` elements of a head begin. Chunks of rotated elements come first.

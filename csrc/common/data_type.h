@@ -5,6 +5,21 @@
 
 namespace attn {
 
-enum class DataType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class DataType : int32_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
+  kFloat8E5M2 = 4
+};
+
+/// Of a type that only a cache may have: its numbers are multiplied by scales.
+ATTN_HD constexpr bool is_float8(DataType dtype) {
+  return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2;
+}
+
+ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
+  return dtype == DataType::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2;
+}
 
 }  // namespace attn

@@ -1,9 +1,11 @@
 // The element types of the tensor-core kernels.
 #pragma once
 
+#include "common/ptx/fp8.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/mma_type.cuh"
+#include "common/type_traits.h"
 
 namespace attn {
 
@@ -29,6 +31,42 @@ struct Float16 {
     ptx::mma_f16(c, a, b0, b1);
   }
 };
+
+// What only a cache may hold: four elements a word, which are widened before they are multiplied.
+
+struct Float8E4M3 {
+  static constexpr int kBytes = 1;
+  __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e4m3(pair); }
+};
+
+struct Float8E5M2 {
+  static constexpr int kBytes = 1;
+  __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e5m2(pair); }
+};
+
+/// The elements of a word of a cache as two pairs of Element: (0, 1) and (2, 3).
+template <class Element, class KvElement>
+__device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = KvElement::to_f16(static_cast<uint16_t>(word >> 16 * i));
+    if constexpr (!is_same<Element, Float16>)
+      pairs[i] = Element::pack(Float16::unpack(pairs[i]), Float16::unpack(pairs[i] >> 16));
+  }
+}
+
+/// The same as pairs (0, 2) and (1, 3).
+template <class Element, class KvElement>
+__device__ __forceinline__ void widen_apart(uint32_t word, uint32_t (&pairs)[2]) {
+  const uint32_t first = KvElement::to_f16(static_cast<uint16_t>(word));
+  const uint32_t second = KvElement::to_f16(static_cast<uint16_t>(word >> 16));
+  if constexpr (is_same<Element, Float16>) {
+    ptx::transpose_pairs(first, second, pairs);
+  } else {
+    pairs[0] = Element::pack(Float16::unpack(first), Float16::unpack(second));
+    pairs[1] = Element::pack(Float16::unpack(first >> 16), Float16::unpack(second >> 16));
+  }
+}
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 

@@ -1,6 +1,7 @@
 // A tensor as TMA sees it.
 #pragma once
 
+#include "common/data_type.h"
 #include "common/platform.h"
 
 namespace attn {
@@ -10,11 +11,11 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-/// A tensor of 2-byte elements, and the boxes of it that TMA loads or stores, with chunks of 128 bytes
+/// A tensor of elements of one or two bytes, and the boxes of it that TMA loads or stores, with chunks of 128 bytes
 /// permuted. Strides in elements; that of the first dimension is 1.
 struct Tensor4d {
   const void* data;
-  bool is_bf16;
+  DataType dtype;
   uint64_t sizes[4];
   int64_t strides[3];
   uint32_t box[4];

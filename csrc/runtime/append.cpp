@@ -19,6 +19,7 @@
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
+#include "runtime/kv_scales.h"
 
 namespace attn {
 namespace {
@@ -108,6 +109,39 @@ DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
          on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
 }
 
+/// Of a cache that append writes: none for each request, which append does not know.
+KvScale append_scale(const char* name, const Optional<TensorView>& scale, double value, DLDevice device,
+                     int64_t num_kv_heads) {
+  const KvScale made = kv_scale(name, scale, value, device, num_kv_heads);
+  if (made.is_of_requests())
+    refuse(std::string(name) + ".shape", shape_of(scale.value()), "[] or [num_kv_heads]: append knows no requests");
+  return made;
+}
+
+/// The element type of a cache, of 8 bits or `dtype`.
+DataType cache_dtype(const TensorView& cache, DataType dtype) {
+  for (const DataType known : {DataType::kFloat8E4M3, DataType::kFloat8E5M2}) {
+    if (cache.dtype().code == dl_dtype(known).code && cache.dtype().bits == 8) return known;
+  }
+  return dtype;
+}
+
+/// Launches the kernel, or runs the CPU's loop.
+void launch_append_qkv(const QkvParams& params, DataType dtype, DLDevice device, const std::string& file) {
+  if (device.device_type == kDLCPU) {
+    if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
+    return;
+  }
+  // As many lanes as have work: a block takes one token.
+  constexpr int32_t kMaxThreads = 256, kLaneElements = 16;
+  const int32_t heads = params.num_qo_heads + (params.v.data != nullptr ? 2 : 1) * params.num_kv_heads;
+  const int32_t threads = clamp(round_up(ceil_div(params.head_dim, kLaneElements) * heads, 32), 32, kMaxThreads);
+  // Without tokens too: a run() that follows relies on this launch.
+  const uint32_t blocks = static_cast<uint32_t>(max_of(params.num_tokens, 1));
+  driver::launch(loaded("append_qkv_kernel", file, device),
+                 driver::Launch{blocks, 1, static_cast<uint32_t>(threads), -1, true}, &params, current_stream(device));
+}
+
 HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
 
 KvTensor cache_of(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages, Dim page_size,
@@ -151,7 +185,8 @@ void set_table(QkvParams& params, const TensorView& t, DLDevice device, DataType
 void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<TensorView> v, TensorView q_out,
                 TensorView k_cache, Optional<TensorView> v_cache, Optional<TensorView> slots,
                 Optional<TensorView> positions, Optional<TensorView> table, Optional<TensorView> q_norm,
-                Optional<TensorView> k_norm, String file) {
+                Optional<TensorView> k_norm, String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
+                double k_value, double v_value) {
   const QkvOptions given = unpack<QkvOptions>(options);
   const DLDevice device = q.device();
   const bool on_cuda = device.device_type == kDLCUDA;
@@ -184,14 +219,17 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   params.k = head_rows(k);
   params.q_out = head_rows(q_out);
   const bool is_cached = v_cache.has_value();
+  const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
   params.k_cache =
-      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
+      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
+  params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k.size(1)),
+                           append_scale("kv.v_scale", v_scale, v_value, device, k.size(1)), kv_dtype};
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
   if (is_cached) {
     check_tokens("v", v.value(), kv_heads);
     params.v = head_rows(v.value());
-    params.v_cache = cache_of("kv.v", v_cache.value(), device, dtype, {"pages", k_cache.size(0)},
+    params.v_cache = cache_of("kv.v", v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, head_dim);
   }
   if (table.has_value()) {
@@ -211,22 +249,46 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   params.norm_eps = given.norm_eps;
   params.norm_offset = given.norm_offset;
   params.is_interleaved = given.is_interleaved;
-  if (!on_cuda) {
-    if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
-    return;
+  launch_append_qkv(params, dtype, device, file);
+}
+
+/// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q.
+void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots,
+                       String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale, double k_value,
+                       double v_value) {
+  const DLDevice device = k_cache.device();
+  const DataType dtype = data_type("k", k, device.device_type == kDLCUDA);
+  const DataType kv_dtype = cache_dtype(k_cache, dtype);
+  check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
+  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
+  QkvParams params{};
+  params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2), 1, kMaxHeads);
+  constexpr int32_t kMaxHeadDim = 256;
+  params.head_dim = narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 8, kMaxHeadDim);
+  if (params.head_dim % 8 != 0) refuse("kv.k.shape[3] (head_dim)", params.head_dim, "a multiple of 8");
+  params.slots = index_array("slots", slots, device, 0);
+  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
+  for (const auto& [name, tokens] : {std::pair<const char*, const TensorView&>{"k", k}, {"v", v}}) {
+    check_rows(name, tokens, device, dtype, {"tokens"}, heads, head_dim);
+    if (tokens.size(0) < slots.size(0))
+      refuse(std::string(name) + ".shape[0]", tokens.size(0),
+             "at least slots.shape[0] = " + std::to_string(slots.size(0)));
   }
-  // As many lanes as have work: a block takes one token.
-  constexpr int32_t kMaxThreads = 256, kLaneElements = 16;
-  const int32_t heads = params.num_qo_heads + (is_cached ? 2 : 1) * params.num_kv_heads;
-  const int32_t threads = clamp(round_up(ceil_div(params.head_dim, kLaneElements) * heads, 32), 32, kMaxThreads);
-  // Without tokens too: a run() that follows relies on this launch.
-  const uint32_t blocks = static_cast<uint32_t>(max_of(params.num_tokens, 1));
-  driver::launch(loaded("append_qkv_kernel", file, device),
-                 driver::Launch{blocks, 1, static_cast<uint32_t>(threads), -1, true}, &params, current_stream(device));
+  params.k = head_rows(k);
+  params.v = head_rows(v);
+  params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, heads, head_dim);
+  params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, {"pages", k_cache.size(0)},
+                            {"page_size", k_cache.size(1)}, heads, head_dim);
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
+  params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k_cache.size(2)),
+                           append_scale("kv.v_scale", v_scale, v_value, device, k_cache.size(2)), kv_dtype};
+  launch_append_qkv(params, dtype, device, file);
 }
 
 }  // namespace
 }  // namespace attn
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv_rounded, attn::append_kv_rounded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_qkv, attn::append_qkv);

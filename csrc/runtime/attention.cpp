@@ -40,8 +40,8 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   ScheduleConfig schedule{};
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
-  schedule.kv_tile = design.kv_tile(config.dims());
-  schedule.max_kind = design.max_kind(config.dims());
+  schedule.kv_tile = design.kv_tile(config.dims(), bytes_of(config.kv_dtype));
+  schedule.max_kind = design.max_kind(config.dims(), bytes_of(config.kv_dtype));
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
@@ -79,6 +79,14 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
     schedule.pair_cost[kind] = costs.pair[kind];
   }
   return schedule;
+}
+
+/// The Params of the variant behind a cache's scales, as WithScales has them.
+VariantParams with_scales(const VariantParams& variant, const KvScales& scales) {
+  VariantParams both{};
+  std::memcpy(both.bytes, &scales, sizeof(scales));
+  std::memcpy(both.bytes + kScalesBytes, variant.bytes, VariantParams::kBytes - kScalesBytes);
+  return both;
 }
 
 /// Whether a row group has tokens behind the last row of ragged K and V: lengths that far out would be read one by one.
@@ -144,8 +152,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
 }
 
 void Attention::load_attention_kernel(int32_t kernel, const std::string& file) {
-  attention_kernels_[kernel] =
-      driver::load_kernel(file, "attention_kernel", config_.device, design_.shared_bytes(config_.dims()));
+  attention_kernels_[kernel] = driver::load_kernel(file, "attention_kernel", config_.device,
+                                                   design_.shared_bytes(config_.dims(), bytes_of(config_.kv_dtype)));
   if (design_.prefetches_code) attention_codes_[kernel] = driver::find_code(attention_kernels_[kernel]);
 }
 
@@ -159,9 +167,10 @@ void Attention::load_kernel(const std::string& kernel, const std::string& file) 
 
 void Attention::set_variant_params(const void* params, size_t bytes) {
   const InUse in_use(*this);
-  if (!config_.has_variant || bytes > VariantParams::kBytes)
+  const size_t room = VariantParams::kBytes - (is_float8(config_.kv_dtype) ? kScalesBytes : 0);
+  if (!config_.has_variant || bytes > room)
     refuse("bytes of the variant's Params", bytes,
-           "at most " + std::to_string(VariantParams::kBytes) + ", and there must be a variant");
+           "at most " + std::to_string(room) + " with this kv_dtype, and there must be a variant");
   std::memcpy(variant_params_.bytes, params, bytes);
   has_variant_params_ = true;
 }
@@ -236,7 +245,8 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stre
   return errors;
 }
 
-uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
+uint32_t Attention::run(AttentionParams params, const KvScales& scales, driver::Stream stream) {
+  const bool has_scales = is_float8(config_.kv_dtype);
   params.schedule = schedule_;
   params.partial_o = partial_o_;
   params.partial_lse = partial_lse_;
@@ -254,16 +264,20 @@ uint32_t Attention::run(AttentionParams params, driver::Stream stream) {
     errors &= ~static_cast<uint32_t>(kPageIndexInvalid);  // of a run before, with another cache
     if (leads_beyond_ragged(schedule_, params.num_pages))
       errors |= kPageIndexInvalid;
-    else if (!is_interpreted_)
-      cpu::run_attention(params, config_.dtype, config_.dims(), config_.has_variant ? &cpu_kernels_ : nullptr);
+    else if (!is_interpreted_) {
+      if (has_scales) params.variant = with_scales(params.variant, scales);
+      cpu::run_attention(params, config_.dtype, config_.kv_dtype, config_.dims(),
+                         config_.has_variant ? &cpu_kernels_ : nullptr);
+    }
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype == DataType::kBFloat16,
-                              config_.dims(),      attention_codes_,        merge_code_,
-                              driver::encode};
+  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype, config_.kv_dtype,
+                              config_.dims(),      attention_codes_,        merge_code_,   driver::encode};
   KernelArguments arguments;
-  const int32_t kernel = design_.make_arguments(params, context, arguments);
+  AttentionParams attention_params = params;  // the merge kernel's variant has no scales
+  if (has_scales) attention_params.variant = with_scales(params.variant, scales);
+  const int32_t kernel = design_.make_arguments(attention_params, context, arguments);
   if (kernel == kRowsTooFarApart)
     refuse("k.stride(0)", params.k.page_stride,
            "smaller, or of a larger power of two: a row lies too far from the first");

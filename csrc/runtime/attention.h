@@ -9,6 +9,7 @@
 #include "attention/cpu/kernels.h"
 #include "attention/kernel_design.h"
 #include "attention/params.h"
+#include "cache/kv_scales.h"
 #include "common/data_type.h"
 #include "planner/params.h"
 #include "runtime/driver.h"
@@ -22,6 +23,7 @@ struct AttentionConfig {
   int32_t head_dim;    // of Q and K
   int32_t head_dim_v;  // of V and O
   DataType dtype;
+  DataType kv_dtype;  // of the cache: dtype, or of 8 bits
   int32_t max_rows;
   int32_t max_groups;  // row groups of one level
   int32_t max_levels;  // of a composition
@@ -108,9 +110,10 @@ class Attention {
   /// CUDA.
   uint32_t plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream);
 
-  /// Runs the last plan; the fields of `params` that belong to the object are filled in here. Returns the ScheduleError
+  /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
+  /// cache. Returns the ScheduleError
   /// bits on a CPU, 0 on CUDA.
-  uint32_t run(AttentionParams params, driver::Stream stream);
+  uint32_t run(AttentionParams params, const KvScales& scales, driver::Stream stream);
 
   /// The variant's Params, of the runs that follow.
   void set_variant_params(const void* params, size_t bytes);
@@ -123,6 +126,11 @@ class Attention {
 
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
+  /// Requests of the plan, if its rows are of those; 0: its levels say other ones.
+  int32_t planned_batch() const {
+    const PlanLevel& level = plan_params_.levels[0];
+    return plan_params_.num_levels == 1 && level.positions.requests == nullptr ? level.num_groups : 0;
+  }
 
  private:
   void find_row_ranges(driver::Stream stream);

@@ -16,6 +16,7 @@
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/designs.h"
+#include "runtime/kv_scales.h"
 
 namespace attn {
 namespace {
@@ -156,7 +157,7 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
 KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim columns, Dim pages,
                    int64_t page_size) {
   check_tensor(name, t, device_of(config));
-  check_dtype(name, t, dl_dtype(config.dtype));
+  check_dtype(name, t, dl_dtype(config.kv_dtype));
   check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, columns});
   check_contiguous_dim(name, t, 3);
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
@@ -170,9 +171,22 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
-                       Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
-                       Optional<TensorView> sinks) {
+/// A scale of each request must be there for all of the plan.
+KvScale checked_scale(const char* name, const Optional<TensorView>& scale, double value, const Attention& attention) {
+  const AttentionConfig& config = attention.config();
+  const KvScale made = kv_scale(name, scale, value, device_of(config), config.num_kv_heads);
+  const bool is_short = made.is_of_requests() && made.num_requests < attention.planned_batch();
+  if (is_short)
+    refuse(std::string(name) + ".shape[0]", made.num_requests,
+           "at least " + std::to_string(attention.planned_batch()) + ", the requests of the plan");
+  return made;
+}
+
+/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all.
+int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
+                         Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
+                         Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
+                         double k_value, double v_value) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -235,13 +249,16 @@ int64_t run_with_sinks(int64_t handle, TensorView q, TensorView k, TensorView v,
     params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   }
   params.after_append = after_append;
+  const KvScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
+                        checked_scale("kv.v_scale", v_scale, v_value, attention), config.kv_dtype};
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
-  return attention.run(params, current_stream(device));
+  return attention.run(params, scales, current_stream(device));
 }
 
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
-  return run_with_sinks(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt);
+  return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
+                          std::nullopt, std::nullopt, 1.0, 1.0);
 }
 
 }  // namespace
@@ -259,4 +276,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_variant_params, attn::set_variant_params);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_attention_kernel, attn::load_attention_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current_isa, attn::current_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, attn::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_sinks, attn::run_with_sinks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_with_options, attn::run_with_options);

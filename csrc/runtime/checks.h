@@ -23,6 +23,8 @@ namespace attn {
 using tvm::ffi::TensorView;
 
 inline std::string dtype_name(DLDataType dtype) {
+  if (dtype.code == kDLFloat8_e4m3fn) return "float8_e4m3fn";
+  if (dtype.code == kDLFloat8_e5m2) return "float8_e5m2";
   const char* kind = dtype.code == kDLInt      ? "int"
                      : dtype.code == kDLUInt   ? "uint"
                      : dtype.code == kDLFloat  ? "float"
@@ -123,6 +125,10 @@ inline DLDataType dl_dtype(DataType dtype) {
       return DLDataType{kDLFloat, 32, 1};
     case DataType::kFloat16:
       return DLDataType{kDLFloat, 16, 1};
+    case DataType::kFloat8E4M3:
+      return DLDataType{kDLFloat8_e4m3fn, 8, 1};
+    case DataType::kFloat8E5M2:
+      return DLDataType{kDLFloat8_e5m2, 8, 1};
     case DataType::kBFloat16:
       break;
   }
@@ -184,15 +190,18 @@ inline void check_no_overlap(const char* name, const TensorView& tensor) {
   }
 }
 
-/// Kernels move 16 bytes at a time: the base address and every stride that is used must be multiples of 16 bytes.
+/// Kernels move 16 bytes at a time: the base address and every stride that is used must be multiples of 16 bytes. Rows
+/// of an 8-bit cache need not have so many: those are moved 8 bytes at a time.
 inline void check_alignment(const char* name, const TensorView& tensor) {
   const int64_t element_bytes = tensor.dtype().bits / 8;
-  constexpr int64_t kBytes = 16;
-  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes != 0)
-    refuse(std::string(name) + ".data_ptr() modulo 16", reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes, 0);
+  const int64_t bytes = tensor.size(tensor.ndim() - 1) * element_bytes % 16 == 0 ? 16 : 8;
+  const int64_t address = reinterpret_cast<int64_t>(tensor.data_ptr());
+  if (address % bytes != 0)
+    refuse(std::string(name) + ".data_ptr() modulo " + std::to_string(bytes), address % bytes, 0);
   for (int32_t dim = 0; dim + 1 < tensor.ndim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) * element_bytes % kBytes != 0) {
-      refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), "a multiple of 16 bytes");
+    if (tensor.size(dim) > 1 && tensor.stride(dim) * element_bytes % bytes != 0) {
+      refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim),
+             "a multiple of " + std::to_string(bytes) + " bytes");
     }
   }
 }

@@ -66,10 +66,10 @@ ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
-            ATTN_FIELD(head_dim_v), ATTN_FIELD(dtype), ATTN_FIELD(max_rows), ATTN_FIELD(max_groups),
-            ATTN_FIELD(max_levels), ATTN_FIELD(num_ctas), ATTN_FIELD(cascade), ATTN_FIELD(design), ATTN_FIELD(device),
-            ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda), ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax),
-            ATTN_FIELD(has_mask), ATTN_FIELD(has_sinks), padding(2));
+            ATTN_FIELD(head_dim_v), ATTN_FIELD(dtype), ATTN_FIELD(kv_dtype), ATTN_FIELD(max_rows),
+            ATTN_FIELD(max_groups), ATTN_FIELD(max_levels), ATTN_FIELD(num_ctas), ATTN_FIELD(cascade),
+            ATTN_FIELD(design), ATTN_FIELD(device), ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda),
+            ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax), ATTN_FIELD(has_mask), ATTN_FIELD(has_sinks), padding(2));
 
 ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(page_size), ATTN_FIELD(window_left),
             ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),
@@ -126,6 +126,8 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(DataType, kFloat32);
   ATTN_VALUE(DataType, kFloat16);
   ATTN_VALUE(DataType, kBFloat16);
+  ATTN_VALUE(DataType, kFloat8E4M3);
+  ATTN_VALUE(DataType, kFloat8E5M2);
   ATTN_VALUE(CascadeMode, kCascadeOff);
   ATTN_VALUE(CascadeMode, kCascadeByCost);
   ATTN_VALUE(CascadeMode, kCascadeAlways);
@@ -151,6 +153,7 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(NodeReason, kForestSavesTooLittle);
 #undef ATTN_VALUE
   add("Limit", "kMaxHeads", kMaxHeads);
+  add("Limit", "kScalesBytes", kScalesBytes);
   add("Limit", "kMaxLevels", kMaxLevels);
   add("Limit", "kMaxClusterCtas", kMaxClusterCtas);
   add("Limit", "kWorkspaceWords", kWorkspaceWords);

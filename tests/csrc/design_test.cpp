@@ -55,7 +55,8 @@ Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::LaunchContext context{&level, 1, true, dims, codes, {kMemory, 3}, encode};
+  const attn::LaunchContext context{
+      &level, 1, attn::DataType::kBFloat16, attn::DataType::kBFloat16, dims, codes, {kMemory, 3}, encode};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);

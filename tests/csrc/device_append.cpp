@@ -26,7 +26,12 @@ extern "C" void device_append_qkv(const attn::QkvParams* params, int32_t page_si
   launched = *params;
   launched.page_size = attn::FastDivisor(page_size);
   for (int32_t block = 0; block < blocks; ++block) {
-    if (is_bf16)
+    const bool quantises = attn::is_float8(launched.scales.element);
+    if (quantises && is_bf16)
+      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::BFloat16, true>(launched); });
+    else if (quantises)
+      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::Float16, true>(launched); });
+    else if (is_bf16)
       emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::BFloat16>(launched); });
     else
       emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::Float16>(launched); });

@@ -54,10 +54,12 @@ struct PassedAttention {
   int64_t strides[10];
   int64_t sizes[6];
   double sm_scale;
-  int64_t is_bf16;
+  int64_t dtype;     // DataType of Q and O
+  int64_t kv_dtype;  // of the cache
   int64_t uses_softmax;
   int64_t variant_bytes;  // of the variant's Params
   const void* variant;
+  KvScales scales;   // of an 8-bit cache
   int64_t launched;  // the kernel that was launched, a number among the design's
 };
 
@@ -104,19 +106,25 @@ AttentionParams launched_merge;
 
 void run_attention(PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
-  const AttentionParams& params = launched_merge;
+  AttentionParams params = launched_merge;
+  if (is_float8(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
+    std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
+    std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,
+                VariantParams::kBytes - kScalesBytes);
+  }
   std::vector<PlanLevel> levels(static_cast<size_t>(passed.sizes[4]));
   for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
   const KernelCode codes[kMaxDesignKernels] = {};
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
-  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), passed.is_bf16 != 0, dims, codes, {},
+  const auto dtype = static_cast<DataType>(passed.dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
+  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), dtype, kv_dtype, dims, codes, {},
                               ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
-  const int32_t bytes = design.shared_bytes(dims);
+  const int32_t bytes = design.shared_bytes(dims, bytes_of(kv_dtype));
   for (const int32_t cta : order) {
     emulation::run_cta(cta, params.num_ctas, design.threads, seed,
                        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });

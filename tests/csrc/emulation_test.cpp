@@ -167,7 +167,7 @@ extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t*
                                store_box,     multiply<false>, multiply<true>, multiply<false, true>};
   launched = Launched{a, b, out, fault};
   return emulation::failure_of(seed, [&] {
-    const Tensor4d described{tensor, true, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};
+    const Tensor4d described{tensor, DataType::kBFloat16, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};
     if (!ptx::encode(described, map)) emulation::fail("the map is refused");
     emulation::run_cta(0, 1, kernels[kernel] == registers ? 3 * kThreads : kThreads, seed, kernels[kernel]);
   });

@@ -54,6 +54,27 @@ def test_random_cases(isa: str, first: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("isa", cpu_isa.ISAS)
+def test_8_bit_caches(isa: str) -> None:
+    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cases, float8_cases, torch
+
+torch.set_num_threads(1)
+for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for t in (torch.bfloat16, torch.float16, torch.float32)):
+    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), head_dim=head_dim, dtype=dtype, num_ctas=5, strided=bool(seed % 2), seed=seed)
+    problem = float8_cases.Float8Case(spec, "cpu", float8_cases.DTYPES[seed // 2 % 2], "head", "request")
+    attention = problem.case.attention(kv_dtype=problem.dtype)
+    attention.plan(problem.case.view)
+    problem.case.run(attention, out=problem.case.out, lse=problem.case.lse)
+    problem.check(problem.case.out, problem.case.lse)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)

@@ -8,9 +8,14 @@ import subprocess
 import pytest
 import torch
 from append_problems import HEADS, Problem, random_problem
+from device_attention import KvScale, KvScales
+from float8_cases import DTYPES
 from host_planner import COMPILER, ROOT
 from tiers import mostly_slow
 from torch import Tensor
+
+from attn_backend import KVCache, append_kv
+from attn_backend.kernels.structs import values_of
 
 
 class _HeadRows(ctypes.Structure):
@@ -29,7 +34,7 @@ class _FastDivisor(ctypes.Structure):
     _fields_ = (("divisor", ctypes.c_int32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_int32))
 
 
-class _QkvParams(ctypes.Structure):
+class _UnalignedParams(ctypes.Structure):
     """QkvParams of csrc/cache/qkv_params.h."""
 
     _fields_ = (
@@ -44,6 +49,10 @@ class _QkvParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_pages", "num_qo_heads", "num_kv_heads", "head_dim")),
         ("page_size", _FastDivisor),
     )
+
+
+class _QkvParams(_UnalignedParams):
+    _fields_ = (("padding", ctypes.c_char * (-ctypes.sizeof(_UnalignedParams) % 16)), ("scales", KvScales))
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +106,24 @@ def test_random_cases(library: ctypes.CDLL, block: int) -> None:
         is_bf16, threads = problem.qkv.dtype == torch.bfloat16, [32, 96, 256][seed % 3]
         library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, is_bf16, threads, 1 + seed % 5)
         problem.check()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_caches(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """The same bytes as on a CPU, aligned and not."""
+    for seed in range(12):
+        problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
+        problem.rotary = problem.q_norm = problem.k_norm = None
+        problem.qkv.mul_(torch.logspace(-4, 4, len(problem.qkv))[:, None, None])
+        scales = (0.5, torch.tensor([0.125, 3.0, 0.7]))
+        written = [KVCache.from_pair(*(torch.zeros(problem.kv.k.shape).to(dtype) for _ in range(2)), k_scale=scales[0], v_scale=scales[1]) for _ in range(2)]
+        append_kv(problem.k, problem.v, written[0], problem.slots)
+        params = _params(problem)
+        params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
+        element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        params.scales = KvScales(KvScale.of(scales[0]), KvScale.of(scales[1]), element)
+        is_bf16, threads = problem.qkv.dtype == torch.bfloat16, [32, 96, 256][seed % 3]
+        library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, is_bf16, threads, 1 + seed % 5)
+        for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
+            assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))

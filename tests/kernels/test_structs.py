@@ -73,7 +73,7 @@ def test_the_library_refuses_bytes_of_another_size() -> None:
 def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule._ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule._REASONS.keys() == values_of("NodeReason").keys()
-    assert set(attention_config.DTYPES.values()) == values_of("DataType").keys()
+    assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of("DataType").keys()
     assert set(attention._CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
     assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS

@@ -3,6 +3,6 @@
 
 namespace attn::cpu {
 
-Kernels avx2_kernels(DataType dtype) { return float32_kernels<Avx2>(dtype); }
+Kernels avx2_kernels(DataType dtype, bool widens) { return float32_kernels<Avx2>(dtype, widens); }
 
 }  // namespace attn::cpu

@@ -3,6 +3,6 @@
 
 namespace attn::cpu {
 
-Kernels avx512_kernels(DataType dtype) { return float32_kernels<Avx512>(dtype); }
+Kernels avx512_kernels(DataType dtype, bool widens) { return float32_kernels<Avx512>(dtype, widens); }
 
 }  // namespace attn::cpu

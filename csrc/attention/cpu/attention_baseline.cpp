@@ -3,6 +3,6 @@
 
 namespace attn::cpu {
 
-Kernels baseline_kernels(DataType dtype) { return float32_kernels<Baseline>(dtype); }
+Kernels baseline_kernels(DataType dtype, bool widens) { return float32_kernels<Baseline>(dtype, widens); }
 
 }  // namespace attn::cpu

@@ -13,14 +13,17 @@
 #include "attention/score_row.h"
 #include "attention/variants.h"
 #include "common/cpu/elements.h"
+#include "common/cpu/scalar_elements.h"
 #include "common/math.h"
 #include "planner/page_table.h"
 #include "planner/schedule.h"
 
 namespace attn::cpu {
 
-template <class Engine, class Variant>
+/// Variant_: WithScales if the cache is of 8 bits. Its rows are then widened before they are packed.
+template <class Engine, class Variant_>
 class AttentionKernel {
+  using Variant = Variant_;
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
@@ -87,6 +90,7 @@ class AttentionKernel {
 
   /// Of all rows of a view, one after another.
   static void find_row_ranges(const RowRangeParams& params) {
+    using Variant = typename WithoutScales<Variant_>::Variant;
     if constexpr (VariantHooks<Variant>::kMask) {
       const int32_t num_rows = rows_of_view(params.plan);
       for (int32_t i = 0; i < num_rows; ++i) {
@@ -357,6 +361,57 @@ class AttentionKernel {
     }
   }
 
+  static constexpr bool kWidens = Variant::kHasScales;
+
+  /// Bytes of an element of the cache.
+  static constexpr int64_t kKvBytes = kWidens ? 1 : static_cast<int64_t>(sizeof(Element));
+
+  /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
+  template <class KvElement>
+  void widen_rows(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) const {
+    for (int i = part.begin; i < part.end; ++i) {
+      alignas(64) float values[kMaxHeadDim];
+      const KvElement* const row = reinterpret_cast<const KvElement*>(rows[i]);
+      for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+      Element* const to = wide.rows[i - part.begin];
+      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
+
+  /// Of tokens [begin, end) of the block.
+  void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
+    if constexpr (kWidens) {
+      if (variant_.scales.element == DataType::kFloat8E4M3) {
+        widen_rows<Float8E4M3>(tokens.keys, dims_.qk, part, keys);
+        widen_rows<Float8E4M3>(tokens.values, dims_.v, part, values);
+      } else {
+        widen_rows<Float8E5M2>(tokens.keys, dims_.qk, part, keys);
+        widen_rows<Float8E5M2>(tokens.values, dims_.v, part, values);
+      }
+    }
+  }
+
+  /// sm_scale, and K's scale of a row of the tile.
+  float score_scale(int row) const {
+    if constexpr (kWidens)
+      return params_.sm_scale * variant_.scales.k.of(scale_request(variant_.scales.k, row), item_.head);
+    else
+      return params_.sm_scale;
+  }
+
+  /// What a row of outputs is multiplied by: `factor`, and V's scale.
+  float output_scale(float factor, int row) const {
+    if constexpr (kWidens)
+      return factor * variant_.scales.v.of(scale_request(variant_.scales.v, row), item_.head);
+    else
+      return factor;
+  }
+
+  int32_t scale_request(const KvScale& scale, int row) const {
+    return scale.is_of_requests() ? score_row(row).request : 0;
+  }
+
   void process_block(TokenRange block, TokenRows& tokens, const TokenRows& next) {
     const int padded = ceil_div(tokens.count, Engine::kColumnStep) * Engine::kColumnStep;
     for (int i = tokens.count; i < padded; ++i)
@@ -366,6 +421,8 @@ class AttentionKernel {
       const int end = min_of(begin + kPackTokens, padded);
       prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
       TransformedRows keys, values;
+      static_assert(!kWidens || !kTransforms, "an 8-bit cache is not transformed");
+      widen_cache(tokens, TokenRange{begin, min_of(end, tokens.count)}, keys, values);
       if constexpr (kTransforms)
         transform_cache(tokens, TokenRange{begin, min_of(end, tokens.count)}, block.begin, keys, values);
       engine_.pack_keys(tokens, begin, end);
@@ -405,8 +462,7 @@ class AttentionKernel {
 
   void prefetch(const TokenRows& tokens, int begin, int end) const {
     const auto prefetch_row = [](const char* row, int columns) {
-      for (int byte = 0; byte < columns * static_cast<int>(sizeof(Element)); byte += 64)
-        __builtin_prefetch(row + byte, 0, 2);
+      for (int byte = 0; byte < columns * static_cast<int>(kKvBytes); byte += 64) __builtin_prefetch(row + byte, 0, 2);
     };
     for (int i = begin; i < end; ++i) {
       prefetch_row(tokens.keys[i], dims_.qk);
@@ -418,8 +474,8 @@ class AttentionKernel {
   void find_tokens(const WorkItem& item, TokenRange block, TokenRows& rows) const {
     const int64_t table_begin = params_.schedule.groups[params_.schedule.tiles[item.tile].group].table_begin;
     const Level& level = level_of(params_, item);
-    const int64_t key_step = params_.k.token_stride * static_cast<int64_t>(sizeof(Element));
-    const int64_t value_step = params_.v.token_stride * static_cast<int64_t>(sizeof(Element));
+    const int64_t key_step = params_.k.token_stride * kKvBytes;
+    const int64_t value_step = params_.v.token_stride * kKvBytes;
     const int32_t page_size = params_.page_size.divisor;
     int i = 0;
     for (int32_t token = block.begin; token < block.end;) {
@@ -446,7 +502,7 @@ class AttentionKernel {
 
   static const char* locate_token(const KvTensor& tensor, int64_t page, int32_t in_page, int32_t head) {
     const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + head * tensor.head_stride;
-    return static_cast<const char*>(tensor.data) + element * static_cast<int64_t>(sizeof(Element));
+    return static_cast<const char*>(tensor.data) + element * kKvBytes;
   }
 
   /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
@@ -473,8 +529,8 @@ class AttentionKernel {
     // The factor to powers of 2 is applied while reading a score, unless the variant needs the logit itself, or the
     // factor would corrupt -inf.
     const bool finish = transforms_logits(variant_) || !(params_.sm_scale > 0.0f);
-    const Float scale = Isa::splat(finish ? 1.0f : params_.sm_scale * kLog2E);
     for (int r = 0; r < panel.rows; ++r) {
+      const Float scale = Isa::splat(finish ? 1.0f : score_scale(row + r) * kLog2E);
       float* scores = s_.scores[buffer] + r * Engine::kBlockTokens;
       if (finish) finish_scores(scores, row + r, begin, end, block.begin);
       if (!all_seen) mask_scores(scores, position(row + r), begin, end, existing, block.begin);
@@ -520,7 +576,7 @@ class AttentionKernel {
   void finish_scores(float* scores, int row, int begin, int end, int32_t block_begin) const {
     // Copies that the scores cannot overlap: the compiler vectorises the loops.
     const Variant variant = variant_;
-    const float scale = params_.sm_scale;
+    const float scale = score_scale(row);
     const int32_t first = group_.kv_offset + block_begin;
     const float to_powers = Variant::kUsesSoftmax ? kLog2E : 1.0f;
     if (transforms_logits(variant)) {
@@ -575,7 +631,7 @@ class AttentionKernel {
     if (!place.exists) return;
     const bool is_complete = item_.partial == kWhole;
     const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.head, is_complete);
-    const Float scale = Isa::splat(end.factor);
+    const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
       const RowOut out = row_out(params_, place);
       if constexpr (VariantHooks<Variant>::kOutput) {

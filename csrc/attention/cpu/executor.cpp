@@ -15,15 +15,16 @@ namespace {
 constexpr int64_t kMinThreadedWork = 20000;  // about a nanosecond each
 constexpr int64_t kMinThreadedBytes = 256 * 1024;
 
-Kernels choose_kernels(DataType dtype, HeadDims dims) {
+Kernels choose_kernels(DataType dtype, bool widens, HeadDims dims) {
 #if defined(__x86_64__)
   const Isa isa = current_isa();
-  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && dims.qk % 32 == 0 && dims.v % 32 == 0) return amx_kernels();
-  if (isa >= Isa::kAvx512) return avx512_kernels(dtype);
-  if (isa >= Isa::kAvx2) return avx2_kernels(dtype);
+  if (isa >= Isa::kAmx && dtype == DataType::kBFloat16 && dims.qk % 32 == 0 && dims.v % 32 == 0)
+    return amx_kernels(widens);
+  if (isa >= Isa::kAvx512) return avx512_kernels(dtype, widens);
+  if (isa >= Isa::kAvx2) return avx2_kernels(dtype, widens);
 #endif
   (void)dims;
-  return baseline_kernels(dtype);
+  return baseline_kernels(dtype, widens);
 }
 
 /// This thread's scratch memory; made when a thread first works, kept for the thread's life.
@@ -133,8 +134,9 @@ void append_token(const AppendParams& params, int32_t token) {
 
 }  // namespace
 
-void run_attention(const AttentionParams& params, DataType dtype, HeadDims dims, const Kernels* of_variant) {
-  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, dims);
+void run_attention(const AttentionParams& params, DataType dtype, DataType kv_dtype, HeadDims dims,
+                   const Kernels* of_variant) {
+  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, is_float8(kv_dtype), dims);
   const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;
   auto run = [&](int32_t cta) { run_cta(params, kernels, dims, cta); };
   parallel_for(params.num_ctas, use_threads, run);

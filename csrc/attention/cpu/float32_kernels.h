@@ -8,20 +8,25 @@
 namespace attn::cpu {
 
 template <class Isa, class Element>
-constexpr Kernels float32_kernels_of() {
+constexpr Kernels float32_kernels_of(bool widens) {
   using Kernel = AttentionKernel<Float32Engine<Isa, Element>, StandardVariant>;
+  using WideningKernel = AttentionKernel<Float32Engine<Isa, Element>, WithScales<StandardVariant>>;
+  if (widens) return Kernels{WideningKernel::run, WideningKernel::merge_pair, WideningKernel::merge_row, nullptr};
   return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row, nullptr};
 }
 
 template <class Isa>
-Kernels float32_kernels(DataType dtype) {
+Kernels float32_kernels(DataType dtype, bool widens) {
   switch (dtype) {
     case DataType::kFloat32:
-      return float32_kernels_of<Isa, float>();
+      return float32_kernels_of<Isa, float>(widens);
     case DataType::kFloat16:
-      return float32_kernels_of<Isa, Half>();
+      return float32_kernels_of<Isa, Half>(widens);
     case DataType::kBFloat16:
-      return float32_kernels_of<Isa, BFloat16>();
+      return float32_kernels_of<Isa, BFloat16>(widens);
+    case DataType::kFloat8E4M3:
+    case DataType::kFloat8E5M2:
+      break;  // of caches only
   }
   return Kernels{};
 }

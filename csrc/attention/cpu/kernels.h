@@ -79,10 +79,10 @@ struct Kernels {
   FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 
-// The kernels of each instruction set for a dtype.
-Kernels baseline_kernels(DataType dtype);
-Kernels avx2_kernels(DataType dtype);
-Kernels avx512_kernels(DataType dtype);
-Kernels amx_kernels();  // bf16; head widths that are multiples of 32
+// The kernels of each instruction set for a dtype. `widens`: over an 8-bit cache.
+Kernels baseline_kernels(DataType dtype, bool widens);
+Kernels avx2_kernels(DataType dtype, bool widens);
+Kernels avx512_kernels(DataType dtype, bool widens);
+Kernels amx_kernels(bool widens);  // bf16; head widths that are multiples of 32
 
 }  // namespace attn::cpu

@@ -1,12 +1,12 @@
 // Included behind the source of a variant, which defines attn::UserVariant. ATTN_VARIANT_ENGINE is the engine,
-// ATTN_HEADERS_DIGEST a string.
+// ATTN_VARIANT the variant, with scales or without, ATTN_HEADERS_DIGEST a string.
 #pragma once
 
 #include "attention/cpu/attention_kernel.h"
 #include "attention/cpu/variant_module.h"
 
 namespace attn::cpu {
-using VariantKernel = AttentionKernel<ATTN_VARIANT_ENGINE, UserVariant>;
+using VariantKernel = AttentionKernel<ATTN_VARIANT_ENGINE, ATTN_VARIANT>;
 }  // namespace attn::cpu
 
 extern "C" {

@@ -33,8 +33,9 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind, int kKvTile, bool kIsWide>
+template <int kKind, int kKvTile, bool kIsWide, bool kWidens>
 struct WarpLayout {
+  static constexpr bool kFours = kWidens;  // as in stage_rows()
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
   static constexpr int kRowBlocks = kRows / 16;
@@ -49,7 +50,8 @@ struct WarpLayout {
 
 /// With wide heads: all have the same rows and tokens.
 template <int kKvTile>
-struct WarpLayout<0, kKvTile, true> {
+struct WarpLayout<0, kKvTile, true, false> {
+  static constexpr bool kFours = false;
   static constexpr int kKvWarps = 1;
   static constexpr int kRows = tile_rows(0);
   static constexpr int kRowBlocks = 1;
@@ -126,16 +128,17 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
-  constexpr int kKvTile = tuning(Shape::kDims).kv_tile;
+  constexpr int kKvTile = tuning(Shape::kDims, Traits::KvElement::kBytes).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
+  static_assert(!kIsWide || !Traits::kWidens, "no kernel for wide heads over an 8-bit cache");
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
-  using Layout = WarpLayout<kKind, kKvTile, kIsWide>;
+  using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidens>;
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
-  constexpr int kSlots = tuning(Shape::kDims).kv_slots;
+  constexpr int kSlots = tuning(Shape::kDims, Traits::KvElement::kBytes).kv_slots;
   constexpr int kPairs = kSlots / 2;
   constexpr int kPending = kSlots - 2;
   const int lane = threadIdx.x % 32;
@@ -152,18 +155,23 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   WarpState<Element, kColumns, Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
-  state.scale = has_logits ? kLog2E : params.sm_scale * kLog2E;
+  const float sm_scale = score_scale(variant, params.sm_scale);
+  state.scale = has_logits ? kLog2E : sm_scale * kLog2E;
 
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
+  static_assert(!Traits::kWidens || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
   TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0},
                     row_tile.kv_begin + cursor.now.kv_tile * kKvTile};
 
+  int32_t* const requests = reinterpret_cast<int32_t*>(shared + layout.requests);  // of an 8-bit cache
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
   {
     const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
     __syncthreads();  // the previous item's output has left the Q tile
     load_q<Traits, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
+    write_requests<Variant, tile_rows(kKind), kThreads>(params, rows, row_tile.group, cursor.now.head, threadIdx.x,
+                                                        requests);
     if constexpr (QueryTransform<Variant>::kExists) {
       __syncthreads();
       transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 16, 1, 4>(
@@ -183,8 +191,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const LaneRows<Variant, Layout::kRowBlocks> lane_rows(
       params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
       cursor.now.head, warp.first_row);
-  const uint32_t q =
-      ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes + Query::rows_first(lane);
+  const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
+                     (Traits::kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
@@ -202,10 +210,16 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
     transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(keys, warp, variant, tokens);
-    state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(
-        s, q, k_slot + first_key + Keys::columns_first(lane));
+    const uint32_t k = k_slot + first_key + Keys::columns_first(lane);
+    if constexpr (Traits::kWidens) {
+      state.template widened_scores<Shape::kQkMultiplied, Layout::kTokens, Keys, typename Traits::KvElement>(
+          s, [&](int b, int d, uint32_t (&a)[4]) { load_query<Query>(a, q, b, d); }, k);
+    } else {
+      state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(s, q, k);
+    }
 
-    if (has_logits) transform_logits(variant, params.sm_scale, s, token, lane_rows);
+    scale_scores(variant, s, requests, warp.first_row);
+    if (has_logits) transform_logits(variant, sm_scale, s, token, lane_rows);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
       const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
       mask_scores(visibility(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
@@ -222,8 +236,11 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     loader.load_k(ring.tile + kPairs, ring.pair);
     transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(keys + layout.k_slot_bytes, warp, variant,
                                                                           tokens);
-    state.template accumulate<Layout::kTokens, Values>(
-        p, k_slot + layout.k_slot_bytes + first_value + Values::rows_first(lane));
+    const uint32_t v = k_slot + layout.k_slot_bytes + first_value + Values::rows_first(lane);
+    if constexpr (Traits::kWidens)
+      state.template widened_accumulate<Layout::kTokens, Values, typename Traits::KvElement>(p, v);
+    else
+      state.template accumulate<Layout::kTokens, Values>(p, v);
 
     token += kKvTile;
     tokens.first_token += kKvTile;
@@ -234,7 +251,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
   const OutputTarget<Element, kManyLevels, Variant> target(params, rows, row_tile.group, cursor.now.head,
-                                                           cursor.now.kv_tile > 0, ends_inside);
+                                                           cursor.now.kv_tile > 0, ends_inside, requests);
   if constexpr (kIsWide) {
     using Columns = SharedTile<Element, kColumns>;
     __syncthreads();  // all have read Q
@@ -242,7 +259,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
         state, TargetColumns<OutputTarget<Element, kManyLevels, Variant>, Element::kBytes>(target, first_column), 0,
         shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
   } else if constexpr (Layout::kKvWarps == 1) {
-    write_warp_rows<Output>(state, target, warp.first_row, shared + layout.q);
+    write_warp_rows<Output, Layout::kFours>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
         state, target, warp, 2, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));
@@ -257,7 +274,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
   loader.start();
   RingCursor ring;
 
-  constexpr int kMaxKind = tuning(Traits::Shape::kDims).max_kind;
+  constexpr int kMaxKind = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes).max_kind;
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:
@@ -288,7 +305,7 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   if (cursor.done()) return;
   // Wide heads leave no register for sinks beside a second path.
   constexpr bool kHasRoom = !Traits::Variant::kHasSinks || Traits::Shape::kV <= 128;
-  if constexpr (Traits::Variant::kReadsRows || !kHasRoom) {
+  if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kWidens) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Traits, false>(params, cursor);

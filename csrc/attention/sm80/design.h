@@ -18,11 +18,13 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "sm80";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](HeadDims dims) { return tuning(dims).max_kind; };
-  design.kv_tile = [](HeadDims dims) { return tuning(dims).kv_tile; };
+  design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
+  design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[0] = "attention";
   design.threads = kThreads;
-  design.shared_bytes = [](HeadDims dims) { return SharedLayout(dims).bytes; };
+  design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
+    return SharedLayout(dims, 2, kv_element_bytes).bytes;
+  };
   design.make_arguments = make_arguments;
   return design;
 }

@@ -75,8 +75,9 @@ struct LoadedTileStore<true> {
 
 template <class Traits, bool kManyLevels>
 struct KvLoader {
-  static constexpr int kTokens = tuning(Traits::Shape::kDims).kv_tile;
-  static constexpr int kPairs = tuning(Traits::Shape::kDims).kv_slots / 2;  // KV tiles in the ring
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
+  static constexpr int kTokens = kTuning.kv_tile;
+  static constexpr int kPairs = kTuning.kv_slots / 2;  // KV tiles in the ring
 
   /// How the CTA copies a tile of K or V: so many rows at a time.
   template <class Tile>

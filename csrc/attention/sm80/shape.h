@@ -30,10 +30,13 @@ struct Tuning {
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
-ATTN_HD constexpr Tuning tuning(HeadDims dims) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
-  for (const Tuning& tuning : kTunings) {
-    if (dims.widest() <= tuning.max_columns) return tuning;
+  constexpr Tuning kWidenedTunings[] = {{64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}};  // of 8-bit caches
+  const bool is_widened = kv_element_bytes == 1;
+  const Tuning* const first = is_widened ? kWidenedTunings : kTunings;
+  for (int i = 0; i < (is_widened ? 3 : 4); ++i) {
+    if (dims.widest() <= first[i].max_columns) return first[i];
   }
   return Tuning{};
 }
@@ -55,17 +58,20 @@ struct SharedLayout {
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]
+  int32_t requests;       // of an 8-bit cache: int32 [rows of the Q tile]
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
-        kv(tile_rows(tuning(dims).max_kind) * tile_columns(dims.widest()) * element_bytes),
-        k_slot_bytes(tuning(dims).kv_tile * tile_columns(dims.qk) * kv_element_bytes),
-        pair_bytes(k_slot_bytes + tuning(dims).kv_tile * tile_columns(dims.v) * kv_element_bytes),
-        row_addresses(kv + tuning(dims).kv_slots / 2 * pair_bytes),
-        row_states(row_addresses + 2 * 2 * tuning(dims).kv_tile * 8),
+        kv(tile_rows(tuning(dims, kv_element_bytes).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
+        k_slot_bytes(tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.qk, kv_element_bytes)),
+        pair_bytes(k_slot_bytes + tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.v, kv_element_bytes)),
+        row_addresses(kv + tuning(dims, kv_element_bytes).kv_slots / 2 * pair_bytes),
+        row_states(row_addresses + 2 * 2 * tuning(dims, kv_element_bytes).kv_tile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
-        bytes(loading + kWarps * kLoadedTileBytes) {}
+        requests(loading + kWarps * kLoadedTileBytes),
+        bytes(requests +
+              (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_element_bytes).max_kind) * 4)) {}
 };
 
 }  // namespace attn::sm80

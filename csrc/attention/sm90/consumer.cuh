@@ -13,6 +13,10 @@
 // memory what it multiplies next, while the tensor cores work (with wide heads: just before it multiplies it). Both
 // warpgroups of the largest row tiles rewrite half of each tile, and wait for the other's half when they need it.
 //
+// K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
+// what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
+// before, until nobody reads what was there, and behind. For mma.sync they are widened in registers.
+//
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
 #pragma once
@@ -22,6 +26,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/widened.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/transform_tile.cuh"
 #include "attention/warp_state.cuh"
@@ -81,9 +86,12 @@ struct Consumer {
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Query = QTile<Traits>;
-  using Keys = KTile<Traits>;
-  using Values = VTile<Traits>;
+  using Keys = WideKTile<Traits>;  // as wgmma takes them
+  using Values = WideVTile<Traits>;
+  using StoredKeys = KTile<Traits>;  // in the ring
+  using StoredValues = VTile<Traits>;
   using Output = OTile<Traits>;
+  static constexpr bool kWidens = Traits::kWidens;
   static constexpr int kTokens = Shared::kTuning.kv_tile;
   // That products take: of the head, and perhaps some behind.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
@@ -104,6 +112,7 @@ struct Consumer {
   /// Not where the ring may have fewer than four tiles in use (Tuning::mma_parts): early needs two behind those that
   /// are multiplied. There registers are scarce, too.
   static constexpr bool kTransformsEarly = Shared::kParts > 1;
+  static_assert(!kWidens || !kTransformsCache, "an 8-bit cache is not transformed");
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -118,8 +127,14 @@ struct Consumer {
     return Variant(params.variant.as<typename Variant::Params>(), kv_head);
   }
 
-  __device__ __forceinline__ float scale() const {
-    return transforms_logits(variant(0)) ? kLog2E : params.sm_scale * kLog2E;
+  __device__ __forceinline__ float scale(const WorkItem& item) const {
+    return transforms_logits(variant(0)) ? kLog2E : sm_scale(item) * kLog2E;
+  }
+
+  /// params.sm_scale, and K's scale.
+  __device__ __forceinline__ float sm_scale(const WorkItem& item) const {
+    if constexpr (kWidens) return shared.score_scale(item);
+    return params.sm_scale;
   }
 
   /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
@@ -128,7 +143,10 @@ struct Consumer {
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
                                                 int32_t first_token, const TokenRange& unmasked,
                                                 const Rows& rows) const {
-    if (transforms_logits(variant(0))) transform_logits(variant(item.kv_head), params.sm_scale, s, first_token, rows);
+    scale_scores(variant(item.kv_head), s, shared.requests(item), first_row);
+    if (transforms_logits(variant(0))) {
+      transform_logits(variant(item.kv_head), sm_scale(item), s, first_token, rows);
+    }
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
     }
@@ -162,10 +180,50 @@ struct Consumer {
 
   /// Frees the KV tiles of an item that the other warpgroup computes alone.
   __device__ __forceinline__ void skip(const WorkItem& item) {
-    for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
-      wait_for_tile(kv);
-      free_tile(kv);
-      next_tile();
+    if constexpr (kWidens) {
+      widen_tiles(item, kv, kv, item.first_token, false, true);
+      for (int left = item.num_kv_tiles, token = item.first_token; left > 0; --left, token += kTokens) {
+        next_tile();
+        const typename Shared::KvPlace values = kv;
+        next_tile();
+        widen_tiles(item, values, kv, token, true, left > 1);
+      }
+    } else {
+      for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
+        wait_for_tile(kv);
+        free_tile(kv);
+        next_tile();
+      }
+    }
+  }
+
+  // --- 8-bit caches
+
+  /// What wgmma takes of K and V.
+  __device__ __forceinline__ char* wide_keys(int slot) const { return kWidens ? shared.widened(0) : shared.kv(slot); }
+  __device__ __forceinline__ char* wide_values(int slot) const { return kWidens ? shared.widened(1) : shared.kv(slot); }
+
+  /// Widens what is multiplied together: the V tile from `token` on, and the K tile behind it; `has_values`,
+  /// `has_keys`: those that there are. Both warpgroups call it, with the same, when they have no products under way.
+  /// Frees the parts.
+  __device__ __forceinline__ void widen_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
+                                              const typename Shared::KvPlace& keys, int32_t token, bool has_values,
+                                              bool has_keys) const {
+    if constexpr (kWidens) {
+      if (has_values) wait_for_tile(values);
+      if (has_keys) wait_for_tile(keys);
+      Consumers::sync();
+      const TokenRange readable{item.readable.begin - token, item.readable.end - token};
+      const int first_row = warpgroup() * (kTokens / 2);  // of this warpgroup's half
+      if (has_values)
+        widen_rows<StoredValues, Values, Traits>(shared.kv(values.slot), shared.widened(1), first_row, readable);
+      if (has_keys)
+        widen_rows<StoredKeys, Keys, Traits>(shared.kv(keys.slot), shared.widened(0), first_row,
+                                             TokenRange{0, kTokens});
+      ptx::fence_async_proxy();
+      if (has_values) free_tile(values);
+      if (has_keys) free_tile(keys);
+      Consumers::sync();
     }
   }
 
@@ -229,6 +287,7 @@ struct Consumer {
       arrive_transformed(item);
       wait_transformed(item);
     }
+    widen_tiles(item, kv, kv, item.first_token, false, true);
   }
 
   /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
@@ -252,6 +311,7 @@ struct Consumer {
   __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
                                                  int32_t token, bool has_keys) {
     if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys);
+    widen_tiles(item, values, kv, token, true, has_keys);
     wait_transformed(item);
   }
 
@@ -271,7 +331,7 @@ struct Consumer {
   /// Starts s = Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
                                                 int slot) const {
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(wide_keys(slot)));
 #pragma unroll
     for (int k = 0; k < kQkColumns / 16; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
@@ -281,7 +341,7 @@ struct Consumer {
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
     constexpr int kColumns = kVColumns > 192 ? 128 : kVColumns;  // of one product
-    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(shared.kv(slot)));
+    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(wide_values(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll
@@ -355,7 +415,7 @@ struct Consumer {
       float step[1][kStep / 8][4];
       state.template scores<kQkColumns, kStep, Query, Keys>(
           step, q,
-          ptx::shared_address(shared.kv(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
+          ptx::shared_address(wide_keys(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
       finish_scores(item, step, first_row, first_token + token, unmasked, rows);
 #pragma unroll
       for (int j = 0; j < kStep / 8 * 4; ++j) {
@@ -397,12 +457,16 @@ struct Consumer {
 #pragma unroll
     for (int part = 0; part < Shared::kParts; ++part, ++place.slot) shared.free_kv(place, 1);
   }
+  /// After the products with a tile.
+  __device__ __forceinline__ void multiplied(const typename Shared::KvPlace& place) const {
+    if constexpr (!kWidens) free_tile(place);
+  }
   __device__ __forceinline__ void next_tile() { kv = kv.behind(Shared::kParts); }
 
   /// Waits for K and V. Mostly they have arrived: testing all barriers at once is faster than waiting for one after
   /// another.
   __device__ __forceinline__ void wait_for_tiles(typename Shared::KvPlace keys, typename Shared::KvPlace values) const {
-    if (is_tile_full(keys) & is_tile_full(values)) return;
+    if (kWidens || (is_tile_full(keys) & is_tile_full(values))) return;  // widen_tiles() waits itself
     wait_for_tile(values);
     wait_for_tile(keys);
   }
@@ -410,6 +474,7 @@ struct Consumer {
   /// Zeroes the rows of a V tile that must not be read.
   __device__ __forceinline__ void clear_unreadable(const typename Shared::KvPlace& place, int32_t first_token,
                                                    const TokenRange& readable) const {
+    if constexpr (kWidens) return;  // widen_share() does it
     if (first_token < readable.begin || first_token + kTokens > readable.end) {
       zero_rows<Values, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
                                            readable.end - first_token, consumer_thread() % kWarpgroupThreads);
@@ -445,6 +510,7 @@ struct Consumer {
         const int32_t tile_row = first_row + half * 8 + lane / 4;
         inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
       }
+      if constexpr (kWidens) inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
     }
     stage_rows<Output>(state, target, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();
@@ -468,7 +534,7 @@ struct Consumer {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
-    wait_for_tile(kv);
+    if constexpr (!kWidens) wait_for_tile(kv);
     transform_first(shared.item(place.slot), place.slot);
     ptx::wgmma_fence();
     multiply_keys(s, query(place.slot), kv.slot);
@@ -476,7 +542,7 @@ struct Consumer {
     for (bool more = true; more;) {
       const WorkItem& item = shared.item(place.slot);
       State state;
-      state.scale = scale();
+      state.scale = scale(item);
       if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
       const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
@@ -495,6 +561,7 @@ struct Consumer {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
+        if constexpr (kWidens) state.scale = scale(item);  // read again: it is not kept over products
         finish_scores(item, s, first_row, token, unmasked, rows);
         if constexpr (!Variant::kUsesSoftmax) {
           added[0] = added[1] = 0.0f;
@@ -510,7 +577,7 @@ struct Consumer {
         if (!is_first) {
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_operand(state.o[0]);
-          free_tile(values);
+          multiplied(values);
           if constexpr (kKeepsMaxima) {
             if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
               recompute(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked, rows);
@@ -521,7 +588,7 @@ struct Consumer {
         }
         state.sum[0][0] += added[0];
         state.sum[0][1] += added[1];
-        free_tile(kv);
+        multiplied(kv);
         next_tile();
         ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
         pack(s, p);
@@ -556,10 +623,11 @@ struct Consumer {
       if constexpr (Shared::kQSlots > 1) multiply_keys(s, query(next.slot), kv.slot);
       ptx::wgmma_wait<Shared::kQSlots - 1>();
       ptx::wgmma_fence_operand(state.o[0]);
-      free_tile(values);
+      multiplied(values);
 
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
+      const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                          shared.requests(item));
       if (is_box(target, first_row)) {
         store_rows(state, target, first_row, place.slot);
       } else {
@@ -577,6 +645,7 @@ struct Consumer {
   /// How the warps share an item: all have the same 16 rows, and 16 tokens each of a part of a KV tile.
   struct MmaLayout {
     static constexpr int kKvWarps = kConsumerWarps;  // all share the rows
+    static constexpr bool kFours = kWidens;          // as in stage_rows()
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
     int32_t kv_warp;
@@ -585,15 +654,18 @@ struct Consumer {
   };
   static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
+  using Held = HeldQuery<Query, kQkColumns>;
+
   __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();
     const MmaLayout warp(consumer_warp());
     State state;
-    state.scale = scale();
+    state.scale = scale(item);
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     const Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
-    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + Query::rows_first(lane);
+    const uint32_t q =
+        ptx::shared_address(shared.q(q_slot)) + (kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
@@ -602,6 +674,8 @@ struct Consumer {
       transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
       Consumers::sync();
     }
+    Held held;
+    if constexpr (kWidens) held.load(q);
     int32_t token = item.first_token + row;
     for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
       const typename Shared::KvPlace keys = kv.behind(part);
@@ -617,8 +691,14 @@ struct Consumer {
       transform_own<OfKey, Keys, Traits::Shape::kQk>(item, keys.slot, row, token);
       float s[1][kMmaTokens / 8][4];
       uint32_t p[1][kMmaTokens / 8][2];
-      state.template scores<kQkColumns, kMmaTokens, Query, Keys>(
-          s, q, ptx::shared_address(shared.kv(keys.slot)) + row * Keys::kRowBytes + Keys::columns_first(lane));
+      const uint32_t k =
+          ptx::shared_address(shared.kv(keys.slot)) + row * StoredKeys::kRowBytes + StoredKeys::columns_first(lane);
+      if constexpr (kWidens) {
+        state.template widened_scores<kQkColumns, kMmaTokens, StoredKeys, typename Traits::KvElement>(
+            s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
+      } else {
+        state.template scores<kQkColumns, kMmaTokens, Query, StoredKeys>(s, q, k);
+      }
       shared.free_kv(keys, 2);
       finish_scores(item, s, 0, token, unmasked, rows);
       if constexpr (Variant::kUsesSoftmax)
@@ -629,16 +709,21 @@ struct Consumer {
       shared.wait_kv_full(values);
       transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);
       if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
-        zero_rows<Values, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
-                              item.readable.end - token + row, lane);
+        zero_rows<StoredValues, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
+                                    item.readable.end - token + row, lane);
         __syncwarp();
       }
-      state.template accumulate<kMmaTokens, Values>(
-          p, ptx::shared_address(shared.kv(values.slot)) + row * Values::kRowBytes + Values::rows_first(lane));
+      const uint32_t v =
+          ptx::shared_address(shared.kv(values.slot)) + row * StoredValues::kRowBytes + StoredValues::rows_first(lane);
+      if constexpr (kWidens)
+        state.template widened_accumulate<kMmaTokens, StoredValues, typename Traits::KvElement>(p, v);
+      else
+        state.template accumulate<kMmaTokens, StoredValues>(p, v);
       shared.free_kv(values, 2);
     }
 
-    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside);
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                        shared.requests(item));
     const int halves = item.rows.count <= 8 ? 1 : 2;
     write_merged_warps<Consumers, MmaLayout, Output::kHeadColumns, Shared::kLayout.q_slot_bytes>(
         state, target, warp, halves, shared.q(q_slot), shared.row_states());

@@ -42,7 +42,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
   Tensor4d t{};
   t.data = data;
-  t.is_bf16 = context.is_bf16;
+  t.dtype = context.dtype;
   t.sizes[0] = static_cast<uint64_t>(columns);
   t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
   t.sizes[2] = static_cast<uint64_t>(params.num_rows);
@@ -72,7 +72,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
                          int32_t columns, bool is_flat, int32_t tokens, TensorMap& map) {
   Tensor4d t{};
   t.data = tensor.data;
-  t.is_bf16 = context.is_bf16;
+  t.dtype = context.kv_dtype;
   t.sizes[0] = static_cast<uint64_t>(columns);
   t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
   t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
@@ -80,7 +80,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
   t.strides[1] = tensor.head_stride;
   t.strides[2] = tensor.page_stride;
-  t.box[0] = kBlockColumns;
+  t.box[0] = static_cast<uint32_t>(kBlockRowBytes / bytes_of(context.kv_dtype));
   t.box[1] = static_cast<uint32_t>(tokens);
   t.box[2] = t.box[3] = 1;
   return context.encode(t, map);
@@ -109,7 +109,7 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
     return encode_rows(params, context, params.q, context.dims.qk, params.q_row_stride, params.q_head_stride,
                        packed_rows, map);
   };
-  hopper.has_row_maps = encode_q(tuning(context.dims).q_rows(), hopper.q) &&
+  hopper.has_row_maps = encode_q(tuning(context.dims, bytes_of(context.kv_dtype)).q_rows(), hopper.q) &&
                         encode_rows(params, context, params.o, context.dims.v, params.o_row_stride,
                                     params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
@@ -127,12 +127,14 @@ constexpr KernelDesign make_design() {
   design.name = "sm90";
   design.costs = kCosts;
   design.invariant_costs = costs_of_whole_pairs();
-  design.max_kind = [](HeadDims dims) { return tuning(dims).max_kind; };
-  design.kv_tile = [](HeadDims dims) { return tuning(dims).kv_tile; };
+  design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
+  design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
   design.threads = kThreads;
-  design.shared_bytes = [](HeadDims dims) { return SharedLayout(dims).bytes; };
+  design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
+    return SharedLayout(dims, 2, kv_element_bytes).bytes;
+  };
   design.prefetches_code = true;
   design.make_arguments = make_arguments;
   return design;

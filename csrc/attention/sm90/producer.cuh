@@ -46,7 +46,7 @@ struct Share {
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
   /// Of blocks [first, end) of a row that TMA loads: it fills columns behind the head's with zeros.
   __device__ __forceinline__ int row_bytes(int first, int end) const {
-    return (min_of(end, blocks()) - first) * kBlockColumns * Traits::KvElement::kBytes;
+    return (min_of(end, blocks()) - first) * kBlockRowBytes;
   }
 };
 
@@ -111,7 +111,7 @@ struct BoxCopier {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * kBlockColumns, box.row, head, box.page,
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * Tile::kBoxColumns, box.row, head, box.page,
                     policy);
     }
   }
@@ -181,7 +181,7 @@ struct RowCopier {
     if (box.is_run) {
       copy_run<kFirst, kEnd>(shared, box, head, part, policy);
     } else {
-      if constexpr (VTile<Traits>::kRowChunks == KTile<Traits>::kRowChunks) {
+      if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
         gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
       } else if (share.is_v) {
         gather<VTile<Traits>, kFirst, kEnd>(shared, box, head, part);
@@ -204,8 +204,8 @@ struct RowCopier {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full, block * kBlockColumns,
-                    box.first, head, 0, policy);
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full,
+                    block * Tile::kBoxColumns, box.first, head, 0, policy);
     }
   }
 
@@ -250,7 +250,7 @@ struct RowCopier {
 /// Rows of the Q tile that are multiplied for a kind of row tile: all of them must be written.
 template <class Traits>
 __device__ __forceinline__ int multiplied_rows(int32_t kind) {
-  if (is_wide(Traits::Shape::kDims)) return tuning(Traits::Shape::kDims).q_rows();
+  if (is_wide(Traits::Shape::kDims)) return SharedMemory<Traits>::kTileRows;
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
 
@@ -295,7 +295,7 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
   int32_t head = item.kv_head * group_size.divisor;
   if constexpr (is_wide(Traits::Shape::kDims)) head += group_size.modulo(item.rows.packed_begin);
-  ptx::mbarrier_expect(full, tuning(Traits::Shape::kDims).q_rows() * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
+  ptx::mbarrier_expect(full, SharedMemory<Traits>::kTileRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
     ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns, head, row, 0,
@@ -338,7 +338,7 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
 template <class Traits>
 __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
   if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room
-  return group_size.modulo(tuning(Traits::Shape::kDims).q_rows()) == 0;
+  return group_size.modulo(SharedMemory<Traits>::kTileRows) == 0;
 }
 
 /// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
@@ -365,7 +365,21 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     }
   }
   ptx::mbarrier_arrive_after_cp_async(full);
+  if constexpr (Traits::kWidens) {
+    if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstThread + 32) {
+      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
+      write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group, item.kv_head,
+                                                           ptx::lane_id(), requests);
+    }
+    __syncwarp();  // the thread that publishes the item publishes them, too
+  }
   if (ptx::thread_id() == kFirstThread) {
+    if constexpr (Traits::kWidens) {
+      using Variant = typename Traits::Variant;
+      const AttentionParams& params = hopper_params.attention;
+      const_cast<float&>(shared.score_scale(shared.item(place.slot))) =
+          score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
+    }
     shared.item(place.slot) = item;
     ptx::mbarrier_arrive(full);
   }

@@ -47,7 +47,7 @@ struct Tuning {
 /// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
 /// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
 /// output of wide heads needs.
-ATTN_HD constexpr Tuning tuning(HeadDims dims) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
       {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //
       {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},   //
@@ -56,8 +56,16 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims) {
       {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false},  //
       {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},         // wide heads, absorbed MLA
   };
-  for (const Tuning& tuning : kTunings) {
-    if (dims.qk <= tuning.max_qk && dims.v <= tuning.max_v) return tuning;
+  constexpr Tuning kWidenedTunings[] = {
+      // of 8-bit caches
+      {64, 64, kMaxKind, 128, 2, 10, 2, 20, 88, false, true},   //
+      {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
+      {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
+  };
+  const bool is_widened = kv_element_bytes == 1;
+  const Tuning* const first = is_widened ? kWidenedTunings : kTunings;
+  for (int i = 0; i < (is_widened ? 3 : 6); ++i) {
+    if (dims.qk <= first[i].max_qk && dims.v <= first[i].max_v) return first[i];
   }
   return Tuning{};
 }
@@ -69,8 +77,14 @@ ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
-/// Columns of a row in one block of a tile in shared memory (128 bytes).
+/// Of a row in one block of a tile in shared memory.
+constexpr int32_t kBlockRowBytes = 128;
+
+/// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
+
+/// Behind the WorkItem, with an 8-bit cache: requests of its rows, int32 [kQRows]; what its scores are multiplied by.
+constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
 /// and V.
@@ -80,44 +94,51 @@ struct SharedLayout {
   int32_t kv;
   int32_t k_slot_bytes;  // K and V tiles lie in turn
   int32_t v_slot_bytes;
+  int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied; none of others
+  int32_t widened_bytes;  // of one of them
   int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;          // WorkItem [q_slots]
-  int32_t queued;         // int32 [2]: pairs from the work queue
-  int32_t barriers;       // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed;
-                          // of wide heads p_full, p_free
+  int32_t items;          // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
+  int32_t item_bytes;
+  int32_t queued;    // int32 [2]: pairs from the work queue
+  int32_t barriers;  // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed;
+                     // of wide heads p_full, p_free
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
-      : SharedLayout(tuning(dims), tuning(dims).q_rows() * tile_columns(dims.widest()) * element_bytes,
-                     tuning(dims).kv_tile * kv_element_bytes, slot_dims(dims), is_wide(dims)) {}
+      : SharedLayout(dims, tuning(dims, kv_element_bytes), element_bytes, kv_element_bytes) {}
 
  private:
-  /// Columns of the slots. With an odd number of them each holds K and V in turn; wide V may be in K's bytes, and then
-  /// all slots hold both.
-  ATTN_HD static constexpr HeadDims slot_dims(HeadDims dims) {
-    const HeadDims of_tiles(tile_columns(dims.qk), tile_columns(dims.v));
-    return tuning(dims).kv_slots % 2 == 0 && !is_wide(dims) ? of_tiles : HeadDims(of_tiles.widest());
+  /// Columns that the slots have room for. With an odd number of them each holds K and V in turn; wide V may be in K's
+  /// bytes, and then all slots hold both.
+  ATTN_HD static constexpr HeadDims slot_dims(HeadDims dims, const Tuning& tuning) {
+    return tuning.kv_slots % 2 == 0 && !is_wide(dims) ? dims : HeadDims(dims.widest());
   }
 
-  ATTN_HD constexpr SharedLayout(const Tuning& tuning, int32_t q_bytes, int32_t column_bytes, HeadDims slots,
-                                 bool is_wide)
+  ATTN_HD constexpr SharedLayout(HeadDims dims, const Tuning& tuning, int32_t element_bytes, int32_t kv_element_bytes)
       : q(0),
-        q_slot_bytes(q_bytes),
-        kv(tuning.q_slots * q_bytes),
-        k_slot_bytes(slots.qk * column_bytes),
-        v_slot_bytes(slots.v * column_bytes),
-        probabilities(kv + ceil_div(tuning.kv_slots, 2) * k_slot_bytes + tuning.kv_slots / 2 * v_slot_bytes),
-        row_states(probabilities + (is_wide ? 64 * tuning.kv_tile * 2 : 0)),
+        q_slot_bytes(tuning.q_rows() * tile_row_bytes(dims.widest(), element_bytes)),
+        kv(tuning.q_slots * q_slot_bytes),
+        k_slot_bytes(tuning.kv_tile * tile_row_bytes(slot_dims(dims, tuning).qk, kv_element_bytes)),
+        v_slot_bytes(tuning.kv_tile * tile_row_bytes(slot_dims(dims, tuning).v, kv_element_bytes)),
+        widened(kv + ceil_div(tuning.kv_slots, 2) * k_slot_bytes + tuning.kv_slots / 2 * v_slot_bytes),
+        widened_bytes(
+            kv_element_bytes == element_bytes ? 0 : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
+        probabilities(widened + 2 * widened_bytes),
+        row_states(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        queued(items + tuning.q_slots * kWorkItemBytes),
+        item_bytes(kWorkItemBytes + (widened_bytes == 0 ? 0 : kItemScalesBytes)),
+        queued(items + tuning.q_slots * item_bytes),
         barriers(queued + 2 * 4),
-        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + (is_wide ? 3 : 1) * 8) {}
+        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + (is_wide(dims) ? 3 : 1) * 8) {
+  }
 };
 
 static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&
                   SharedLayout(HeadDims(192, 128)).bytes <= 227 * 1024 && SharedLayout(192).bytes <= 227 * 1024 &&
-                  SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024,
+                  SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
+                  SharedLayout(64, 2, 1).bytes <= 227 * 1024 && SharedLayout(128, 2, 1).bytes <= 227 * 1024 &&
+                  SharedLayout(256, 2, 1).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

@@ -35,8 +35,9 @@ struct RingPlace {
 
 template <class Traits>
 struct SharedMemory {
-  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims);
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
   static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+  static constexpr int kTileRows = kTuning.q_rows();  // of a Q tile
   static constexpr int kQSlots = kTuning.q_slots;
   static constexpr int kParts = kTuning.slot_parts;
   static constexpr int kKvParts = kTuning.kv_slots * kParts;
@@ -57,8 +58,20 @@ struct SharedMemory {
     return base + kLayout.kv + slot / 2 * (kLayout.k_slot_bytes + kLayout.v_slot_bytes) +
            slot % 2 * kLayout.k_slot_bytes;
   }
+  /// Of an 8-bit cache: where the K tile is that is multiplied next, or (1) the V tile.
+  __device__ __forceinline__ char* widened(int is_v) const {
+    return base + kLayout.widened + is_v * kLayout.widened_bytes;
+  }
   __device__ __forceinline__ WorkItem& item(int slot) const {
-    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kWorkItemBytes);
+    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kLayout.item_bytes);
+  }
+  /// Of an 8-bit cache: as write_requests() leaves them.
+  __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
+    return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&item) + kWorkItemBytes);
+  }
+  /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
+  __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
+    return *reinterpret_cast<const float*>(requests(item) + kQRows);
   }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];

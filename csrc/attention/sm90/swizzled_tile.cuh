@@ -1,5 +1,6 @@
 // A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64
-// columns, one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
+// columns (128 of a byte each), one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^
+// row % 8).
 #pragma once
 
 #include "attention/shared_tile.cuh"
@@ -13,10 +14,12 @@ namespace attn::sm90 {
 template <class Element, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> {
   static constexpr int kHeadColumns = kHeadColumns_;
-  static constexpr int kRowChunks = tile_columns(kHeadColumns) * Element::kBytes / 16;
-  static constexpr int kHeadChunks = kHeadColumns * Element::kBytes / 16;
-  static constexpr int kBlocks = ceil_div(kHeadColumns, kBlockColumns);   // that have columns of the head
-  static constexpr uint32_t kRowBytes = kBlockColumns * Element::kBytes;  // of a block
+  static constexpr int kRowChunks = tile_row_bytes(kHeadColumns, Element::kBytes) / 16;
+  static constexpr int kHeadBytes = kHeadColumns * Element::kBytes;
+  static constexpr int kHeadChunks = kHeadBytes / 16;
+  static constexpr int kBoxColumns = kBlockRowBytes / Element::kBytes;  // of a block
+  static constexpr int kBlocks = ceil_div(kHeadColumns, kBoxColumns);   // that have columns of the head
+  static constexpr uint32_t kRowBytes = kBlockRowBytes;                 // of a block
   static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
 
   /// Byte offset of a 16-byte chunk.
@@ -48,16 +51,25 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
 };
 
 template <class Traits>
-using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, tuning(Traits::Shape::kDims).q_rows()>;
+constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
+
+template <class Traits>
+using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
 
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>
-using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, tuning(Traits::Shape::kDims).q_rows()>;
+using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.q_rows()>;
 
 template <class Traits>
-using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, tuning(Traits::Shape::kDims).kv_tile>;
+using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
 
 template <class Traits>
-using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, tuning(Traits::Shape::kDims).kv_tile>;
+using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
+
+// K and V as wgmma takes them: of an 8-bit cache, widened.
+template <class Traits>
+using WideKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
+template <class Traits>
+using WideVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
 
 }  // namespace attn::sm90

@@ -50,7 +50,7 @@ struct WideConsumer : Consumer<Traits> {
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
       State state;
-      state.scale = this->scale();
+      state.scale = this->scale(item);
       if (warpgroup() == 0) {
         lead(item, state);
       } else {
@@ -58,7 +58,7 @@ struct WideConsumer : Consumer<Traits> {
       }
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
       const TargetColumns<Target, Element::kBytes> target(
-          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside),
+          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside, nullptr),
           warpgroup() * kColumns);
       write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
       shared.free_q(place);

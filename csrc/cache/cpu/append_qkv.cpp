@@ -37,11 +37,11 @@ class TokenWriter {
     for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
       load(p_.k, token, head);
       finish(p_.k_norm, true);
-      store(p_.k_cache.data, place(p_.k_cache, head));
+      store_cached(p_.k_cache.data, place(p_.k_cache, head), p_.scales.k.of(0, head));
       if (p_.v.data == nullptr) continue;
       load(p_.v, token, head);
       finish(nullptr, false);
-      store(p_.v_cache.data, place(p_.v_cache, head));
+      store_cached(p_.v_cache.data, place(p_.v_cache, head), p_.scales.v.of(0, head));
     }
   }
 
@@ -97,6 +97,15 @@ class TokenWriter {
     for (size_t i = 0; i < head_.size(); ++i) from_float(head_[i], to + i);
   }
 
+  void store_cached(const void* data, int64_t at, float scale) {
+    if (!is_float8(p_.scales.element)) return store(data, at);
+    uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size(); ++i) {
+      const float x = head_[i] / scale;
+      to[i] = static_cast<uint8_t>(p_.scales.element == DataType::kFloat8E4M3 ? e4m3_bits(x) : e5m2_bits(x));
+    }
+  }
+
   static float to_float(const Element* x) { return ScalarElements::to_float(*x); }
   static void from_float(float x, Element* to) { ScalarElements::from_float(x, *to); }
 
@@ -129,6 +138,9 @@ void append_qkv(const QkvParams& params, DataType dtype) {
       return append<Half>(params);
     case DataType::kBFloat16:
       return append<BFloat16>(params);
+    case DataType::kFloat8E4M3:
+    case DataType::kFloat8E5M2:
+      return;  // of caches only
   }
 }
 

@@ -13,4 +13,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+struct Float8E4M3 {
+  uint8_t bits;
+};
+
+struct Float8E5M2 {
+  uint8_t bits;
+};
+
 }  // namespace attn::cpu

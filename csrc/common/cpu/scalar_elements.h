@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/cpu/elements.h"
+#include "common/float8.h"
 
 namespace attn::cpu {
 
@@ -32,6 +33,26 @@ struct ScalarElements {
     return from_bits(static_cast<uint32_t>(x.bits) << 16);
   }
   [[gnu::always_inline]] static inline float to_float(Half x) { return half_to_float(x.bits); }
+
+  // The product makes the exponent's bias right, of subnormal numbers, too. Without branches: loops are vectorised.
+  [[gnu::always_inline]] static inline float to_float(Float8E4M3 x) {
+    const uint32_t magnitude = x.bits & 0x7fu;
+    const uint32_t nan = magnitude == 0x7fu ? 0x7fc00000u : 0u;
+    return from_bits(to_bits(from_bits(magnitude << 20) * 0x1p120f) | nan | (x.bits & 0x80u) << 24);
+  }
+  [[gnu::always_inline]] static inline float to_float(Float8E5M2 x) {
+    const uint32_t magnitude = x.bits & 0x7fu;
+    const uint32_t special = magnitude >= 0x7cu ? 0x7f800000u : 0u;  // infinity and NaN have the largest exponent
+    return from_bits(to_bits(from_bits(magnitude << 21) * 0x1p112f) | special | (x.bits & 0x80u) << 24);
+  }
+
+  // Rounds to nearest even; what is too large becomes the largest number, NaN stays NaN.
+  [[gnu::always_inline]] static inline void from_float(float x, Float8E4M3& result) {
+    result.bits = static_cast<uint8_t>(e4m3_bits(x));
+  }
+  [[gnu::always_inline]] static inline void from_float(float x, Float8E5M2& result) {
+    result.bits = static_cast<uint8_t>(e5m2_bits(x));
+  }
 
   // Rounds to nearest even.
   [[gnu::always_inline]] static inline void from_float(float x, float& result) { result = x; }

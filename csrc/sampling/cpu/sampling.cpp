@@ -332,6 +332,9 @@ void sample_logits(const SamplingParams& params, DataType dtype) {
       return sample_elements<Half>(params);
     case DataType::kBFloat16:
       return sample_elements<BFloat16>(params);
+    case DataType::kFloat8E4M3:
+    case DataType::kFloat8E5M2:
+      return;  // of caches only
   }
 }
 

@@ -9,13 +9,12 @@
 
 namespace attn::ptx {
 
-constexpr uint32_t kCopyBytes = 16;
-
 /// Of one thread, in their order.
 struct Copies {
   struct Copy {
     uint32_t to;
     const void* from;  // nullptr: zeros
+    uint32_t bytes;
   };
   std::vector<Copy> all;
   std::vector<size_t> groups;  // where each commit group ends
@@ -23,11 +22,11 @@ struct Copies {
 
   void finish(size_t count) {
     for (; done < count; ++done) {
-      char* const to = shared_pointer(all[done].to, kCopyBytes);
+      char* const to = shared_pointer(all[done].to, all[done].bytes);
       if (all[done].from != nullptr)
-        std::memcpy(to, all[done].from, kCopyBytes);
+        std::memcpy(to, all[done].from, all[done].bytes);
       else
-        std::memset(to, 0, kCopyBytes);
+        std::memset(to, 0, all[done].bytes);
     }
   }
 };
@@ -46,17 +45,20 @@ inline void end_copies() {
 }
 inline const bool kHasCopies = emulation::add_unit({begin_copies, end_copies});
 
-inline void copy_later(uint32_t shared, const void* global) {
-  if (reinterpret_cast<uintptr_t>(global) % kCopyBytes != 0)
-    emulation::fail("16 bytes are copied that do not lie together");
-  std::memset(shared_pointer(shared, kCopyBytes), emulation::kUnwritten, kCopyBytes);
-  emulation::replace_shared(shared, kCopyBytes);
-  own_copies().all.push_back({shared, global});
+inline void copy_later(uint32_t shared, const void* global, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % bytes != 0)
+    emulation::fail("bytes are copied together that do not lie together");
+  std::memset(shared_pointer(shared, bytes), emulation::kUnwritten, bytes);
+  emulation::replace_shared(shared, bytes);
+  own_copies().all.push_back({shared, global, bytes});
 }
 
-inline void cp_async_16(uint32_t shared, const void* global) { copy_later(shared, global); }
+inline void cp_async_16(uint32_t shared, const void* global) { copy_later(shared, global, 16); }
 inline void cp_async_16_or_zero(uint32_t shared, const void* global, bool exists) {
-  copy_later(shared, exists ? global : nullptr);
+  copy_later(shared, exists ? global : nullptr, 16);
+}
+inline void cp_async_8_or_zero(uint32_t shared, const void* global, bool exists) {
+  copy_later(shared, exists ? global : nullptr, 8);
 }
 
 inline void cp_async_commit() { own_copies().groups.push_back(own_copies().all.size()); }

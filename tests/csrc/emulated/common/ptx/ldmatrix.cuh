@@ -28,6 +28,8 @@ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
   }
 }
 
+inline void load_words(uint32_t (&d)[2], uint32_t shared) { std::memcpy(d, shared_pointer(shared, 8), 8); }
+
 inline void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
   const emulation::Lanes<uint32_t> rows(shared, "stmatrix");
   for (int i = 0; i < 4; ++i) {

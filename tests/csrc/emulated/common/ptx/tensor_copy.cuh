@@ -20,16 +20,19 @@ static_assert(sizeof(EncodedTensor) <= sizeof(TensorMap));
 constexpr uint64_t kEncodedMark = 0x7e4506;
 constexpr uint32_t kBoxRowBytes = 128;
 
+inline uint32_t element_bytes(const Tensor4d& tensor) { return static_cast<uint32_t>(bytes_of(tensor.dtype)); }
+
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr uint64_t kUnit = 16, kMostSize = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
-  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * 2 != kBoxRowBytes) return false;
+  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
+    return false;
   for (int i = 0; i < 4; ++i) {
     if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMostSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
   }
   for (int i = 0; i < 3; ++i) {
     if (tensor.strides[i] < 0) return false;
-    const uint64_t bytes = static_cast<uint64_t>(tensor.strides[i]) * 2;
+    const uint64_t bytes = static_cast<uint64_t>(tensor.strides[i]) * element_bytes(tensor);
     if (tensor.sizes[i + 1] > 1 && (bytes % kUnit != 0 || bytes >= kMostStride)) return false;
   }
   const EncodedTensor encoded{kEncodedMark, tensor};
@@ -66,7 +69,7 @@ struct Box {
     for (; i[3] < tensor.box[3]; ++i[3], i[2] = 0) {
       for (; i[2] < tensor.box[2]; ++i[2], i[1] = 0) {
         for (; i[1] < tensor.box[1]; ++i[1], i[0] = 0) {
-          for (; i[0] < tensor.box[0]; ++i[0], address += 2) visit(swizzled(address), element(i));
+          for (; i[0] < tensor.box[0]; ++i[0], address += element_bytes(tensor)) visit(swizzled(address), element(i));
         }
       }
     }
@@ -80,7 +83,7 @@ struct Box {
       if (at < 0 || at >= static_cast<int64_t>(tensor.sizes[dim])) return nullptr;
       if (dim > 0) offset += at * tensor.strides[dim - 1];
     }
-    return static_cast<char*>(const_cast<void*>(tensor.data)) + offset * 2;
+    return static_cast<char*>(const_cast<void*>(tensor.data)) + offset * element_bytes(tensor);
   }
 };
 
@@ -92,10 +95,10 @@ inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, in
   std::memset(emulation::shared_memory + shared, emulation::kUnwritten, box.bytes());
   emulation::replace_shared(shared, box.bytes());
   emulation::begin_work([box, barrier] {
-    box.for_each([](uint32_t address, const char* element) {
+    box.for_each([bytes = element_bytes(box.tensor)](uint32_t address, const char* element) {
       const uint16_t zero = 0;
       std::memcpy(emulation::shared_memory + address,
-                  element == nullptr ? reinterpret_cast<const char*>(&zero) : element, sizeof(zero));
+                  element == nullptr ? reinterpret_cast<const char*>(&zero) : element, bytes);
     });
     emulation::mbarrier_add(barrier, 0, -static_cast<int64_t>(box.bytes()));
   });
@@ -133,8 +136,8 @@ inline void bulk_commit() {
 inline void bulk_wait_read() {
   Stores& stores = stores_of_threads[emulation::fiber()];
   for (size_t i = 0; i < stores.committed; ++i) {
-    stores.boxes[i].for_each([](uint32_t address, char* element) {
-      if (element != nullptr) std::memcpy(element, emulation::shared_memory + address, 2);
+    stores.boxes[i].for_each([bytes = element_bytes(stores.boxes[i].tensor)](uint32_t address, char* element) {
+      if (element != nullptr) std::memcpy(element, emulation::shared_memory + address, bytes);
     });
   }
   stores.boxes.erase(stores.boxes.begin(), stores.boxes.begin() + static_cast<ptrdiff_t>(stores.committed));

@@ -1,0 +1,161 @@
+"""Attention over an 8-bit cache (e4m3), widened to bf16: beside our own bf16, FA3 over the same 8-bit cache (Q in 8 bits, too), and the floor.
+
+One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes of the 8-bit cache, Q and O at the bandwidth of a
+device copy. Errors are against float64 on the dequantised cache.
+
+python -m benchmarks.fp8 [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backend import Attention, KVCache
+from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
+from benchmarks.cases import Case
+from benchmarks.peers import Run, time_of
+from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.timing import Machine, Timer
+
+HEADS = (32, 8)
+FLOAT8 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 0.02, 0.01
+COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "FA3 fp8")
+
+
+def cases() -> list[Case]:
+    decodes = (("decode bs1 8k", 1, 8192), ("decode bs16 1k", 16, 1024), ("decode bs64 4k", 64, 4096), ("decode bs1 128k", 1, 131072))
+    made = [Case(name, (1,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in decodes]
+    return [*made, Case("verify bs64 4k, 4 tokens each", (4,) * 64, (4096,) * 64, *HEADS), Case("prefill 4 x 4k", (4096,) * 4, (4096,) * 4, *HEADS)]
+
+
+def floor_bytes(case: Case) -> int:
+    """K and V of a byte an element, Q and O of two, once."""
+    kv = sum(case.kv_lens) * case.num_kv_heads * case.head_dim
+    return 2 * (kv + sum(case.qo_lens) * case.num_qo_heads * case.head_dim * 2)
+
+
+def quantised(batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """The cache in 8 bits, as `Batch.cache`, and the batch with what its numbers stand for."""
+    scales = torch.tensor([K_SCALE, V_SCALE], device=batch.cache.device).view(1, 2, 1, 1, 1)
+    cache = torch.empty_like(batch.cache, dtype=FLOAT8)
+    wide = torch.empty_like(batch.cache)
+    for pages, to, back in zip(batch.cache.split(1024), cache.split(1024), wide.split(1024), strict=True):
+        to.copy_(pages.float() / scales)
+        back.copy_(to.float() * scales)
+    return cache, replace(batch, cache=wide)
+
+
+def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False) -> Run:
+    """Ours over the 8-bit cache. of_heads: scales are device tensors, one for each KV head."""
+    case = batch.case
+    k_scale, v_scale = (torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale for scale in (K_SCALE, V_SCALE))
+    kv = KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale)
+    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, kv_dtype=FLOAT8, **room)
+    attention.plan(batch.view)
+    out = torch.empty_like(batch.q)
+    return lambda: attention.run(batch.q, kv, out=out)
+
+
+def flash_attention_3(batch: Batch, cache: torch.Tensor) -> Run:
+    """FlashAttention-3 as vLLM builds and calls it with an 8-bit cache: Q is quantised beforehand."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+
+    case = batch.case
+    requests = len(case.kv_lens)
+    q_scale = float(batch.q.abs().max()) / 448
+    q = (batch.q.float() / q_scale).to(FLOAT8)
+    out = torch.empty_like(batch.q)
+    longest_q, longest_kv = max(case.qo_lens), max(case.kv_lens)
+    descales = {
+        name: torch.full((requests, case.num_kv_heads), scale, device=q.device)
+        for name, scale in (("q_descale", q_scale), ("k_descale", K_SCALE), ("v_descale", V_SCALE))
+    }
+    metadata = get_scheduler_metadata(
+        batch_size=requests,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_kv,
+        num_heads_q=case.num_qo_heads,
+        num_heads_kv=case.num_kv_heads,
+        headdim=case.head_dim,
+        cache_seqlens=batch.kv_lens,
+        qkv_dtype=FLOAT8,
+        cu_seqlens_q=batch.qo_indptr,
+        page_size=case.page_size,
+        causal=True,
+    )
+
+    def run() -> torch.Tensor:
+        flash_attn_varlen_func(
+            q=q,
+            k=cache[:, 0],
+            v=cache[:, 1],
+            out=out,
+            cu_seqlens_q=batch.qo_indptr,
+            max_seqlen_q=longest_q,
+            seqused_k=batch.kv_lens,
+            max_seqlen_k=longest_kv,
+            softmax_scale=case.head_dim**-0.5,
+            causal=True,
+            block_table=batch.block_table,
+            scheduler_metadata=metadata,
+            fa_version=3,
+            **descales,
+        )
+        return out
+
+    return run
+
+
+def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
+    """One line of the table; times in µs."""
+    cache, batch = quantised(Batch.make(case))
+    last = len(case.kv_lens) - 1
+    expected = reference(batch, last)
+    first = int(batch.qo_indptr[last])
+    runs = {"bf16": ours(batch).run, "fp8": widened(batch, cache), "fp8, scales of heads": widened(batch, cache, of_heads=True)}
+    times = timer.together(list(runs.values()))
+    line: dict[str, Any] = {"case": case.name, "floor": floor_bytes(case) / machine.bandwidth * 1e6}
+    for (name, run), time in zip(runs.items(), times, strict=True):
+        line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected)
+        if line[f"{name} error"] > LARGEST_ERROR:
+            print(f"{case.name}: {name}: WRONG, relative error {line[f'{name} error']:.1e}", flush=True)
+    line["FA3 fp8"], out = time_of("FA3 fp8", case.name, lambda: flash_attention_3(batch, cache), timer)
+    line["FA3 fp8 error"] = None if out is None else relative_error(out[first:], expected)
+    return line
+
+
+def markdown(lines: list[dict[str, Any]], header: str) -> str:
+    """A table of all lines; the ratios are those of ours in 8 bits."""
+    rows = []
+    for line in lines:
+        fp8, fa3 = line["fp8"], line["FA3 fp8"]
+        ratios = (line["bf16"] / fp8, line["floor"] / fp8, None if fa3 is None else fp8 / fa3)
+        rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *(number(ratio, 2) for ratio in ratios), f"{line['fp8 error']:.1e}"])
+    return f"{header}\n\n{table(['case', *COLUMNS, 'bf16 / fp8', 'floor / fp8', 'fp8 / FA3', 'error'], rows)}\n"
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    torch.manual_seed(0)
+    timer = Timer(arguments.repeats)
+    machine = Machine.measure(timer)
+    header = f"{machine} Times in µs, cold L2, CUDA-graph replay, median of {arguments.repeats}."
+    print(header, flush=True)
+    lines: list[dict[str, Any]] = []
+    for case in cases():
+        if not wanted(case.name, arguments):
+            continue
+        lines.append(measure(case, timer, machine))
+        print(brief(lines[-1]), flush=True)
+        save(arguments, markdown(lines, header), {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
+        torch.cuda.empty_cache()
+    print(markdown(lines, header))
+
+
+if __name__ == "__main__":
+    main()

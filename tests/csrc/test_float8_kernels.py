@@ -1,0 +1,88 @@
+"""The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): widened in registers for mma.sync, in shared memory for wgmma."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cases
+import host_planner
+import numpy
+import pytest
+import torch
+from compositions import Shape, cascade_problem
+from device_attention import KERNELS, DeviceAttention
+from float8_cases import DTYPES, SCALES, Float8Case, rounded_cache
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
+
+FORMS = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 72), (torch.bfloat16, 256), (torch.bfloat16, 128))
+BATCHES = (
+    ((1, 70, 3, 20), (200, 70, 300, 150)),
+    ((1,) * 6, (70, 300, 1, 0, 64, 129)),
+    ((150, 5), (200, 90)),
+    ((40, 1, 260), (140, 500, 300)),
+)
+
+
+def run_and_check(problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object) -> str:
+    case = problem.case
+    attention = DeviceAttention(emulated, case.attention(kernel=kernel, kv_dtype=problem.dtype, **options), kernel, seed)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse if wants_lse else None)  # type: ignore[arg-type]
+    lse = case.lse.clone()
+    if not wants_lse:
+        lse[: case.rows] = problem.expected()[1]
+    problem.check(case.out, lse)
+    assert attention.schedule().errors == 0
+    return attention.launched
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
+    """Pages of 1 to 64 tokens, windows, soft caps, scales of every form, shared prefixes."""
+    dtype, head_dim = form
+    kv_dtype = DTYPES[dtype == torch.float16]
+    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+        rng = numpy.random.default_rng([number, head_dim, 82])
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=int(rng.choice([1, 3, 4])), head_dim=head_dim, dtype=dtype, seed=number)
+        spec = spec.with_(page_size=int(rng.choice([1, 3, 16, 64])), num_ctas=int(rng.choice([3, 11])), run_pages=int(rng.choice([1, 1000])), sharing=0.9)
+        spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
+        k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
+        problem = Float8Case(spec, "cpu", kv_dtype, k_form, v_form)
+        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
+def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> None:
+    caches = {
+        "attention": [{"page_size": 16}, {"page_size": 256, "layout": "HND"}, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}],
+        "attention_rows": [{"page_size": 3}, {"page_size": 1, "run_pages": 1000}, {"page_size": 1, "run_pages": 1}],
+    }
+    for kernel, forms in caches.items():
+        for number, cache in enumerate(forms):
+            dtype, head_dim = FORMS[(0, 1, 4)[number]]
+            spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=2, head_dim=head_dim, dtype=dtype, num_ctas=3, seed=number)
+            problem = Float8Case(spec.with_(**cache), "cpu", DTYPES[dtype == torch.float16], "head", "head")
+            assert run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False) == kernel
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) -> None:
+    """Rows of one row tile, also for wgmma, with scales of their own."""
+    for number, (rows, group_size) in enumerate(((1, 4), (5, 4), (20, 2))):
+        spec = cases.Spec((rows,) * 7, (200,) * 7, num_kv_heads=2, group_size=group_size, head_dim=64, sharing=0.9, num_ctas=5, seed=number)
+        problem = Float8Case(spec, "cpu", DTYPES[0], "request and head", "request")
+        run_and_check(problem, emulated, kernel, number, cascade="always")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compositions(emulated: Path, kernel: str) -> None:
+    for seed in range(3):
+        shape = Shape(num_kv_heads=2, group_size=2, page_size=(1, 16, 3)[seed], head_dim=64, dtype=torch.bfloat16, num_ctas=7)
+        problem = cascade_problem(numpy.random.default_rng([seed, 83]), shape, torch.device("cpu"), 2)
+        memory = problem.memory
+        memory.kv = rounded_cache(memory.kv, DTYPES[0], 0.75, torch.full((2,), 0.5))
+        # The oracle computes in the type of K and V: these numbers are bf16 numbers.
+        memory.k_slots, memory.v_slots = (slots.to(DTYPES[0]).to(torch.bfloat16) * scale for slots, scale in ((memory.k_slots, 0.75), (memory.v_slots, 0.5)))
+        problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, kv_dtype=DTYPES[0]), kernel, seed))  # type: ignore[arg-type]
+        problem.check()

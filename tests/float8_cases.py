@@ -1,0 +1,87 @@
+"""Cases over 8-bit caches: those of case_tensors.py with K and V rounded to 8 bits, and scales, which change what these stand for. Unused slots are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import case_tensors
+import cases
+import numpy
+import oracle
+import torch
+from torch import Tensor
+
+from attn_backend import KVCache
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = ("number", "tensor", "head", "request", "request and head")
+TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
+
+
+def random_scale(rng: numpy.random.Generator, form: str, batch: int, num_kv_heads: int, device: torch.device) -> Tensor | float:
+    shape = {"number": (), "tensor": (1,), "head": (num_kv_heads,), "request": (max(batch, 1), 1), "request and head": (max(batch, 1), num_kv_heads)}[form]
+    values = torch.from_numpy(rng.uniform(0.2, 1.5, shape)).float().reshape(shape)
+    return float(values) if form == "number" else values.to(device)
+
+
+def scale_of(scale: Tensor | float | None, request: int, num_kv_heads: int) -> Tensor:
+    """float64 [num_kv_heads], on the CPU."""
+    if not isinstance(scale, Tensor):
+        return torch.full((num_kv_heads,), 1.0 if scale is None else scale, dtype=torch.float64)
+    scale = scale.double().cpu()
+    return (scale[request] if scale.ndim == 2 and scale.shape[0] > 1 else scale.flatten() if scale.ndim < 2 else scale[0]).expand(num_kv_heads)
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in 8 bits with the same strides, and all that lies between its elements."""
+    storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return storage.to(dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def rounded_cache(kv: KVCache, dtype: torch.dtype, k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> KVCache:
+    return KVCache.from_pair(rounded(kv.k, dtype), rounded(kv.v, dtype), k_scale=k_scale, v_scale=v_scale)
+
+
+class Float8Case:
+    """A case whose cache has dtype `dtype`, and scales of these forms.
+
+    Attributes:
+        case: with the 8-bit cache.
+        dtype: of the cache.
+    """
+
+    def __init__(self, spec: cases.Spec, device: torch.device | str, dtype: torch.dtype, k_form: str = "number", v_form: str = "number") -> None:
+        built = case_tensors.build(spec, device)
+        rng = numpy.random.default_rng([spec.seed, 8])
+        self.dtype = dtype
+        self._k_scale, self._v_scale = (random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device) for form in (k_form, v_form))
+        self.case = replace(built, kv=rounded_cache(built.kv, dtype, self._k_scale, self._v_scale))
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """float64 o and lse over what the 8-bit numbers stand for."""
+        case, spec = self.case, self.case.spec
+        k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
+        outputs, sums, begin = [case.q.new_zeros((0, *case.q.shape[1:])).double().cpu()], [torch.zeros(0, case.q.shape[1], dtype=torch.float64)], 0
+        for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
+            k_scale, v_scale = (scale_of(scale, request, spec.num_kv_heads)[:, None] for scale in (self._k_scale, self._v_scale))
+            o, lse = oracle.attention(
+                case.q[begin : begin + qo_len].double().cpu(),
+                k_slots[own.cpu()] * k_scale,
+                v_slots[own.cpu()] * v_scale,
+                sm_scale=spec.sm_scale,
+                causal=spec.causal,
+                window_left=spec.window_left,
+                logits_soft_cap=spec.logits_soft_cap,
+            )
+            outputs.append(o)
+            sums.append(lse)
+            begin += qo_len
+        return torch.cat(outputs).to(case.q.device), torch.cat(sums).to(case.q.device)
+
+    def check(self, out: Tensor, lse: Tensor | None) -> None:
+        """Compares with the oracle; rows of padding must still be NaN."""
+        expected = self.expected()
+        case_tensors.check(self.case, out, lse, expected)
+        error = (out[: self.case.rows].double() - expected[0]).norm()
+        assert error <= TOLERANCE * expected[0].norm(), f"{float(error / expected[0].norm()):.2e} > {TOLERANCE}\n{self.case.spec}"
+        case_tensors.check_padding(self.case)

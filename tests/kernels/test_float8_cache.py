@@ -1,0 +1,233 @@
+"""8-bit caches: K and V are widened to Q's type, and have scales."""
+
+from __future__ import annotations
+
+import cases
+import numpy
+import oracle
+import pytest
+import torch
+import variant_sources
+from compositions import Shape, cascade_problem
+from float8_cases import DTYPES, SCALES, TOLERANCE, Float8Case, rounded_cache
+from tiers import mostly_slow
+
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
+from attn_backend.variants.builtin import rope, rope_frequencies
+
+HEAD_DIMS = (64, 72, 128, 256)
+
+
+def run(problem: Float8Case, **options: object) -> None:
+    case = problem.case
+    attention = case.attention(kv_dtype=problem.dtype, **options)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse)
+    problem.check(case.out, case.lse)
+    assert attention.schedule().errors == 0
+
+
+def random_case(seed: int, device: torch.device) -> Float8Case:
+    rng = numpy.random.default_rng([seed, 80])
+    spec = cases.random_spec(seed, device.type)
+    spec = spec.with_(head_dim=HEAD_DIMS[seed % 4], strided=spec.strided and device.type == "cpu")
+    if spec.dtype == torch.float32 and device.type == "cuda":
+        spec = spec.with_(dtype=torch.bfloat16)
+    k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
+    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form)
+
+
+@pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
+def test_random_cases(device: torch.device, kernel: str | None, block: int) -> None:
+    for seed in range(12 * block, 12 * (block + 1)):
+        options = {} if kernel is None else {"kernel": kernel}
+        run(random_case(seed, device), cascade=("always", True, False)[seed % 3], **options)
+
+
+def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
+    """Rows of one row group, which reads the shared pages once, have scales of their own."""
+    for seed in range(6):
+        spec = cases.Spec((1,) * 9, (300,) * 9, head_dim=(64, 128)[seed % 2], sharing=0.9, page_size=16, num_ctas=(3, 20)[seed % 2], seed=seed)
+        run(Float8Case(spec, device, DTYPES[seed % 2], "request and head", "request"), cascade="always")
+
+
+@pytest.mark.parametrize("k_form", ["number", "head"])
+def test_compositions(device: torch.device, k_form: str) -> None:
+    for seed in range(4):
+        shape = Shape(
+            num_kv_heads=2, group_size=2, page_size=8, head_dim=(64, 72)[seed % 2], dtype=torch.bfloat16, num_ctas=7, logits_soft_cap=20.0 * (seed % 2)
+        )
+        problem = cascade_problem(numpy.random.default_rng([seed, 81]), shape, device, 2)
+        memory, dtype = problem.memory, DTYPES[seed // 2]
+        scale = torch.full((2,), 0.75, device=device)
+        memory.kv = rounded_cache(memory.kv, dtype, scale if k_form == "head" else 0.75, 0.5)
+        memory.k_slots, memory.v_slots = memory.k_slots.to(dtype).double() * 0.75, memory.v_slots.to(dtype).double() * 0.5
+        problem.q = problem.q.contiguous()
+        problem.run(problem.attention(kv_dtype=dtype))
+        rows = sorted({row for seen in problem.seen for row in seen.rows})
+        wide = problem.q
+        problem.q = wide.double()
+        expected, _ = problem.expected()
+        assert (problem.out[rows].double() - expected[rows]).norm() <= TOLERANCE * expected[rows].norm()
+
+
+def one_request(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, **scales: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of one request over all tokens, each of k and v: [tokens, heads, head_dim]."""
+    heads, head_dim = q.shape[1:]
+    kv = KVCache.from_ragged(k, v, **scales)
+    attention = Attention(heads, k.shape[1], head_dim, dtype=q.dtype, kv_dtype=k.dtype, device=q.device, max_rows=len(q), max_batch=1)
+    indptr = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    attention.plan(BSRView(indptr, PageTable.ragged(torch.tensor([0, len(k)], dtype=torch.int32, device=q.device))))
+    lse = torch.empty(q.shape[:2], device=q.device)
+    return attention.run(q, kv, lse=lse), lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number(device: torch.device, dtype: torch.dtype) -> None:
+    """Each of the 256 as the only value that a row sees: subnormal numbers, infinities and NaN, too."""
+    bits = torch.arange(256, dtype=torch.uint8, device=device)
+    v = bits.view(dtype)[:, None].expand(256, 64).contiguous()
+    for q_dtype in (torch.bfloat16, torch.float16):
+        q = torch.zeros(256, 1, 64, dtype=q_dtype, device=device)
+        k = torch.zeros(256, 1, 64, device=device).to(dtype)
+        kv = KVCache.from_ragged(k, v[:, None].contiguous())
+        attention = Attention(1, 1, 64, dtype=q_dtype, kv_dtype=dtype, device=device, max_rows=256, max_batch=256)
+        indptr = torch.arange(257, dtype=torch.int32, device=device)
+        attention.plan(BSRView(indptr, PageTable.ragged(indptr)))
+        out = attention.run(q, kv)[:, 0, 0].float()
+        expected = v[:, 0].float()
+        finite = expected.isfinite()
+        assert torch.equal(out[finite], expected[finite])
+        assert not out[~finite].isfinite().any()
+
+
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(1e-6, 1e-30), (30.0, 1e4), (1e-30, 1.0)])
+def test_extreme_scales(device: torch.device, k_scale: float, v_scale: float) -> None:
+    generator = torch.Generator(device).manual_seed(3)
+    k, v = (torch.randn(200, 2, 64, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    q = torch.randn(5, 4, 64, device=device, generator=generator).to(torch.bfloat16)
+    out, lse = one_request(k, v, q, k_scale=k_scale, v_scale=v_scale)
+    expected, expected_lse = oracle.attention(q.double(), k.double() * k_scale, v.double() * v_scale)
+    assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
+    assert (lse.double() - expected_lse).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saturated_values(device: torch.device, dtype: torch.dtype) -> None:
+    """K at its limits, V too: one token takes all."""
+    generator = torch.Generator(device).manual_seed(4)
+    largest = torch.finfo(dtype).max
+    k, v = (torch.randn(90, 2, 64, device=device, generator=generator).sign().mul(largest).to(dtype) for _ in range(2))
+    q = torch.randn(5, 4, 64, device=device, generator=generator).to(torch.bfloat16)
+    scale = 1 / largest
+    out, lse = one_request(k, v, q, k_scale=scale, v_scale=scale)
+    expected, expected_lse = oracle.attention(q.double(), k.double() * scale, v.double() * scale)
+    assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
+    assert (lse.double() - expected_lse).abs().max() <= 1e-3
+
+
+def test_scales_are_read_when_the_kernel_runs(device: torch.device) -> None:
+    problem = Float8Case(cases.Spec((3, 1), (40, 50), num_ctas=2), device, DTYPES[0], "head", "request")
+    case = problem.case
+    attention = case.attention(kv_dtype=problem.dtype)
+    attention.plan(case.view)
+    for factor in (1.0, 0.5):
+        assert isinstance(case.kv.k_scale, torch.Tensor)
+        assert isinstance(case.kv.v_scale, torch.Tensor)
+        case.kv.k_scale.mul_(factor)
+        case.kv.v_scale.mul_(factor)
+        case.run(attention, out=case.out, lse=case.lse)
+        problem.check(case.out, case.lse)
+
+
+def test_a_variant_sees_scaled_scores(device: torch.device) -> None:
+    """A variant's logits are those of the numbers that the cache stands for, its mask hides, and what it adds is not scaled."""
+    problem = Float8Case(cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, num_ctas=3), device, DTYPES[0], "request and head", "head")
+    case, spec = problem.case, problem.case.spec
+    attention = case.attention(kv_dtype=problem.dtype, variant=variant_sources.SLANTED)
+    attention.plan(case.view)
+    out = case.run(attention, variant_args={"slope": 0.03})
+    k, v = (slots.to(problem.dtype).double() for slots in (case.k_slots, case.v_slots))
+    begin = 0
+    for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
+        k_scale, v_scale = case.kv.k_scale[request][:, None], case.kv.v_scale[:, None]  # type: ignore[index]
+        q = case.q[begin : begin + qo_len].double()
+        expected, _ = oracle.attention(q, k[own] * k_scale, v[own] * v_scale, variant=variant_sources.slanted_oracle(0.03), request=request, first_row=begin)
+        assert (out[begin : begin + qo_len].double() - expected).norm() <= TOLERANCE * expected.norm()
+        begin += qo_len
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_append_rounds(device: torch.device, dtype: torch.dtype, source: torch.dtype) -> None:
+    """Divided by the scales, to the nearest, to even among equals, limited; as torch rounds what is in range."""
+    if device.type == "cuda" and source == torch.float32:
+        pytest.skip("no float32 on CUDA")
+    generator = torch.Generator(device).manual_seed(5)
+    magnitudes = torch.logspace(-6, 6, 40, device=device)[:, None, None]
+    k, v = ((torch.randn(40, 3, 64, device=device, generator=generator) * magnitudes).to(source) for _ in range(2))
+    k[3, 0, 0], k[4, 1, 1], k[5, 2, 2] = torch.nan, torch.inf, -torch.inf
+    slots = torch.randperm(64, device=device, generator=generator)[:40]
+    limit = torch.finfo(dtype).max
+    for scale in (None, 0.5, torch.tensor([0.125, 3.0, 0.7], device=device)):
+        caches = [torch.zeros(4, 16, 3, 64, device=device).to(dtype) for _ in range(4)]
+        of_append, of_qkv = (KVCache.from_pair(*pair, k_scale=scale, v_scale=scale) for pair in (caches[:2], caches[2:]))
+        append_kv(k, v, of_append, slots)
+        q = torch.randn(40, 2, 64, device=device, generator=generator).to(source)
+        append_qkv(q, k, v, of_qkv, slots)
+        divisor = torch.ones(3, device=device) if scale is None else torch.as_tensor(scale, device=device).expand(3)
+        for x, cache, other in zip((k, v), caches[:2], caches[2:], strict=True):
+            wanted = (x.float() / divisor[:, None]).clamp(-limit, limit).to(dtype)
+            got = cache.view(64, 3, 64)[slots]
+            assert torch.equal(got.float().nan_to_num(1e9), wanted.float().nan_to_num(1e9))
+            assert torch.equal(got.float().isnan(), x.isnan())
+            assert torch.equal(other.view(torch.uint8), cache.view(torch.uint8))
+
+
+def test_append_of_8_bits_copies(device: torch.device) -> None:
+    cache = KVCache.from_pair(*(torch.zeros(2, 4, 1, 16, device=device).to(DTYPES[0]) for _ in range(2)), k_scale=0.25)
+    k = torch.randn(3, 1, 16, device=device).to(DTYPES[0])
+    append_kv(k, k, cache, torch.tensor([7, 0, 2], device=device))
+    assert torch.equal(cache.k.flatten(0, 1)[[7, 0, 2]].view(torch.uint8), k.view(torch.uint8))
+
+
+def test_refusals(device: torch.device) -> None:
+    k, v = (torch.zeros(4, 16, 3, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    for scale in (torch.ones(2), torch.ones(3, 2), torch.ones(1, 2, 3), torch.ones(3).double(), torch.ones(0)):
+        with pytest.raises(ValueError, match=r"k_scale is a .*must be a number, or a float32 tensor"):
+            KVCache.from_pair(k, v, k_scale=scale.to(device))
+    for number in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
+        with pytest.raises(ValueError, match=r"v_scale is .*must be a number above 0"):
+            KVCache.from_pair(k, v, v_scale=number)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"k_scale is 0\.5, must be None: a bfloat16 cache has no scales"):
+        KVCache.from_pair(k.bfloat16(), v.bfloat16(), k_scale=0.5)
+    with pytest.raises(ValueError, match=r"k_scale is .*meta.*must be"):
+        KVCache.from_pair(k, v, k_scale=torch.ones(3, device="meta"))
+    shape = {"max_rows": 4, "max_batch": 4, "device": device}
+    with pytest.raises(ValueError, match=r"kv_dtype is torch.float16, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn or"):
+        Attention(6, 3, 64, kv_dtype=torch.float16, **shape)
+    attention = Attention(6, 3, 64, kv_dtype=torch.float8_e4m3fn, **shape)
+    lens = torch.tensor([5, 6], dtype=torch.int32, device=device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    attention.plan(BSRView(torch.tensor([0, 1, 2], dtype=torch.int32, device=device), PageTable.block_table(table, lens, 16)))
+    q = torch.zeros(2, 6, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"kv.k.dtype is bfloat16, must be float8_e4m3fn"):
+        attention.run(q, KVCache.from_pair(k.bfloat16(), v.bfloat16()))
+    with pytest.raises(ValueError, match=r"kv.k.dtype is float8_e5m2, must be float8_e4m3fn"):
+        attention.run(q, KVCache.from_pair(k.view(torch.float8_e5m2), v.view(torch.float8_e5m2)))
+    with pytest.raises(ValueError, match=r"kv.v.dtype|v is a"):
+        KVCache.from_pair(k, v.view(torch.float8_e5m2))
+    three = torch.ones(3, 1, device=device)
+    attention.run(q, KVCache.from_pair(k, v, k_scale=three, v_scale=three))
+    attention.plan(BSRView(torch.arange(5, dtype=torch.int32, device=device), PageTable.block_table(table.repeat(2, 1), lens.repeat(2), 16)))
+    with pytest.raises(ValueError, match=r"kv.v_scale.shape\[0\] is 3, must be at least 4, the requests of the plan"):
+        attention.run(torch.cat([q, q]), KVCache.from_pair(k, v, v_scale=three))
+    with pytest.raises(ValueError, match=r"kv.k_scale.shape is \[5, 3\], must be \[\] or \[num_kv_heads\]: append knows no requests"):
+        append_kv(
+            *(torch.zeros(1, 3, 64, dtype=torch.bfloat16, device=device),) * 2, KVCache.from_pair(k, v, k_scale=torch.ones(5, 3, device=device)), lens[:1]
+        )
+
+
+def test_variants_that_transform_the_cache_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2, must be torch.bfloat16 under variant .*, which transforms K or V"):
+        Attention(2, 2, 64, kv_dtype=torch.float8_e5m2, device=device, max_rows=4, max_batch=4, variant=rope(rope_frequencies(64)))
