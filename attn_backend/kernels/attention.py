@@ -325,8 +325,8 @@ class Attention:
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
-                options = (sinks, *kv.scale_tensors, *kv.scale_values)
-                errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *options)
+                more = (sinks, *kv.scale_tensors, *kv.scale_values)
+                errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))

@@ -654,7 +654,7 @@ struct Consumer {
   };
   static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
-  using Held = HeldQuery<Query, kQkColumns>;
+  using Held = HeldQuery<Query, kQkColumns, kVColumns>;
 
   __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();

@@ -60,11 +60,12 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       // of 8-bit caches
       {64, 64, kMaxKind, 128, 2, 10, 2, 20, 88, false, true},   //
       {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
+      {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
   };
   const bool is_widened = kv_element_bytes == 1;
   const Tuning* const first = is_widened ? kWidenedTunings : kTunings;
-  for (int i = 0; i < (is_widened ? 3 : 6); ++i) {
+  for (int i = 0; i < (is_widened ? 4 : 6); ++i) {
     if (dims.qk <= first[i].max_qk && dims.v <= first[i].max_v) return first[i];
   }
   return Tuning{};
@@ -138,6 +139,7 @@ static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <=
                   SharedLayout(HeadDims(192, 128)).bytes <= 227 * 1024 && SharedLayout(192).bytes <= 227 * 1024 &&
                   SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
                   SharedLayout(64, 2, 1).bytes <= 227 * 1024 && SharedLayout(128, 2, 1).bytes <= 227 * 1024 &&
+                  SharedLayout(HeadDims(256, 128), 2, 1).bytes <= 227 * 1024 &&
                   SharedLayout(256, 2, 1).bytes <= 227 * 1024,
               "a block's limit");
 

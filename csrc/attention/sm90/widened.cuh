@@ -41,9 +41,9 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
 }
 
 /// Rows of Q for widened_scores(): in registers, if these have room beside the output.
-template <class Query, int kQkColumns>
+template <class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
-  static constexpr bool kIsHeld = kQkColumns <= 128;
+  static constexpr bool kIsHeld = max_of(kQkColumns, kVColumns) <= 128;
   uint32_t rows[kIsHeld ? kQkColumns / 16 : 1][4];
 
   __device__ __forceinline__ void load(uint32_t q) {
