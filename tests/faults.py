@@ -49,15 +49,15 @@ FAULTS = (
     Fault(
         "sample_from_probs: seed and position swapped",
         "attn_backend/kernels/sampling.py",
-        "        seed,\n        position,\n        None,\n        _is_joint",
-        "        position,\n        seed,\n        None,\n        _is_joint",
+        "seed, position = draws(batch, device, seed, position, generator)\n",
+        "position, seed = draws(batch, device, seed, position, generator)\n",
         DRAWS,
     ),
     Fault(
         "chain_speculative_sampling: seed and position swapped",
         "attn_backend/kernels/sampling.py",
-        "        target_probs,\n        seed,\n        position,",
-        "        target_probs,\n        position,\n        seed,",
+        "seed, position = draws(batch, device, seed, position, generator, of_row=rows)",
+        "position, seed = draws(batch, device, seed, position, generator, of_row=rows)",
         DRAWS,
     ),
     Fault(

@@ -155,8 +155,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   WarpState<Element, kColumns, Layout::kRowBlocks> state;
   const bool has_logits = transforms_logits(variant);
   if constexpr (!Variant::kUsesSoftmax) state.start_sum(warp.kv_warp == 0);
-  const float sm_scale = score_scale(variant, params.sm_scale);
-  state.scale = has_logits ? kLog2E : sm_scale * kLog2E;
+  const auto sm_scale = [&] { return score_scale(variant, params.sm_scale); };
+  state.scale = has_logits ? kLog2E : sm_scale() * kLog2E;
 
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     }
 
     scale_scores(variant, s, requests, warp.first_row);
-    if (has_logits) transform_logits(variant, sm_scale, s, token, lane_rows);
+    if (has_logits) transform_logits(variant, sm_scale(), s, token, lane_rows);
     if (token < unmasked.begin || token + Layout::kTokens > unmasked.end) {
       const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
       mask_scores(visibility(), s, rows, params.group_size, warp.first_row, token, row_tile.kv_end);
