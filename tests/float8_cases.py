@@ -61,7 +61,8 @@ class Float8Case:
         """float64 o and lse over what the 8-bit numbers stand for."""
         case, spec = self.case, self.case.spec
         k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
-        outputs, sums, begin = [case.q.new_zeros((0, *case.q.shape[1:])).double().cpu()], [torch.zeros(0, case.q.shape[1], dtype=torch.float64)], 0
+        heads = case.q.shape[1]
+        outputs, sums, begin = [torch.zeros(0, heads, v_slots.shape[-1], dtype=torch.float64)], [torch.zeros(0, heads, dtype=torch.float64)], 0
         for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
             k_scale, v_scale = (scale_of(scale, request, spec.num_kv_heads)[:, None] for scale in (self._k_scale, self._v_scale))
             o, lse = oracle.attention(

@@ -252,7 +252,8 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   launch_append_qkv(params, dtype, device, file);
 }
 
-/// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q.
+/// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q. K and V that differ in width take a
+/// launch each.
 void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots,
                        String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale, double k_value,
                        double v_value) {
@@ -260,30 +261,49 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   const DataType dtype = data_type("k", k, device.device_type == kDLCUDA);
   const DataType kv_dtype = cache_dtype(k_cache, dtype);
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
-  const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
+  const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
+  const Dim heads{"num_kv_heads", k_cache.size(2)};
+  check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
+  const auto columns_of = [](const char* name, const TensorView& cache) {
+    constexpr int32_t kMaxHeadDim = 256;
+    const int32_t columns = narrow(name, cache.size(3), 8, kMaxHeadDim);
+    if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
+    return columns;
+  };
+  const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache);
+  const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache);
+  const Dim head_dim{"head_dim", k_columns}, head_dim_v{k_columns == v_columns ? "head_dim" : "head_dim_v", v_columns};
+
   QkvParams params{};
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2), 1, kMaxHeads);
-  constexpr int32_t kMaxHeadDim = 256;
-  params.head_dim = narrow("kv.k.shape[3] (head_dim)", k_cache.size(3), 8, kMaxHeadDim);
-  if (params.head_dim % 8 != 0) refuse("kv.k.shape[3] (head_dim)", params.head_dim, "a multiple of 8");
   params.slots = index_array("slots", slots, device, 0);
   params.num_tokens = narrow("slots.shape[0]", slots.size(0));
-  for (const auto& [name, tokens] : {std::pair<const char*, const TensorView&>{"k", k}, {"v", v}}) {
-    check_rows(name, tokens, device, dtype, {"tokens"}, heads, head_dim);
+  const auto rows_of = [&](const char* name, const TensorView& tokens, Dim columns) {
+    check_rows(name, tokens, device, dtype, {"tokens"}, heads, columns);
     if (tokens.size(0) < slots.size(0))
       refuse(std::string(name) + ".shape[0]", tokens.size(0),
              "at least slots.shape[0] = " + std::to_string(slots.size(0)));
-  }
-  params.k = head_rows(k);
-  params.v = head_rows(v);
-  params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, heads, head_dim);
-  params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, {"pages", k_cache.size(0)},
-                            {"page_size", k_cache.size(1)}, heads, head_dim);
+    return head_rows(tokens);
+  };
+  params.k = rows_of("k", k, head_dim);
+  params.v = rows_of("v", v, head_dim_v);
+  params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, head_dim);
+  params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
   params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k_cache.size(2)),
                            append_scale("kv.v_scale", v_scale, v_value, device, k_cache.size(2)), kv_dtype};
+  params.head_dim = k_columns;
+  if (k_columns == v_columns) return launch_append_qkv(params, dtype, device, file);
+  QkvParams values = params;
+  params.v = HeadRows{};
   launch_append_qkv(params, dtype, device, file);
+  values.k = values.v;
+  values.v = HeadRows{};
+  values.k_cache = values.v_cache;
+  values.scales.k = values.scales.v;
+  values.head_dim = v_columns;
+  launch_append_qkv(values, dtype, device, file);
 }
 
 }  // namespace

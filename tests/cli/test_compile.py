@@ -135,3 +135,18 @@ def test_kernels_of_other_heads_are_compiled(fake: FakeKernels, capsys: Capture,
     for wrong in ("84", "264"):
         assert main(["compile", "--head-dim", wrong]) == 1
         assert f"--head-dim is {wrong}, must be a multiple of 8 up to 256" in capsys.readouterr().err
+
+
+def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["compile", "--kv-dtype", "float8_e5m2", "--head-dim", "192_128", "--arch", "sm_80", "--dtype", "float16"]) == 0
+    names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
+    assert names == ["attention_sm80_f16_e5m2_d192_128_standard", "attention_sm80_f16_e5m2_d192_128_sinks"]
+    assert fake.runs() == 2
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    assert cubins.find_kernel(names[0], "sm_80").exists()
+    with pytest.raises(RuntimeError, match=r"`attn-backend compile --arch sm_80 --head-dim 192 --kv-dtype float8_e4m3fn` compiles it ahead"):
+        cubins.find_kernel("attention_sm80_f16_e4m3_d192_standard", "sm_80")
+    with pytest.raises(ValueError, match="must be one of"):
+        cubins.find_kernel("attention_sm80_f16_e4m3_d576_512_standard", "sm_80")
+    assert main(["compile", "--kv-dtype", "float8_e4m3fn", "--head-dim", "576_512"]) == 1
+    assert "--kv-dtype is float8_e4m3fn, must be None, or dtype, with heads of more than 256 columns" in capsys.readouterr().err

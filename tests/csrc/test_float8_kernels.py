@@ -53,6 +53,20 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (128, 64)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
+    """Loaded by TMA, gathered, in runs of tokens; V in its own memory."""
+    caches = [{"page_size": 16}, {"page_size": 3}, {"page_size": 1, "run_pages": 1000}, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}]
+    for number, cache in enumerate(caches):
+        spec = cases.Spec(
+            *BATCHES[number % 2 * 3], num_kv_heads=2, group_size=1 + number % 3, head_dim=head_dim, head_dim_v=head_dim_v, num_ctas=5, seed=number
+        )
+        spec = spec.with_(**{"cache_form": "pair", **cache}, window_left=60 if number == 2 else -1)
+        problem = Float8Case(spec, "cpu", DTYPES[number % 2], SCALES[number + 1], "head")
+        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
 def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> None:
     caches = {
         "attention": [{"page_size": 16}, {"page_size": 256, "layout": "HND"}, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}],

@@ -94,6 +94,30 @@ def test_a_variant_with_arguments(device: torch.device) -> None:
 
 
 @pytest.mark.slow
+def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
+    """Scales as numbers and as tensors, which a graph reads each time that it runs; V of another width."""
+    made = attention(device, kv_dtype=torch.float8_e4m3fn, head_dim_v=32)
+    rows = sum(QO_LENS)
+    q, k = (torch.randn(rows, heads, HEAD_DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS))
+    caches = [[torch.zeros(8, PAGE, KV_HEADS, columns, device=device).to(torch.float8_e4m3fn) for columns in (HEAD_DIM, 32)] for _ in range(2)]
+    slots, scale = torch.arange(rows, device=device), torch.tensor([0.5, 2.0], device=device)
+
+    def layer(q: Tensor, k: Tensor, k_cache: Tensor, v_cache: Tensor, scale: Tensor) -> Tensor:
+        kv = KVCache.unchecked(k_cache, v_cache, 0.25, scale)
+        append_kv(k, k[..., :32], kv, slots)
+        return made.run(q, kv)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    for factor in (1.0, 3.0):
+        outputs = [function(q, k, *pair, scale * factor) for function, pair in ((layer, caches[0]), (compiled, caches[1]))]
+        assert outputs[0].shape == (rows, HEADS, 32)
+        assert torch.equal(*outputs)
+        assert outputs[0].abs().sum() > 0
+        for one, other in zip(*caches, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.slow
 def test_draws_without_a_seed_are_refused_when_a_function_is_compiled() -> None:
     with pytest.raises(Exception, match="seed is None, must be given in a compiled function"):
         torch.compile(lambda logits: sample(logits).token_ids, fullgraph=True)(torch.randn(2, VOCAB))

@@ -44,6 +44,30 @@ def test_random_cases(device: torch.device, kernel: str | None, block: int) -> N
         run(random_case(seed, device), cascade=("always", True, False)[seed % 3], **options)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), [(192, 128, False), (192, 128, True), (72, 200, False), (96, 64, False)])
+def test_heads_of_different_widths(device: torch.device, kernel: str | None, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
+    for seed in range(3):
+        spec = cases.random_spec(seed + 500, device.type)
+        form = spec.cache_form if spec.cache_form in ("slots", "ragged") and not v_in_k else "pair"
+        spec = spec.with_(head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k, cache_form=form, strided=False)
+        if spec.dtype == torch.float32 and device.type == "cuda":
+            spec = spec.with_(dtype=torch.bfloat16)
+        options = {} if kernel is None else {"kernel": kernel}
+        run(Float8Case(spec, device, DTYPES[seed % 2], *SCALES[seed + 1 : seed + 3]), cascade=("always", True, False)[seed % 3], **options)
+
+
+@pytest.mark.parametrize("head_dims", [(512, 512), (576, 512)])
+def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, head_dims: tuple[int, int]) -> None:
+    head_dim, head_dim_v = head_dims
+    options = {"max_rows": 4, "max_batch": 4, "head_dim_v": head_dim_v, "device": device, "kv_dtype": DTYPES[0]}
+    for name in ("hopper", "generic") if device.type == "cpu" else (kernel,):
+        with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e4m3fn, must be None, or dtype, with heads of more than 256 columns"):
+            Attention(16, 1, head_dim, kernel=name, **options)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=head_dim == 576, num_ctas=3)
+        run(Float8Case(spec.with_(cache_form="pair"), device, DTYPES[0], "head", "number"))
+
+
 def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
     """Rows of one row group, which reads the shared pages once, have scales of their own."""
     for seed in range(6):
@@ -182,6 +206,22 @@ def test_append_rounds(device: torch.device, dtype: torch.dtype, source: torch.d
             assert torch.equal(got.float().nan_to_num(1e9), wanted.float().nan_to_num(1e9))
             assert torch.equal(got.float().isnan(), x.isnan())
             assert torch.equal(other.view(torch.uint8), cache.view(torch.uint8))
+
+
+def test_append_rounds_heads_of_different_widths(device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(6)
+    k, v = (torch.randn(9, 2, columns, device=device, generator=generator).bfloat16() for columns in (192, 72))
+    k_cache, v_cache = (torch.zeros(5, 4, 2, columns, device=device).to(DTYPES[0]) for columns in (192, 72))
+    slots = torch.tensor([3, 19, -1, 0, 17, 16, 20, 11, 5], device=device)
+    scale = torch.tensor([0.5, 3.0], device=device)
+    append_kv(k, v, KVCache.from_pair(k_cache, v_cache, k_scale=0.25, v_scale=scale), slots)
+    written = [i for i in range(9) if i not in (2, 6)]
+    for x, cache, divisor in ((k, k_cache, torch.full_like(scale, 0.25)), (v, v_cache, scale)):
+        wanted = torch.zeros(20, 2, x.shape[2], device=device).to(DTYPES[0])
+        wanted[slots[written]] = (x[written].float() / divisor[:, None]).to(DTYPES[0])
+        assert torch.equal(cache.flatten(0, 1).view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(ValueError, match=r"v\.shape is \[9, 2, 64\], must be .*head_dim_v = 72"):
+        append_kv(k, v[..., :64], KVCache.from_pair(k_cache, v_cache), slots)
 
 
 def test_append_of_8_bits_copies(device: torch.device) -> None:
