@@ -56,7 +56,6 @@ class _Passed(ctypes.Structure):
         ("uses_softmax", ctypes.c_int64),
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
-        ("padding", ctypes.c_int64),
         ("scales", KvScales),
         ("launched", ctypes.c_int64),
     )
@@ -85,6 +84,7 @@ def library(
     name = manifest.attention_name(design.name, element, head_dim, name, kv_element)
     made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p
+    assert made.passed_attention_bytes() == ctypes.sizeof(_Passed)
     return made
 
 
@@ -153,7 +153,6 @@ class DeviceAttention:
             uses_softmax,
             len(params),
             params,
-            0,
             KvScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), values_of("DataType")[(DTYPES | KV_DTYPES)[attention.kv_dtype]]),
             -1,
         )

@@ -144,6 +144,8 @@ void run_merge(int32_t rows_of_blocks, uint32_t seed) {
 
 }  // namespace
 
+extern "C" int32_t passed_attention_bytes() { return sizeof(PassedAttention); }
+
 /// Attention and merge of what `workspace` holds. rows_of_blocks: blocks of the merge kernel for each CTA. Returns what
 /// failed, or nullptr.
 extern "C" const char* device_attention(const ScheduleConfig* config, void* workspace, PassedAttention* passed,

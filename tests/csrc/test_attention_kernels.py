@@ -106,7 +106,7 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
     problem.check()
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (56, 32)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (56, 32), (72, 96)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_keys_and_values_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     """As above. V in its own memory, or, if it is the narrower one, in K's."""
