@@ -7,13 +7,29 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
+from integration.environment import REPOSITORY
+
 LIBRARY = "libattn_backend"
 STOP_GRACE_S = 30
 TERMINATE_GRACE_S = 5
+
+
+def own_modules(*first: str) -> dict[str, str]:
+    """The environment of a Python process that imports `integration` too, and the attn_backend that this process imports: not the source tree where the
+    package is installed.
+
+    Args:
+        first: folders that come before all others.
+    """
+    package = find_spec("attn_backend")
+    folders = [str(Path(package.origin).parents[1])] if package is not None and package.origin is not None else []
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*first, *folders, str(REPOSITORY), *inherited])), "PYTHONSAFEPATH": "1"}
 
 
 def process_environment(extra: dict[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import warnings
 from functools import partialmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
@@ -66,9 +67,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._kv_layout = check_kv_layout(kv_layout)
         if backend not in _BACKENDS:
             not_supported(f"backend = {backend!r}")
-        self._backend = backend
+        self._backend = "fa2" if backend == "auto" else backend
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
+        # Engines hand these on, from one wrapper to another; nothing lies in them.
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._use_cuda_graph = use_cuda_graph
         self._use_tensor_cores = use_tensor_cores
         self._fixed_batch_size = 0
@@ -92,6 +95,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
+
+    # What engines compare with what they planned.
+    @property
+    def _window_left(self) -> int:
+        return self._logits_options[1]
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return self._logits_options[2] or 0.0
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Accepted; the buffers are not used."""

@@ -32,9 +32,11 @@ class BatchPrefill:
         self._kv_layout = check_kv_layout(kv_layout)
         if backend not in BACKENDS:
             not_supported(f"backend = {backend!r}")
-        self._backend = backend
+        self._backend = "fa2" if backend == "auto" else backend
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
+        # Engines hand these on, from one wrapper to another and to Kernels.plan; nothing lies in them.
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._use_cuda_graph = use_cuda_graph
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         self._has_sinks = has_sinks(jit_args)
@@ -43,10 +45,29 @@ class BatchPrefill:
         self._rows: int | None = None
         self._fixed_batch_size = 0
         self._is_planned = False
+        self._max_total_num_rows: int | None = None  # with which CUDA graphs were captured; engines read and write it
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
+
+    @property
+    def _cached_module(self) -> Kernels | None:
+        """What engines call in the place of `plan`; None before the first one."""
+        return Kernels(self) if self._is_planned else None
+
+    # What engines compare with what they planned.
+    @property
+    def _causal(self) -> bool:
+        return self._options[0]
+
+    @property
+    def _window_left(self) -> int:
+        return self._options[2]
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return self._options[3] or 0.0
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Accepted; the buffers are not used."""
@@ -129,6 +150,51 @@ class BatchPrefill:
         if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
             self._plan_logits(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
+
+
+class Kernels:
+    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the wrapper's copies to the host."""
+
+    def __init__(self, wrapper: BatchPrefill) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        _float_workspace: Tensor,
+        _int_workspace: Tensor,
+        _pinned_int_workspace: Tensor,
+        qo_indptr_host: Tensor,
+        _kv_indptr_host: Tensor,
+        _kv_lens_host: Tensor,
+        _max_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        _use_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int,
+        *_options: int,
+    ) -> list[int]:
+        """Plans what lies in the wrapper's buffers, which the caller has filled; nothing is copied.
+
+        Returns:
+            What engines keep as the plan's description: nothing.
+
+        Raises:
+            ValueError: another batch size, page size or shape of heads than that of the wrapper's first plan.
+        """
+        wrapper = self._wrapper
+        heads = wrapper._heads
+        planned = (wrapper._fixed_batch_size or batch_size, wrapper._table.page_size, heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+        given = (batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        if given != planned:
+            refuse("(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)", given, f"{planned}, those of the first plan")
+        wrapper._rows = int(qo_indptr_host[-1])
+        wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
+        return []
 
 
 def has_sinks(jit_args: list[Any] | None) -> bool:

@@ -82,3 +82,8 @@ cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
 single_decode_with_kv_cache_with_jit_module = missing("single_decode_with_kv_cache_with_jit_module")
 trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
 xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
+
+
+def _grouped_size_compiled_for_decode_kernels(num_qo_heads: int, num_kv_heads: int) -> bool:
+    """What engines choose use_tensor_cores by, which makes no difference here."""
+    return num_qo_heads // num_kv_heads in (1, 2, 4, 8)

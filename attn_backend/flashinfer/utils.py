@@ -6,6 +6,8 @@ from enum import Enum
 
 import torch
 
+from .features import not_supported
+
 
 class MaskMode(Enum):
     """FlashInfer's masks by their numbers."""
@@ -29,6 +31,17 @@ class TensorLayout(Enum):
 
     NHD = 0
     HND = 1
+
+
+class FP4Tensor:
+    """Not supported: 4-bit floats. Engines import the name to ask whether a tensor is one.
+
+    Raises:
+        NotImplementedError: always.
+    """
+
+    def __init__(self, *_arguments: object, **_options: object) -> None:
+        not_supported("utils.FP4Tensor")
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:

@@ -20,18 +20,18 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from integration.processes import own_modules
+
 from .layout import FILES, lay_out, missing_files
 
 OUTCOMES = ("passed", "failed", "not supported", "skipped")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_file(folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]) -> dict[str, object]:
     """What became of one file's cases: counts by outcome, the reasons, and how the run ended."""
     results = folder / "results.jsonl"
     results.unlink(missing_ok=True)
-    environment = os.environ | {"FLASHINFER_SUITE": json.dumps(options | {"results": str(results)})}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | own_modules(str(folder)) | {"FLASHINFER_SUITE": json.dumps(options | {"results": str(results)})}
     command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
     command += ["--show-capture=no", "-W", "ignore", name, *pytest_arguments]
     ended = "in time"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from integration.cache import cached_folder
 from integration.environment import REPOSITORY
+from integration.processes import own_modules
 from integration.tiny_models.families import FAMILIES, make_model
 from integration.tiny_models.questions import largest_difference, read_answers
 from integration.tiny_models.runner import answers_file
@@ -48,8 +49,7 @@ def run(program: str, folder: Path, families: list[str], *options: str, answers:
         RuntimeError: a family has failed; the end of what the program said.
     """
     command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1"}
     environment |= {} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     if done.returncode != 0:

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.attention import *  # noqa: F403

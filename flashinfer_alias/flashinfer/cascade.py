@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.cascade import *  # noqa: F403

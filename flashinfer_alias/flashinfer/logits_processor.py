@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.logits_processor import *  # noqa: F403

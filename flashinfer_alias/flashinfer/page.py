@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.page import *  # noqa: F403

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.pod import *  # noqa: F403

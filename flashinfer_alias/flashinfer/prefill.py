@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.prefill import *  # noqa: F403

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.quantization import *  # noqa: F403

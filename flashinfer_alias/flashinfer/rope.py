@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.rope import *  # noqa: F403

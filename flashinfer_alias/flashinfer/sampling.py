@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.sampling import *  # noqa: F403

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.sparse import *  # noqa: F403

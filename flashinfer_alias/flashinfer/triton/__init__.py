@@ -1,0 +1,1 @@
+from . import cascade  # noqa: F401

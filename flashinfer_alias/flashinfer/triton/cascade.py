@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.triton.cascade import *  # noqa: F403

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.utils import *  # noqa: F403
