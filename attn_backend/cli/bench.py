@@ -106,6 +106,8 @@ def flashinfer(batch: Batch) -> Launch:
     import torch
 
     package = import_module("flashinfer")
+    if package.BatchDecodeWithPagedKVCacheWrapper.__module__.startswith("attn_backend."):
+        raise ImportError("flashinfer is an alias of this package")
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=batch.device)
     pages = (batch.kv_lens + PAGE_SIZE - 1) // PAGE_SIZE
     used = torch.arange(batch.block_table.shape[1], device=batch.device)[None] < pages[:, None]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def test_bench_agrees_with_its_peer_behind_a_shared_prefix() -> None:
 def test_bench_refuses_a_case_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cpu", "--case", "nothing"]) == 2
     assert "no case has such a name" in capsys.readouterr().err
+
+
+def test_bench_does_not_take_this_package_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", import_module("attn_backend.flashinfer"))
+    with pytest.raises(ImportError, match="alias of this package"):
+        bench.flashinfer(bench.Batch(bench.ON_CPU[0], "cpu"))
 
 
 class FakeServer(BaseHTTPRequestHandler):

@@ -221,7 +221,7 @@ def plan(**options: Any) -> Any:
         (ValueError, lambda: plan(custom_mask=torch.ones(24)), "custom_mask is a float32 tensor"),
         (ValueError, lambda: plan(custom_mask=torch.ones(23, dtype=torch.bool)), r"indptr\[-1\] is 24"),
         (ValueError, lambda: plan(prefix_len_ptr=torch.ones(2)), "token_pos_in_items_ptr is None"),
-        (NotImplementedError, lambda: plan(head_dim_vo=32), "head_dim_vo = 32 with head_dim_qk = 64"),
+        (NotImplementedError, lambda: plan(head_dim_vo=1024), "head_dim = 64_1024"),
         (NotImplementedError, lambda: plan(o_data_type="bfloat16"), "o_data_type = torch.bfloat16"),
         (NotImplementedError, lambda: plan().run(BATCH.q, BATCH.cache, torch.ones(4)), "the argument args"),
         (NotImplementedError, lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend="cudnn"), "backend = 'cudnn'"),
@@ -236,3 +236,14 @@ def plan(**options: Any) -> Any:
 def test_refusals(error: type[Exception], call: Callable[[], Any], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_v_that_are_narrower(device: str) -> None:
+    batch = make_batch([3, 17], [9, 33], heads=(4, 2, 192), device=device)
+    k, v = batch.k, batch.v[..., :128].contiguous()
+    expected = [attention(batch.q[q], k[kv], v[kv], causal=True) for q, kv in ((slice(3), slice(9)), (slice(3, 20), slice(9, 42)))]
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, head_dim_vo=128, causal=True)
+    check(ragged.run(batch.q, k, v, return_lse=True), (torch.cat([o for o, _ in expected]), torch.cat([lse for _, lse in expected])))
+    check(flashinfer.single_prefill_with_kv_cache(batch.q[:3], k[:9], v[:9], causal=True, return_lse=True), expected[0])

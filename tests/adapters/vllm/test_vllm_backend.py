@@ -76,7 +76,7 @@ def test_accepts(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 512}, "head_size"),
+        ({"head_size": 320}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
