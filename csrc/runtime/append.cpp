@@ -294,16 +294,16 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k_cache.size(2)),
                            append_scale("kv.v_scale", v_scale, v_value, device, k_cache.size(2)), kv_dtype};
   params.head_dim = k_columns;
-  if (k_columns == v_columns) return launch_append_qkv(params, dtype, device, file);
-  QkvParams values = params;
-  params.v = HeadRows{};
+  if (k_columns != v_columns) {
+    QkvParams values = params;
+    values.k = params.v;
+    values.k_cache = params.v_cache;
+    values.scales.k = params.scales.v;
+    values.head_dim = v_columns;
+    params.v = values.v = HeadRows{};
+    launch_append_qkv(values, dtype, device, file);
+  }
   launch_append_qkv(params, dtype, device, file);
-  values.k = values.v;
-  values.v = HeadRows{};
-  values.k_cache = values.v_cache;
-  values.scales.k = values.scales.v;
-  values.head_dim = v_columns;
-  launch_append_qkv(values, dtype, device, file);
 }
 
 }  // namespace

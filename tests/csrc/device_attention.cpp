@@ -4,6 +4,7 @@
 // DESIGN is the design's namespace. CTAs run one after another.
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <numeric>
 #include <vector>
 
@@ -144,7 +145,8 @@ void run_merge(int32_t rows_of_blocks, uint32_t seed) {
 
 }  // namespace
 
-extern "C" int32_t passed_attention_bytes() { return sizeof(PassedAttention); }
+/// Where the last field lies.
+extern "C" int32_t launched_offset() { return offsetof(PassedAttention, launched); }
 
 /// Attention and merge of what `workspace` holds. rows_of_blocks: blocks of the merge kernel for each CTA. Returns what
 /// failed, or nullptr.
