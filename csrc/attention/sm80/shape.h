@@ -30,15 +30,19 @@ struct Tuning {
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
+/// The first that is for heads of such widths; one without tokens: there is none.
+template <int kCount>
+ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dims) {
+  for (const Tuning& tuning : tunings) {
+    if (dims.widest() <= tuning.max_columns) return tuning;
+  }
+  return Tuning{};
+}
+
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
   constexpr Tuning kWidenedTunings[] = {{64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}};  // of 8-bit caches
-  const bool is_widened = kv_element_bytes == 1;
-  const Tuning* const first = is_widened ? kWidenedTunings : kTunings;
-  for (int i = 0; i < (is_widened ? 3 : 4); ++i) {
-    if (dims.widest() <= first[i].max_columns) return first[i];
-  }
-  return Tuning{};
+  return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
 
 /// Heads whose output is too wide for the registers of one warp: the warps share its columns, and each computes all

@@ -43,6 +43,15 @@ struct Tuning {
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
 };
 
+/// The first that is for heads of such widths; one without tokens: there is none.
+template <int kCount>
+ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dims) {
+  for (const Tuning& tuning : tunings) {
+    if (dims.qk <= tuning.max_qk && dims.v <= tuning.max_v) return tuning;
+  }
+  return Tuning{};
+}
+
 /// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
 /// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
 /// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
@@ -63,12 +72,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
   };
-  const bool is_widened = kv_element_bytes == 1;
-  const Tuning* const first = is_widened ? kWidenedTunings : kTunings;
-  for (int i = 0; i < (is_widened ? 4 : 6); ++i) {
-    if (dims.qk <= first[i].max_qk && dims.v <= first[i].max_v) return first[i];
-  }
-  return Tuning{};
+  return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
 
 /// Heads whose output is too wide for the registers of one warpgroup: the consumers share its columns
