@@ -250,8 +250,8 @@ class SGLangAttentionBackend(AttentionBackend):
     def _forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where another layer's cache is
-        read.
+        """q: [rows, num_qo_heads * head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where
+        another layer's cache is read.
 
         Returns [rows, num_qo_heads * head_dim_v].
         """
