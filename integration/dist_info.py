@@ -18,9 +18,10 @@ def write_dist_info(folder: Path) -> Path:
     import tomllib
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    target = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    version = project.get("version", "0+source")  # the build takes it from the tag
+    target = folder / f"{project['name'].replace('-', '_')}-{version}.dist-info"
     target.mkdir(parents=True, exist_ok=True)
-    (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8")
+    (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n", encoding="utf-8")
     groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
     sections = ["\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]) for group, entries in groups.items()]
     (target / "entry_points.txt").write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ class PlanKey(NamedTuple):
         has_alibi: whether logits get ALiBi's slopes.
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
+        head_dim_v: columns of a head of V; None: head_dim.
     """
 
     num_qo_heads: int
@@ -38,6 +39,7 @@ class PlanKey(NamedTuple):
     has_alibi: bool = False
     has_sinks: bool = False
     logits_soft_cap: float = 0.0
+    head_dim_v: int | None = None
 
     @property
     def needs_variant(self) -> bool:

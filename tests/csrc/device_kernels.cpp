@@ -120,7 +120,7 @@ extern "C" const char* device_append(const void* const* pointers, const int64_t*
   params.page_size = FastDivisor(static_cast<int32_t>(sizes[2]));
   params.num_kv_heads = static_cast<int32_t>(sizes[3]);
   params.element_bytes = static_cast<int32_t>(sizes[5]);
-  params.head_bytes = static_cast<int32_t>(sizes[4]) * params.element_bytes;
+  params.k_head_bytes = params.v_head_bytes = static_cast<int32_t>(sizes[4]) * params.element_bytes;
   return emulation::failure_of(0, [&] {
     for (int32_t block = 0; block < blocks; ++block)
       emulation::run_cta(block, blocks, kAppendThreads, 0, [] { append_kernel(launched_append); });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -95,6 +96,7 @@ class Parameters:
         self.add_int("seed", [seed_of(self.rng), 0, -1, -(2**63), 2**63 - 1, 2**32 + 5])
         self.add_int("position", [None, 0, 1, 77, 2**31 - 1] if self.rng.random() < 0.5 else [None, 2**40, 2**62, 5])
         self.values["position"] = [value or 0 for value in self.values["position"]]
+        self.kinds["seed"] = replace(self.kinds["seed"], optional=True)  # where there is no position either, draws come from torch's generator
 
     def add_filters(self, vocab: int) -> None:
         self.add_int("top_k", [None, -1, 0, 1, 2, 7, 50, vocab // 2, vocab - 1, vocab, vocab + 7])

@@ -48,7 +48,7 @@ MEMBERS = {
     },
     "sglang": {
         "sglang.srt.layers.radix_attention:RadixAttention": (
-            "tp_q_head_num tp_k_head_num head_dim qk_head_dim v_head_dim scaling layer_id logit_cap sliding_window_size "
+            "tp_q_head_num tp_k_head_num head_dim v_head_dim scaling layer_id logit_cap sliding_window_size "
             "is_cross_attention use_irope attn_type logit_capping_method xai_temperature_len"
         ),
         "sglang.srt.layers.radix_attention:AttentionType": "DECODER ENCODER_ONLY",
@@ -102,6 +102,8 @@ CALLS = {
 MAYBE = {
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases lay out the cache themselves",
     "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
+    "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
+    "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",
 }
 

@@ -74,6 +74,7 @@ class Layer:
         self.slopes = slopes
         self.num_qo_heads: int = layer.tp_q_head_num
         self.head_dim: int = layer.head_dim
+        self.head_dim_v: int = layer.v_head_dim
         self.sm_scale = float(layer.scaling)
         self.logits_soft_cap = 0.0 if plan.key.needs_variant else plan.key.logits_soft_cap  # a variant knows its own
         self.of_encoder = plan.key.of_encoder
@@ -249,9 +250,10 @@ class SGLangAttentionBackend(AttentionBackend):
     def _forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim]; k, v: [rows, num_kv_heads, head_dim], or None where another layer's cache is read.
+        """q: [rows, num_qo_heads * head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where
+        another layer's cache is read.
 
-        Returns [rows, num_qo_heads * head_dim].
+        Returns [rows, num_qo_heads * head_dim_v].
         """
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
@@ -271,15 +273,14 @@ class SGLangAttentionBackend(AttentionBackend):
         num_rows = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)
         if out is None or out.shape[0] != num_rows:
-            out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim))
-        shape = (num_rows, known.num_qo_heads, known.head_dim)
+            out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim_v))
         arguments = known.plan.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
         attention.run(
-            q.view(shape),
+            q.view(num_rows, known.num_qo_heads, known.head_dim),
             kv,
-            out=out.view(shape),
+            out=out.view(num_rows, known.num_qo_heads, known.head_dim_v),
             sm_scale=known.sm_scale,
             logits_soft_cap=known.logits_soft_cap,
             after_append=appended,
@@ -335,6 +336,7 @@ class SGLangAttentionBackend(AttentionBackend):
             key.num_qo_heads,
             key.num_kv_heads,
             key.head_dim,
+            head_dim_v=key.head_dim_v,
             dtype=self.dtype,
             device=self.device,
             max_rows=max_rows,

@@ -109,8 +109,6 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         ValueError: see the module.
     """
     name = f"layer {layer.layer_id}"
-    if layer.qk_head_dim != layer.v_head_dim:
-        raise refuse(f"different head sizes of K and V ({layer.qk_head_dim} and {layer.v_head_dim}, {name})")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
     if layer.xai_temperature_len > 0:
@@ -139,6 +137,7 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         has_alibi=slopes_of(parent) is not None,
         has_sinks=any(isinstance(getattr(parent, sinks, None), torch.Tensor) for sinks in _SINKS),
         logits_soft_cap=float(layer.logit_cap or 0.0),
+        head_dim_v=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,
     )
 
 

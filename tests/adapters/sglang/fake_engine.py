@@ -26,6 +26,7 @@ class LayerShape:
     logit_cap: float = 0.0
     attn_type: AttentionType = AttentionType.DECODER
     chunk: int = 0  # the engine's: model_config(attention_chunk_size=chunk)
+    v_head_dim: int = 64
 
     @property
     def is_local(self) -> bool:
@@ -39,6 +40,7 @@ class LayerShape:
             self.head_dim**-0.5,
             self.num_kv_heads,
             layer_id,
+            v_head_dim=self.v_head_dim,
             logit_cap=self.logit_cap,
             sliding_window_size=self.window,
             attn_type=self.attn_type,
@@ -77,7 +79,7 @@ class FakeEngine:
         self.device = device
         self.page_size, self.dtype, self.shapes = page_size, dtype, layers
         self.model = nn.ModuleList(shape.build(i) for i, shape in enumerate(layers))
-        heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
+        heads, head_dim, v_head_dim = layers[0].num_kv_heads, layers[0].head_dim, layers[0].v_head_dim
         size = MAX_REQUESTS * MAX_TOKENS
         if hybrid:
             windowed = [i for i, shape in enumerate(layers) if shape.is_local]
@@ -89,7 +91,7 @@ class FakeEngine:
             mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()
             pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]).to(device))
         else:
-            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), device, enable_memory_saver=False)
+            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), device, enable_memory_saver=False, v_head_dim=v_head_dim)
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
                 buffer.fill_(float("nan"))  # what no request wrote must not be seen
@@ -150,7 +152,7 @@ class FakeEngine:
         """q, k and v as a model hands them over: views of one projection."""
         shape = self.shapes[layer_id]
         rows = batch.positions.shape[0]
-        sizes = [shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
+        sizes = [shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.v_head_dim]
         q, k, v = torch.randn(rows, sum(sizes), generator=self.generator).to(self.device, self.dtype).split(sizes, dim=-1)
         return q, k.view(rows, shape.num_kv_heads, -1), v.view(rows, shape.num_kv_heads, -1)
 

@@ -78,6 +78,10 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
     serve(FakeEngine((LayerShape(), LayerShape(logit_cap=30.0)), page_size, dtype, device=device))
 
 
+def test_values_of_another_width() -> None:
+    serve(FakeEngine((LayerShape(head_dim=192, v_head_dim=128), LayerShape(head_dim=192, v_head_dim=128, window=20)), page_size=16))
+
+
 def test_keys_and_values_of_another_type_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(dtype=torch.bfloat16)
     tensors = engine.tensors

@@ -139,7 +139,6 @@ def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"v_head_dim": 32}, "64 and 32"),
         ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
         ({"sliding_window_size": 8, "attn_type": AttentionType.ENCODER_ONLY}, "sliding window over both sides"),
     ],

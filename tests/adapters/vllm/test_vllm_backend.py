@@ -101,7 +101,9 @@ def test_refuses(changes: dict[str, Any], reason: str) -> None:
     assert reason in found[0]
 
 
-@pytest.mark.parametrize(("head_size", "supported"), [(8, True), (80, True), (96, True), (256, True), (4, False), (100, False), (264, False), (512, False)])
+@pytest.mark.parametrize(
+    ("head_size", "supported"), [(8, True), (80, True), (96, True), (256, True), (4, False), (100, False), (264, False), (512, True), (520, False)]
+)
 def test_head_sizes_on_a_cpu(head_size: int, supported: bool) -> None:
     assert CpuAttnBackend.supports_head_size(head_size) == supported
     assert CpuAttnBackend.supports_dtype(torch.float32)
