@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
-from device_attention import DeviceAttention
+from device_attention import CACHES, DeviceAttention
 
 from attn_backend import BSRView, Composition, KVCache, PageTable, Variant
 from attn_backend.kernels import cubins, manifest
@@ -66,16 +66,6 @@ def test_random_cases(emulated: Path, kernel: str, block: int) -> None:
         case = case_tensors.build(spec, CPU)
         attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
         run_and_check(case, attention, wants_lse=number % 2 == 0)
-
-
-CACHES = {
-    "pages": {"page_size": 16},
-    "large pages": {"page_size": 256, "layout": "HND"},
-    "small pages": {"page_size": 3},
-    "tokens in runs": {"page_size": 1, "run_pages": 1000},
-    "tokens": {"page_size": 1, "run_pages": 1},
-    "ragged": {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
-}
 
 
 @pytest.mark.parametrize("cache", CACHES)
