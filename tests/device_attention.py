@@ -21,6 +21,16 @@ KERNELS = ("generic", "hopper")
 # Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
 
+# Caches that TMA loads in different ways, or that are gathered: changes of a cases.Spec.
+CACHES = {
+    "pages": {"page_size": 16},
+    "large pages": {"page_size": 256, "layout": "HND"},
+    "small pages": {"page_size": 3},
+    "tokens in runs": {"page_size": 1, "run_pages": 1000},
+    "tokens": {"page_size": 1, "run_pages": 1},
+    "ragged": {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+}
+
 
 class KvScale(ctypes.Structure):
     """Of csrc/cache/kv_scales.h."""

@@ -305,6 +305,7 @@ class Attention:
             assert lse is not None  # what is no tensor was refused
             return out, lse
         if is_compiling():
+            out = self._new_out(q) if out is None else out
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
             return compiled.run(self._handle, q, kv, out, variant_args, options)
         try:
@@ -312,7 +313,7 @@ class Attention:
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if out is None:
-                out = torch.empty_like(q) if self.head_dim_v == self.head_dim else q.new_empty((*q.shape[:-1], self.head_dim_v))
+                out = self._new_out(q)
             elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
                 check_plain("out", out)
             if lse is not None:
@@ -348,6 +349,9 @@ class Attention:
         if self._variant is not None and self._variant.is_interpreted:
             self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks)
         return out
+
+    def _new_out(self, q: Tensor) -> Tensor:
+        return torch.empty_like(q) if self.head_dim_v == self.head_dim else q.new_empty((*q.shape[:-1], self.head_dim_v))
 
     def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
         """Gives what follows the variant's arguments."""

@@ -52,9 +52,8 @@ def _run(
     )  # fmt: skip
 
 
-def run(handle: int, q: Tensor, kv: KVCache, out: Tensor | None, variant_args: Mapping[str, Any] | None, options: dict[str, Any]) -> Tensor:
+def run(handle: int, q: Tensor, kv: KVCache, out: Tensor, variant_args: Mapping[str, Any] | None, options: dict[str, Any]) -> Tensor:
     """options: the other arguments of Attention.run, by name."""
-    out = q.new_empty((*q.shape[:-1], kv.head_dim_v)) if out is None else out
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, value in (variant_args or {}).items():

@@ -126,7 +126,7 @@ class KVCache:
         object.__setattr__(self, "k", _checked("k", self.k))
         object.__setattr__(self, "v", _checked("v", self.v))
         if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
-            refuse("v", self.v, f"of k's shape {list(self.k.shape)}, but for the last dimension, and dtype {dtype_name(self.k.dtype)}")
+            refuse("v", self.v, f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype {dtype_name(self.k.dtype)}")
         check_same_device("v", self.v, "k", self.k.device)
         scales = (self._checked_scale("k_scale", self.k_scale), self._checked_scale("v_scale", self.v_scale))
         object.__setattr__(self, "scale_tensors", _tensors_of(*scales))

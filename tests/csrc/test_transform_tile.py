@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from compositions import Shape
-from device_attention import DeviceAttention
+from device_attention import CACHES, DeviceAttention
 from variant_fuzz.catalogue import Entry, Sizes, entries
 
 from attn_backend.kernels import cpp_compiler, cubins, manifest
@@ -78,16 +78,6 @@ def test_large_row_tiles_behind_small_ones(emulated: Path) -> None:
         for dtype, head_dim in ((torch.bfloat16, 256), (torch.float16, 128)):
             sizes = {"num_kv_heads": 1, "group_size": 2, "head_dim": head_dim, "num_ctas": 1, "page_size": 16}
             check_case(emulated, entry, cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, **sizes), "hopper")
-
-
-CACHES = {
-    "pages": {"page_size": 16},
-    "large pages": {"page_size": 256, "layout": "HND"},
-    "small pages": {"page_size": 3},
-    "tokens in runs": {"page_size": 1, "run_pages": 1000},
-    "tokens": {"page_size": 1, "run_pages": 1},
-    "ragged": {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
-}
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -118,6 +118,20 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
 
 
 @pytest.mark.slow
+def test_values_of_another_width(device: torch.device) -> None:
+    made = attention(device, head_dim_v=40)
+    q = torch.randn(sum(QO_LENS), HEADS, HEAD_DIM, device=device).bfloat16()
+    k, v = (torch.randn(8, PAGE, KV_HEADS, width, device=device).bfloat16() for width in (HEAD_DIM, 40))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return made.run(q, KVCache.unchecked(k, v)) * 2
+
+    eager = attend(q, k, v)
+    assert eager.shape == (sum(QO_LENS), HEADS, 40)
+    assert torch.equal(eager, torch.compile(attend, fullgraph=True)(q, k, v))
+
+
+@pytest.mark.slow
 def test_draws_without_a_seed_are_refused_when_a_function_is_compiled() -> None:
     with pytest.raises(Exception, match="seed is None, must be given in a compiled function"):
         torch.compile(lambda logits: sample(logits).token_ids, fullgraph=True)(torch.randn(2, VOCAB))
