@@ -215,21 +215,26 @@ int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxS
 bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kUint8 = 0, kFloat16 = 6, kBFloat16 = 9;  // CU_TENSOR_MAP_DATA_TYPE_*
   constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-  // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
-  // are slower too (ADR 17).
-  constexpr int kSwizzle128 = 3, kPromoteToL2_128 = 2;
+  constexpr int kSwizzle128 = 3;
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
   const int type = is_float8(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
   uint64_t strides[3];
+  uint64_t alignment_bits = reinterpret_cast<uint64_t>(tensor.data);  // of rows
   for (int i = 0; i < 3; ++i) {
     // A dimension of size 1 may have any stride.
     strides[i] = tensor.sizes[i + 1] == 1 ? kUnit : static_cast<uint64_t>(tensor.strides[i]) * bytes;
     if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
+    if (tensor.sizes[i + 1] > 1) alignment_bits |= strides[i];
   }
+  // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
+  // are slower too (ADR 17). Rows that begin within a line of 128 share it with another head, which a CTA reads at
+  // another time.
+  constexpr int kNoPromotion = 0, kPromoteToL2_128 = 2;
+  const int promotion = alignment_bits % 128 == 0 ? kPromoteToL2_128 : kNoPromotion;
   const uint32_t steps[4] = {1, 1, 1, 1};
   return driver().encode_tiled(&map, type, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, tensor.box, steps,
-                               kNoInterleave, kSwizzle128, kPromoteToL2_128, kNoFill) == 0;
+                               kNoInterleave, kSwizzle128, promotion, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

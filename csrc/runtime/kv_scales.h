@@ -23,7 +23,8 @@ inline KvScale kv_scale(const char* name, const tvm::ffi::Optional<TensorView>& 
   made.data = static_cast<const float*>(t.data_ptr());
   if (t.ndim() == 0 || t.numel() == 1) return made;
   const int64_t heads = t.size(t.ndim() - 1);
-  if (t.ndim() > 2 || t.numel() == 0 || (heads != num_kv_heads && !(t.ndim() == 2 && heads == 1)))
+  const bool fits_heads = heads == num_kv_heads || (t.ndim() == 2 && heads == 1);
+  if (t.ndim() > 2 || t.numel() == 0 || !fits_heads)
     refuse(std::string(name) + ".shape", shape_of(t),
            "[], [num_kv_heads = " + std::to_string(num_kv_heads) + "], [batch, 1] or [batch, num_kv_heads]");
   const std::string stride = std::string(name) + ".stride(";
