@@ -110,6 +110,7 @@ struct VariantBase {
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
   static constexpr bool kHasScales = false;
+  static constexpr bool kIsStandard = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
   static constexpr PairLayout kQueryPairs{0, 0};
@@ -240,25 +241,23 @@ struct StandardVariant : VariantBase {
     float logits_soft_cap;  // 0: off
   };
 
+  static constexpr bool kIsStandard = true;
   static constexpr bool kReadsRows = false;
 
   float cap;
 
   ATTN_HD StandardVariant(const Params& params, int32_t /*kv_head*/) : cap(params.logits_soft_cap) {}
   ATTN_HD float logits(float logit, const ScoreRow&, int32_t /*kv_position*/) const { return soft_cap(logit, cap); }
-  ATTN_HD bool transforms_logits() const { return cap > 0.0f; }  // only this variant may say so at run time
 };
 
-/// Whether logits() is to be called; uniform over a launch.
-ATTN_HD bool transforms_logits(const StandardVariant& variant) { return variant.transforms_logits(); }
-ATTN_HD bool transforms_logits(const WithSinks<StandardVariant>& variant) { return variant.transforms_logits(); }
-ATTN_HD bool transforms_logits(const WithScales<StandardVariant>& variant) { return variant.transforms_logits(); }
-ATTN_HD bool transforms_logits(const WithScales<WithSinks<StandardVariant>>& variant) {
-  return variant.transforms_logits();
-}
+/// Whether logits() is to be called; uniform over a launch. Only the standard variant says so at run time.
 template <class Variant>
-ATTN_HD constexpr bool transforms_logits(const Variant&) {
-  return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;
+ATTN_HD constexpr bool transforms_logits(const Variant& variant) {
+  if constexpr (Variant::kIsStandard) {
+    return variant.cap > 0.0f;
+  } else {
+    return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;
+  }
 }
 
 }  // namespace attn

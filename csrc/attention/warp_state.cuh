@@ -352,11 +352,36 @@ __device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4
   }
 }
 
+/// score = cap * tanh(score * sm_scale / cap); tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6. Four divisions share one
+/// reciprocal: it is exponentials and reciprocals that take the time. `factor`: of the exponents of 2.
+__device__ __forceinline__ void cap_scores(float (&scores)[4], float factor, float cap) {
+  constexpr float kMaxExponent = 31.0f;  // tanh is 1 there; four of its powers are below the largest float
+  float sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = ptx::ex2(fminf(scores[i] * factor, kMaxExponent)) + 1.0f;
+  const float first = sums[0] * sums[1], second = sums[2] * sums[3];
+  const float inverse = ptx::reciprocal(first * second) * (-2.0f * cap);
+  const float of_first = inverse * second, of_second = inverse * first;
+  scores[0] = of_first * sums[1] + cap;
+  scores[1] = of_first * sums[0] + cap;
+  scores[2] = of_second * sums[3] + cap;
+  scores[3] = of_second * sums[2] + cap;
+}
+
 /// Turns scores into natural logits. `rows`: LaneRows.
 template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
                                                  float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
                                                  const Rows& rows) {
+  if constexpr (Variant::kIsStandard) {
+    const float factor = __fdividef(sm_scale * (2.0f * kLog2E), variant.cap);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) cap_scores(s[b][n], factor, variant.cap);
+    }
+    return;
+  }
   for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
     score *= sm_scale;
     if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);

@@ -1,11 +1,10 @@
-// Merges the states of a row, one warp a row and head.
+// Merges the states of a row, one warp a row, head and kMergeColumns columns.
 //
-// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged. Block (x, y)
-// serves the pair in whose middle CTA x's interval ends, if that is where the pair's first part ends; rows of the tile
-// go round robin over the blocks of a column. Any grid with num_ctas columns works.
-// Rows of several row groups have a state in each of them, and more parts where their row tile is shared by several
-// CTAs. They are distributed round robin over all blocks, so that few rows with many parts use many multiprocessors.
-// The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
+// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged. Block (x, y) serves the pair in
+// whose middle CTA x's interval ends; its rows go round robin over the warps of all these blocks. Any grid with
+// num_ctas columns works. Rows of several row groups have a state in each of them, and more parts where their row tile
+// is shared by several CTAs. They are distributed round robin over all blocks, so that few rows with many parts use
+// many multiprocessors. The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
 #pragma once
 
 #include "attention/merge/shape.h"
@@ -22,6 +21,18 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
   return position.tile == pair.tile && position.head == pair.head && position.kv_tile > 0;
 }
 
+/// The first CTA with a part of `pair`: the last one up to `cta`, which has one, whose interval does not start inside.
+/// All lanes of the warp take part.
+__device__ __forceinline__ int32_t find_first_part(const AttentionParams& params, int32_t cta, const Position& pair) {
+  const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int32_t last = cta;; last -= 32) {
+    const bool outside = last - lane <= 0 || !is_inside(params.schedule.positions[last - lane], pair);
+    const uint32_t all_outside = __ballot_sync(0xffffffffu, outside);
+    if (all_outside != 0) return max_of(last - (__ffs(all_outside) - 1), 0);
+  }
+}
+
 /// CTAs behind `cta` whose intervals start inside `pair`. All lanes of the warp take part.
 __device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& params, int32_t cta,
                                                       const Position& pair) {
@@ -33,9 +44,6 @@ __device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& par
     if (outside != 0) return first - cta - 1 + __ffs(outside) - 1;
   }
 }
-
-/// Columns that a warp merges at a time.
-constexpr int kMergeColumns = 128;
 
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
@@ -76,62 +84,59 @@ struct Parts {
   }
 };
 
-/// Merges one row, with one warp. Lane i holds columns [4i, 4i + 4) of each group of 128 columns. `transform(values,
-/// column)` changes four columns of the output. to_lse: nullptr if it is not wanted.
+/// Merges kMergeColumns columns of one row, with one warp; lane i holds four from first_column + 4i on.
+/// `transform(values, column)` changes four columns of the output. to_lse: nullptr if it is not wanted.
 template <class Element, class Transform>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t qo_head, char* to_o, float* to_lse,
-                                          Parts parts, const Transform& transform) {
+__device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t qo_head, int32_t first_column,
+                                          char* to_o, float* to_lse, Parts parts, const Transform& transform) {
   constexpr int kBatch = 3;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
+  const int32_t column = first_column + lane * 4;
+  float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float maximum = minus_infinity();  // of the parts' lse, to base 2
+  float sum = 0.0f;                  // of exp2(lse - maximum)
 #pragma unroll 1
-  for (int32_t column = lane * 4; column - lane * 4 < params.v_columns; column += kMergeColumns) {
-    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float maximum = minus_infinity();  // of the parts' lse, to base 2
-    float sum = 0.0f;                  // of exp2(lse - maximum)
-#pragma unroll 1
-    for (int32_t first = 0; first < parts.count; first += 32) {
-      // Lane i finds and weighs part first + i.
-      const int32_t state = parts.state(min_of(first + lane, parts.count - 1), params.max_tile_rows);
-      const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
-      const float new_maximum = fmaxf(maximum, warp_max(lse));
-      const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
-      const float weight = ptx::ex2(lse - base);
-      const float correction = ptx::ex2(maximum - base);
-      sum = sum * correction + warp_sum(weight);
-      maximum = new_maximum;
-      o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
+  for (int32_t first = 0; first < parts.count; first += 32) {
+    // Lane i finds and weighs part first + i.
+    const int32_t state = parts.state(min_of(first + lane, parts.count - 1), params.max_tile_rows);
+    const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
+    const float new_maximum = fmaxf(maximum, warp_max(lse));
+    const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
+    const float weight = ptx::ex2(lse - base);
+    const float correction = ptx::ex2(maximum - base);
+    sum = sum * correction + warp_sum(weight);
+    maximum = new_maximum;
+    o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
 
-      const int32_t count = min_of(parts.count - first, 32);
+    const int32_t count = min_of(parts.count - first, 32);
 #pragma unroll 1
-      for (int32_t i = 0; i < count; i += kBatch) {
-        float4 x[kBatch];
+    for (int32_t i = 0; i < count; i += kBatch) {
+      float4 x[kBatch];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float* part =
-              params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
-          x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j < count && column < params.v_columns) x[j] = *reinterpret_cast<const float4*>(part + column);
-        }
+      for (int j = 0; j < kBatch; ++j) {
+        const float* part =
+            params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
+        x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i + j < count && column < params.v_columns) x[j] = *reinterpret_cast<const float4*>(part + column);
+      }
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 behind the last part
-          o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
-        }
+      for (int j = 0; j < kBatch; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 behind the last part
+        o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
       }
     }
-
-    // Without sinks the same as with one of -infinity: one path needs fewer registers than two.
-    const RowEnd end =
-        end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + qo_head));
-    const float factor = params.adds_up ? 1.0f : end.factor;
-    if (column < params.v_columns) {
-      float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
-      transform(values, column);
-      *reinterpret_cast<uint2*>(to_o + column * Element::kBytes) =
-          make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
-    }
-    if (column == 0 && to_lse != nullptr) *to_lse = end.lse;
   }
+
+  // Without sinks the same as with one of -infinity: one path needs fewer registers than two.
+  const RowEnd end = end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + qo_head));
+  const float factor = params.adds_up ? 1.0f : end.factor;
+  if (column < params.v_columns) {
+    float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+    transform(values, column);
+    *reinterpret_cast<uint2*>(to_o + column * Element::kBytes) =
+        make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+  }
+  if (column == 0 && to_lse != nullptr) *to_lse = end.lse;
 }
 
 /// The parts of a row of several row groups. All lanes of the warp must call it; fills `row`, too, and if kFindsGroup
@@ -186,16 +191,19 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
 struct SharedPair {
   int32_t tile;
   int32_t head;
-  int32_t parts;  // CTAs that share it
+  int32_t first_cta;
+  int32_t parts;  // CTAs that share it; all but the last have block columns that serve it
   int32_t rows;   // to be merged; 0: there is no pair, or its rows are in several row groups
 
-  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params) : tile(0), head(0), parts(0), rows(0) {
+  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params)
+      : tile(0), head(0), first_cta(0), parts(0), rows(0) {
     const int32_t cta = blockIdx.x;
     const Position pair = params.schedule.positions[cta + 1];
-    if (pair.kv_tile == 0 || is_inside(params.schedule.positions[cta], pair)) return;
+    if (pair.kv_tile == 0) return;
     tile = pair.tile;
     head = pair.head;
-    parts = 1 + count_parts_behind(params, cta, pair);
+    first_cta = find_first_part(params, cta, pair);
+    parts = 1 + count_parts_behind(params, first_cta, pair);
     const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
     rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
   }
@@ -214,33 +222,39 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
                             ? 0
                             : params.schedule.header->num_merge_rows * num_qo_heads;
   const SharedPair pair(params);
+  // Rows and heads once for each block of columns, block after block.
+  const int32_t column_blocks = merge_column_blocks(params.v_columns);
   int32_t i = warp_of_column * gridDim.x + blockIdx.x;
-  int32_t tile_row = warp_of_column;
+  int32_t of_pair = warp_of_column * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
   bool waits = true;
 #pragma unroll 1
-  while (i < count || tile_row < pair.rows) {
+  while (i < count * column_blocks || of_pair < pair.rows * column_blocks) {
     OutputRow row;
     Parts parts;
     int32_t group = 0;
-    if (i < count) {
-      row.qo_head = i % num_qo_heads;
+    const bool is_of_pair = i >= count * column_blocks;
+    int32_t in_block = is_of_pair ? of_pair : i;
+    int32_t first_column = 0;
+    for (; in_block >= (is_of_pair ? pair.rows : count); first_column += kMergeColumns)
+      in_block -= is_of_pair ? pair.rows : count;
+    if (!is_of_pair) {
+      row.qo_head = in_block % num_qo_heads;
       row.index = 0;
-      parts = find_parts<VariantHooks<Variant>::kOutput>(params, i / num_qo_heads, row, group);
+      parts = find_parts<VariantHooks<Variant>::kOutput>(params, in_block / num_qo_heads, row, group);
       i += warps;
     } else {
       row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
-                      tile_row);  // read again: fewer registers
+                      in_block);  // read again: fewer registers
       group = params.schedule.tiles[pair.tile].group;
-      const int32_t first_state = partial_slot(blockIdx.x, kEndsInside) * params.max_tile_rows + tile_row;
-      parts =
-          Parts{pair.parts, pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0, static_cast<int32_t>(blockIdx.x) + 1,
-                tile_row,   first_state};
-      tile_row += gridDim.y * kWarpsPerBlock;
+      const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + in_block;
+      parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,
+                    pair.first_cta + 1, in_block,   first_state};
+      of_pair += gridDim.y * kWarpsPerBlock * (pair.parts - 1);
     }
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     if (row.exists) {
-      merge_row<Element>(params, row.qo_head, row.template o<Element>(params), row.lse(params), parts,
+      merge_row<Element>(params, row.qo_head, first_column, row.template o<Element>(params), row.lse(params), parts,
                          [&](float (&values)[4], int32_t column) {
                            if constexpr (VariantHooks<Variant>::kOutput) {
                              const Variant variant(params.variant.as<typename Variant::Params>(),
