@@ -141,8 +141,9 @@ struct OutputPlace {
 };
 
 /// Where a work item's rows go.
-template <class Element, bool kManyLevels, class Variant = StandardVariant>
+template <class Element_, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
+  using Element = Element_;
   static constexpr bool kHasScales = Variant::kHasScales;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
@@ -354,9 +355,10 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
 /// kHeadColumns: that are written. Layout::kFours: as in stage_rows().
-template <class Block, class Layout, int kHeadColumns, int kBytes, class Element, int kColumns, class Target>
-__device__ __forceinline__ void write_merged_warps(WarpState<Element, kColumns, 1>& state, const Target& target,
+template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, class Target>
+__device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
+  using Element = typename Target::Element;
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
   constexpr int kChunks = kColumns / 4;                // of 16 bytes

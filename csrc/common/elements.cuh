@@ -58,11 +58,11 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[2]) {
 /// The same as pairs (0, 2) and (1, 3).
 template <class Element, class KvElement>
 __device__ __forceinline__ void widen_apart(uint32_t word, uint32_t (&pairs)[2]) {
-  const uint32_t first = KvElement::to_f16(static_cast<uint16_t>(word));
-  const uint32_t second = KvElement::to_f16(static_cast<uint16_t>(word >> 16));
   if constexpr (is_same<Element, Float16>) {
-    ptx::transpose_pairs(first, second, pairs);
+    widen<Element, KvElement>(__byte_perm(word, 0, 0x3120), pairs);
   } else {
+    const uint32_t first = KvElement::to_f16(static_cast<uint16_t>(word));
+    const uint32_t second = KvElement::to_f16(static_cast<uint16_t>(word >> 16));
     pairs[0] = Element::pack(Float16::unpack(first), Float16::unpack(second));
     pairs[1] = Element::pack(Float16::unpack(first >> 16), Float16::unpack(second >> 16));
   }

@@ -95,7 +95,7 @@ def test_compositions(device: torch.device, k_form: str) -> None:
         assert (problem.out[rows].double() - expected[rows]).norm() <= TOLERANCE * expected[rows].norm()
 
 
-def one_request(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, **scales: object) -> tuple[torch.Tensor, torch.Tensor]:
+def one_request(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, sm_scale: float | None = None, **scales: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of one request over all tokens, each of k and v: [tokens, heads, head_dim]."""
     heads, head_dim = q.shape[1:]
     kv = KVCache.from_ragged(k, v, **scales)
@@ -103,7 +103,7 @@ def one_request(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, **scales: obj
     indptr = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
     attention.plan(BSRView(indptr, PageTable.ragged(torch.tensor([0, len(k)], dtype=torch.int32, device=q.device))))
     lse = torch.empty(q.shape[:2], device=q.device)
-    return attention.run(q, kv, lse=lse), lse
+    return attention.run(q, kv, lse=lse, sm_scale=sm_scale), lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,6 +134,21 @@ def test_extreme_scales(device: torch.device, k_scale: float, v_scale: float) ->
     expected, expected_lse = oracle.attention(q.double(), k.double() * k_scale, v.double() * v_scale)
     assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
     assert (lse.double() - expected_lse).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("exponent", [-100, -30, -15, 15, 60])
+def test_queries_of_any_magnitude(device: torch.device, exponent: int) -> None:
+    """Rows of one row tile, too, differ: what they are multiplied in may have a smaller range than their type."""
+    generator = torch.Generator(device).manual_seed(4)
+    k, v = (torch.randn(200, 2, 128, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    q = torch.randn(3, 4, 128, device=device, generator=generator) * 2.0**exponent
+    q *= torch.tensor([1.0, 2.0**-20, 2.0**20], device=device)[:, None, None]
+    q = q.to(torch.bfloat16)
+    sm_scale = 2.0**-exponent / 128**0.5
+    out, lse = one_request(k, v, q, sm_scale)
+    expected, expected_lse = oracle.attention(q.double(), k.double(), v.double(), sm_scale=sm_scale)
+    assert ((out.double() - expected).norm(dim=(1, 2)) <= TOLERANCE * expected.norm(dim=(1, 2))).all()
+    assert ((lse.double() - expected_lse).abs() <= 1e-3 + 1e-6 * expected_lse.abs()).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -654,12 +654,14 @@ struct Consumer {
   };
   static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
-  using Held = HeldQuery<Query, kQkColumns, kVColumns>;
+  using Held = HeldQuery<Element, Query, kQkColumns, kVColumns>;
+  using MmaElement = typename Conditional<kWidens, typename Held::Multiplied, Element>::Type;
+  using MmaState = WarpState<MmaElement, kVColumns, 1>;
 
   __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();
     const MmaLayout warp(consumer_warp());
-    State state;
+    MmaState state;
     state.scale = scale(item);
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     const Rows rows(params, item.rows, item.group, item.kv_head, 0);
@@ -696,6 +698,7 @@ struct Consumer {
       if constexpr (kWidens) {
         state.template widened_scores<kQkColumns, kMmaTokens, StoredKeys, typename Traits::KvElement>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
+        held.finish(s);
       } else {
         state.template scores<kQkColumns, kMmaTokens, Query, StoredKeys>(s, q, k);
       }
@@ -704,7 +707,7 @@ struct Consumer {
       if constexpr (Variant::kUsesSoftmax)
         state.update(s, p);
       else
-        State::pack_weights(s, p);
+        MmaState::pack_weights(s, p);
 
       shared.wait_kv_full(values);
       transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);

@@ -40,16 +40,60 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
   }
 }
 
-/// Rows of Q for widened_scores(): in registers, if these have room beside the output.
-template <class Query, int kQkColumns, int kVColumns>
+/// Rows of Q for widened_scores(): in registers, if these have room beside the output. Then they are f16, which numbers
+/// of 8 bits become in a quarter of the instructions that bf16 takes.
+template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
   static constexpr bool kIsHeld = max_of(kQkColumns, kVColumns) <= 128;
+  static constexpr bool kConverts = kIsHeld && !is_same<Element, Float16>;
+  using Multiplied = typename Conditional<kIsHeld, Float16, Element>::Type;
   uint32_t rows[kIsHeld ? kQkColumns / 16 : 1][4];
+  float to_score[2];  // if kConverts: what scores of this lane's rows are multiplied by
 
   __device__ __forceinline__ void load(uint32_t q) {
     if constexpr (kIsHeld) {
 #pragma unroll
       for (int d = 0; d < kQkColumns / 16; ++d) load_query<Query>(rows[d], q, 0, d);
+    }
+    if constexpr (kConverts) {
+      convert_row(0);
+      convert_row(1);
+    }
+  }
+
+  /// Registers i = half and half + 2 of each block have row `half` of the lane. A power of 2 brings its largest number
+  /// to [2^14, 2^15): f16 then holds all 8 bits of those down to 2^-29 of it.
+  __device__ __forceinline__ void convert_row(int half) {
+    uint32_t largest = 0;  // bits of a bf16
+#pragma unroll
+    for (int d = 0; d < kQkColumns / 16; ++d) {
+#pragma unroll
+      for (int i = half; i < 4; i += 2)
+        largest = max_of(largest, max_of(rows[d][i] & 0x7fffu, rows[d][i] >> 16 & 0x7fffu));
+    }
+    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const int32_t exponent = min_of(127 + 14 + 127 - static_cast<int32_t>(largest >> 7), 253);  // biased
+    const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
+    to_score[half] = __uint_as_float(static_cast<uint32_t>(254 - exponent) << 23);
+#pragma unroll
+    for (int d = 0; d < kQkColumns / 16; ++d) {
+#pragma unroll
+      for (int i = half; i < 4; i += 2) {
+        const uint32_t pair = rows[d][i];
+        rows[d][i] = Float16::pack(Element::unpack(pair) * factor, Element::unpack(pair >> 16) * factor);
+      }
+    }
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ void finish(float (&s)[1][kBlocks][4]) const {
+    if constexpr (kConverts) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[0][n][i] *= to_score[i / 2];
+      }
     }
   }
 

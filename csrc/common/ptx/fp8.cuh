@@ -47,10 +47,4 @@ __device__ __forceinline__ uint16_t pack_e5m2(float low, float high) {
 #endif
 }
 
-/// Elements (0, 2) and (1, 3) of two pairs of 16-bit elements.
-__device__ __forceinline__ void transpose_pairs(uint32_t first, uint32_t second, uint32_t (&d)[2]) {
-  d[0] = __byte_perm(first, second, 0x5410);
-  d[1] = __byte_perm(first, second, 0x7632);
-}
-
 }  // namespace attn::ptx

@@ -24,9 +24,4 @@ inline uint16_t pack_e5m2(float low, float high) {
   return static_cast<uint16_t>(e5m2_bits(high) << 8 | e5m2_bits(low));
 }
 
-inline void transpose_pairs(uint32_t first, uint32_t second, uint32_t (&d)[2]) {
-  d[0] = (first & 0xffffu) | second << 16;
-  d[1] = first >> 16 | (second & 0xffff0000u);
-}
-
 }  // namespace attn::ptx
