@@ -15,6 +15,7 @@ import compositions
 import forests
 import numpy
 import torch
+from float8_cases import DTYPES, SCALES, Float8Case
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 
@@ -94,6 +95,22 @@ def batches(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]
         yield from around(rng, step_call(rng, attention, step_of_case(case)))
         if rng.random() < 0.05:
             yield copied(rng, attention)
+
+
+def float8_batches(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    """The same over 8-bit caches with scales."""
+    heads = heads_of(rng, device) | {"strided": False}
+    if heads["dtype"] == torch.float32 and device.type == "cuda":
+        heads["dtype"] = torch.bfloat16
+    dtype = DTYPES[rng.integers(2)]
+    attention = None
+    while True:
+        k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
+        problem = Float8Case(small_spec(rng, device, **heads), device, dtype, k_form, v_form)
+        case = problem.case
+        attention = case.attention(kv_dtype=dtype, **object_options(rng, device)) if attention is None else attention
+        step = Step(case.q, case.kv, case.view, case.out, case.lse, case.spec, once(problem.expected))
+        yield from around(rng, step_call(rng, attention, step))
 
 
 def copied(rng: numpy.random.Generator, attention: Attention) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,17 @@ def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Argumen
 
 def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
     """A constructor of caches, and what it is given to make one that holds the same. `cache_page_size` is its page_size, a name that the table's has."""
+    make, arguments, kinds = _tensors_of_cache(rng, kv)
+    if kv.dtype.itemsize == 1:
+        for name, scale in (("k_scale", kv.k_scale), ("v_scale", kv.v_scale)):
+            one = torch.ones(1, device=kv.device)
+            wrong = (0.0, -0.5, math.nan, math.inf, 1e300, one.double(), one.int(), one[:0], one.expand(1, 1, 1))
+            arguments[name] = scale
+            kinds[name] = ChoiceArgument(make.__qualname__, (name, f"kv.{name}"), wrong=wrong, types=("x", [1.0], object(), {}), optional=True)
+    return make, arguments, kinds
+
+
+def _tensors_of_cache(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
     layout = "NHD" if rng.random() < 0.5 else "HND"
     k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
     dtypes = (kv.dtype,)
