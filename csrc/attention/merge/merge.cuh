@@ -196,7 +196,7 @@ struct SharedPair {
   int32_t rows;   // to be merged; 0: there is no pair, or its rows are in several row groups
 
   __device__ __forceinline__ explicit SharedPair(const AttentionParams& params)
-      : tile(0), head(0), first_cta(0), parts(0), rows(0) {
+      : tile(0), head(0), first_cta(0), parts(1), rows(0) {
     const int32_t cta = blockIdx.x;
     const Position pair = params.schedule.positions[cta + 1];
     if (pair.kv_tile == 0) return;
