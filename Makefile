@@ -96,7 +96,7 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	$(PYTEST) -n $(JOBS) tests --ignore=tests/integration
+	$(PYTEST) -n $(JOBS) --dist worksteal tests --ignore=tests/integration
 
 .PHONY: fuzz
 fuzz: environment

@@ -134,7 +134,7 @@ def test_compositions_agree_with_model_and_host_planner(device: torch.device, sh
     library = host_planner.build(tmp_path)
     attention = make_attention(shape, device, max_levels=4)
     num_kv_heads, group_size, _, _ = shape
-    for i in range(30):
+    for i in range(30 if device.type == "cuda" else 12):
         seed = SHAPES.index(shape) * 30 + i
         composition = batches.random_composition(seed, device, valid)
         with contextlib.suppress(ValueError):  # on a CPU wrong values are refused; their clamped schedule is there all the same

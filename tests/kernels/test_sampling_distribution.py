@@ -1,4 +1,4 @@
-"""What is drawn follows the exact distribution: chi-square over a million draws of every combination of filters, p-values uniform."""
+"""What is drawn follows the exact distribution: chi-square over a million draws (on a GPU) of every combination of filters, p-values uniform."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
 pytestmark = pytest.mark.slow
 
-DRAWS = 1 << 20
+DRAWS = 1 << (20 if torch.cuda.is_available() else 18)
 # A fair test fails by chance: a p-value below this is taken for a wrong distribution.
 LEAST_P_VALUE = 1e-5
 
