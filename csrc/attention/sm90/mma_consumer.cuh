@@ -1,0 +1,143 @@
+// Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
+// warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
+#pragma once
+
+#include "attention/sm90/consumer_base.cuh"
+
+namespace attn::sm90 {
+
+template <class Traits>
+struct MmaConsumer : ConsumerBase<Traits> {
+  using Base = ConsumerBase<Traits>;
+  using Base::finish_scores;
+  using Base::kQkColumns;
+  using Base::kTokens;
+  using Base::kv;
+  using Base::kVColumns;
+  using Base::kWidens;
+  using Base::params;
+  using Base::scale;
+  using Base::shared;
+  using Base::tokens_of;
+  using Base::transform_query;
+  using Base::variant;
+  using typename Base::Element;
+  using typename Base::Keys;
+  using typename Base::OfKey;
+  using typename Base::OfQuery;
+  using typename Base::OfValue;
+  using typename Base::Output;
+  using typename Base::Query;
+  using typename Base::Rows;
+  using typename Base::Shared;
+  using typename Base::StoredKeys;
+  using typename Base::StoredValues;
+  using typename Base::Target;
+  using typename Base::Values;
+  using typename Base::Variant;
+
+  using Base::Base;
+
+  /// Transforms the rows of a KV tile that only this warp multiplies.
+  template <class Transform, class Tile, int kColumns>
+  __device__ __forceinline__ void transform_own(const WorkItem& item, int slot, int row, int32_t token) const {
+    if constexpr (Transform::kExists) {
+      transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, 2, 4>(
+          shared.kv(slot), row, row + kMmaTokens, ptx::lane_id(), variant(item.kv_head), tokens_of(item, token - row));
+      ptx::fence_async_proxy();  // before TMA writes it again
+      __syncwarp();
+    }
+  }
+
+  /// How the warps share an item: all have the same 16 rows, and 16 tokens each of a part of a KV tile.
+  struct MmaLayout {
+    static constexpr int kKvWarps = kConsumerWarps;  // all share the rows
+    static constexpr bool kFours = kWidens;          // as in stage_rows()
+    static constexpr int first_row = 0;
+    int32_t first_token;  // of the part
+    int32_t kv_warp;
+
+    __device__ __forceinline__ explicit MmaLayout(int warp) : first_token(warp % 4 * kMmaTokens), kv_warp(warp) {}
+  };
+  static constexpr int kMmaTokens = Shared::kPartTokens / 4;
+
+  using Held = HeldQuery<Element, Query, kQkColumns, kVColumns>;
+  using MmaElement = typename Conditional<kWidens, typename Held::Multiplied, Element>::Type;
+  using MmaState = WarpState<MmaElement, kVColumns, 1>;
+
+  __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
+    const int lane = ptx::lane_id();
+    const MmaLayout warp(consumer_warp());
+    MmaState state;
+    state.scale = scale(item);
+    if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
+    const Rows rows(params, item.rows, item.group, item.kv_head, 0);
+    const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
+    const uint32_t q =
+        ptx::shared_address(shared.q(q_slot)) + (kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
+    constexpr int kParts = Shared::kParts;
+    const int part = kParts == 2 ? warpgroup() : 0;
+    const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
+
+    if constexpr (OfQuery::kExists) {
+      transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
+      Consumers::sync();
+    }
+    Held held;
+    if constexpr (kWidens) held.load(q);
+    int32_t token = item.first_token + row;
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
+      const typename Shared::KvPlace keys = kv.behind(part);
+      const typename Shared::KvPlace values = kv.behind(kParts + part);
+      if (kParts == 1 && tile % 2 != warpgroup()) {
+        // This warpgroup may need the same parts in the ring's next round: it must see this phase of their barriers,
+        // too.
+        shared.wait_kv_full(keys);
+        shared.wait_kv_full(values);
+        continue;
+      }
+      shared.wait_kv_full(keys);
+      transform_own<OfKey, Keys, Traits::Shape::kQk>(item, keys.slot, row, token);
+      float s[1][kMmaTokens / 8][4];
+      uint32_t p[1][kMmaTokens / 8][2];
+      const uint32_t k =
+          ptx::shared_address(shared.kv(keys.slot)) + row * StoredKeys::kRowBytes + StoredKeys::columns_first(lane);
+      if constexpr (kWidens) {
+        state.template widened_scores<kQkColumns, kMmaTokens, StoredKeys, typename Traits::KvElement>(
+            s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
+        held.finish(s);
+      } else {
+        state.template scores<kQkColumns, kMmaTokens, Query, StoredKeys>(s, q, k);
+      }
+      shared.free_kv(keys, 2);
+      finish_scores(item, s, 0, token, unmasked, rows);
+      if constexpr (Variant::kUsesSoftmax)
+        state.update(s, p);
+      else
+        MmaState::pack_weights(s, p);
+
+      shared.wait_kv_full(values);
+      transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);
+      if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
+        zero_rows<StoredValues, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
+                                    item.readable.end - token + row, lane);
+        __syncwarp();
+      }
+      const uint32_t v =
+          ptx::shared_address(shared.kv(values.slot)) + row * StoredValues::kRowBytes + StoredValues::rows_first(lane);
+      if constexpr (kWidens)
+        state.template widened_accumulate<kMmaTokens, StoredValues, typename Traits::KvElement>(p, v);
+      else
+        state.template accumulate<kMmaTokens, StoredValues>(p, v);
+      shared.free_kv(values, 2);
+    }
+
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                        shared.requests(item));
+    const int halves = item.rows.count <= 8 ? 1 : 2;
+    write_merged_warps<Consumers, MmaLayout, Output::kHeadColumns, Shared::kLayout.q_slot_bytes>(
+        state, target, warp, halves, shared.q(q_slot), shared.row_states());
+  }
+};
+
+}  // namespace attn::sm90
