@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
 from ..metadata import KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
@@ -15,9 +18,17 @@ from .cubins import arch_of, find_kernel
 from .library import library
 
 
-@cache
-def _kernel_file(device: torch.device) -> str:
-    return str(find_kernel("append", arch_of(torch.cuda.get_device_capability(device)))) if device.type == "cuda" else ""
+class _Launchers(dict[int, Callable[..., Any]]):
+    """The host library's append_kv, by what Tensor.get_device() says (-1 for a CPU), once its kernel is loaded there: found faster than by torch.device."""
+
+    def __missing__(self, device: int) -> Callable[..., Any]:
+        if device >= 0:
+            library().load_append(str(find_kernel("append", arch_of(torch.cuda.get_device_capability(device)))), device)
+        self[device] = library().append_kv
+        return self[device]
+
+
+_launchers = _Launchers()
 
 
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
@@ -34,16 +45,17 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return compiled.append_kv(k, v, kv, slots)
     try:
-        if k.is_neg() or v.is_neg() or slots.is_neg() or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
+        if k.is_neg() or v.is_neg() or slots.is_neg() or (is_grad_enabled() and (k.requires_grad or v.requires_grad)):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
-        if kv.dtype in FLOAT8_DTYPES and k.dtype != kv.dtype:
-            file = kernel_file(kv.device, k.dtype, kv.dtype)
-            library().append_kv_rounded(k, v, kv.k, kv.v, slots, file, *kv.scale_tensors, *kv.scale_values)
+        k_cache = kv.k
+        if k.dtype is not k_cache.dtype and k_cache.dtype in FLOAT8_DTYPES:
+            file = kernel_file(k_cache.device, k.dtype, k_cache.dtype)
+            library().append_kv_rounded(k, v, k_cache, kv.v, slots, file, *kv.scale_tensors, *kv.scale_values)
             return
-        library().append_kv(k, v, kv.k, kv.v, slots, _kernel_file(kv.k.device))
+        _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
     except (AttributeError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
         explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))

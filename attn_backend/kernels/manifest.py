@@ -247,11 +247,10 @@ extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_
 }}
 """
 
-_APPEND_QKV = Template("""\
-#include "cache/append_qkv.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_qkv_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element$quantises>(params);
+# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled registers.
+_APPEND_QKV = Template("""
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
+  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises>(params);
 }
 """)
 
@@ -340,12 +339,19 @@ def _sampling_kernels() -> list[Kernel]:
     return made
 
 
+def _append_qkv_source(element: str, quantises: bool) -> str:
+    text = '#include "cache/append_qkv.cuh"\n'
+    for name, kernel, ctas in (("plain", "kPlain", 8 if quantises else 9), ("normed", "kNormed", 7), ("general", "kGeneral", 8)):
+        text += _APPEND_QKV.substitute(name=name, kernel=kernel, ctas=ctas, element=element, quantises=str(quantises).lower())
+    return text
+
+
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
     *(
-        Kernel(append_qkv_name(element, quantises), ARCHS, _APPEND_QKV.substitute(element=name, quantises=", true" if quantises else ""))
-        for element, name in CUDA_ELEMENTS.items()
+        Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
+        for name, element in CUDA_ELEMENTS.items()
         for quantises in (False, True)
     ),
     *_attention_kernels(),

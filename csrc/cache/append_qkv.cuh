@@ -1,6 +1,6 @@
-// From a projection's output to the cache in one launch: norm, RoPE, write. Any grid works. A block takes one token at
-// a time, as many heads of it as it has groups of lanes; a lane has the same elements of each, so that it reads cosines
-// and sines once a token.
+// From a projection's output to the cache in one launch: norm, RoPE, write. As many lanes as a head has chunks take a
+// group of heads of one token (HeadGroup), once: with many CTAs and all loads under way before the first is used,
+// memory is kept busy.
 #pragma once
 
 #include "cache/qkv_params.h"
@@ -10,19 +10,9 @@
 
 namespace attn {
 
-constexpr int32_t kAppendQkvThreads = 256;
-
-/// Some elements of a head, in float32.
-template <int32_t kSize>
-struct HeadChunk {
-  float low[kSize];
-  float high[kSize];
-};
-
 /// kSize elements of a 16-bit type, which lie in a row; in one piece if they are aligned, and then 8.
-template <class Element, int32_t kSize, bool kAligned>
-__device__ __forceinline__ void load_elements(const uint16_t* from, float (&to)[kSize]) {
-  uint32_t words[kSize / 2];
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void load_words(const uint16_t* from, uint32_t* words) {
   if constexpr (kAligned) {
     const uint4 piece = *reinterpret_cast<const uint4*>(from);
     words[0] = piece.x, words[1] = piece.y, words[2] = piece.z, words[3] = piece.w;
@@ -30,31 +20,10 @@ __device__ __forceinline__ void load_elements(const uint16_t* from, float (&to)[
 #pragma unroll
     for (int32_t i = 0; i < kSize / 2; ++i) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
   }
-#pragma unroll
-  for (int32_t i = 0; i < kSize / 2; ++i) {
-    to[2 * i] = Element::unpack(words[i]);
-    to[2 * i + 1] = Element::unpack(words[i] >> 16);
-  }
 }
 
 template <int32_t kSize, bool kAligned>
-__device__ __forceinline__ void load_floats(const float* from, float (&to)[kSize]) {
-#pragma unroll
-  for (int32_t i = 0; i < kSize; i += 4) {
-    if constexpr (kAligned) {
-      const float4 piece = *reinterpret_cast<const float4*>(from + i);
-      to[i] = piece.x, to[i + 1] = piece.y, to[i + 2] = piece.z, to[i + 3] = piece.w;
-    } else {
-      to[i] = from[i], to[i + 1] = from[i + 1], to[i + 2] = from[i + 2], to[i + 3] = from[i + 3];
-    }
-  }
-}
-
-template <class Element, int32_t kSize, bool kAligned>
-__device__ __forceinline__ void store_elements(const float (&from)[kSize], uint16_t* to) {
-  uint32_t words[kSize / 2];
-#pragma unroll
-  for (int32_t i = 0; i < kSize / 2; ++i) words[i] = Element::pack(from[2 * i], from[2 * i + 1]);
+__device__ __forceinline__ void store_words(const uint32_t* words, uint16_t* to) {
   if constexpr (kAligned) {
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   } else {
@@ -66,76 +35,23 @@ __device__ __forceinline__ void store_elements(const float (&from)[kSize], uint1
   }
 }
 
-/// Cosine and sine. One copy: with those of large angles it is long.
-__device__ __noinline__ float2 cos_sin(float angle) {
-  float2 result;
-  sincosf(angle, &result.y, &result.x);
-  return result;
-}
-
-/// Cosines and sines of the kSize pairs of a chunk.
-template <class Element, int32_t kSize, bool kAligned>
-struct Angles {
-  float cosines[kSize];
-  float sines[kSize];
-
-  __device__ __forceinline__ Angles(const QkvParams& p, int64_t position, int32_t first_pair) {
-    if (p.rotary == RotaryTable::kNone) {
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void load_floats(const float* from, uint32_t* bits) {
 #pragma unroll
-      for (int32_t i = 0; i < kSize; ++i) cosines[i] = 1.0f, sines[i] = 0.0f;
-    } else if (p.rotary == RotaryTable::kFrequencies) {
-      const float* frequencies = static_cast<const float*>(p.table) + first_pair;
-#pragma unroll
-      for (int32_t i = 0; i < kSize; ++i) {
-        const float2 of_angle = cos_sin(static_cast<float>(position) * frequencies[i]);
-        cosines[i] = of_angle.x;
-        sines[i] = of_angle.y;
-      }
-    } else if (p.rotary == RotaryTable::kCosSinFloat32) {
-      const float* row = static_cast<const float*>(p.table) + table_row(p, position) + first_pair;
-      load_floats<kSize, kAligned>(row, cosines);
-      load_floats<kSize, kAligned>(row + p.rotary_dim / 2, sines);
+  for (int32_t i = 0; i < kSize; i += 4) {
+    if constexpr (kAligned) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(from + i);
+      bits[i] = piece.x, bits[i + 1] = piece.y, bits[i + 2] = piece.z, bits[i + 3] = piece.w;
     } else {
-      const uint16_t* row = static_cast<const uint16_t*>(p.table) + table_row(p, position) + first_pair;
-      load_elements<Element, kSize, kAligned>(row, cosines);
-      load_elements<Element, kSize, kAligned>(row + p.rotary_dim / 2, sines);
-    }
-  }
-
-  __device__ __forceinline__ void rotate(HeadChunk<kSize>& x, bool is_interleaved) const {
 #pragma unroll
-    for (int32_t i = 0; i < kSize; ++i) {
-      // Pair i of an interleaved chunk: elements 2i and 2i + 1 of its 2 * kSize.
-      float* first = !is_interleaved ? &x.low[i] : 2 * i < kSize ? &x.low[2 * i] : &x.high[2 * i - kSize];
-      float* second = !is_interleaved ? &x.high[i] : first + 1;
-      const float a = *first, b = *second;
-      *first = a * cosines[i] - b * sines[i];
-      *second = b * cosines[i] + a * sines[i];
+      for (int32_t j = i; j < i + 4; ++j) bits[j] = __float_as_uint(from[j]);
     }
   }
-};
-
-/// Sum over the `lanes` lanes, a power of two, that have a head.
-__device__ __forceinline__ float add_over_lanes(float x, int32_t lanes) {
-  for (int32_t step = 1; step < lanes; step *= 2) x += __shfl_xor_sync(ptx::kAllLanes, x, step);
-  return x;
 }
 
 /// kSize elements of an 8-bit cache; in one piece if they are aligned, and then 8.
 template <int32_t kSize, bool kAligned>
-__device__ __forceinline__ void store_float8(const float (&from)[kSize], float scale, DataType dtype, uint8_t* to) {
-  uint32_t words[kSize / 4];
-#pragma unroll
-  for (int32_t i = 0; i < kSize; i += 4) {
-    words[i / 4] = 0;
-#pragma unroll
-    for (int32_t j = 0; j < 4; j += 2) {
-      const float first = from[i + j] / scale, second = from[i + j + 1] / scale;
-      const uint32_t pair =
-          dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(first, second) : ptx::pack_e5m2(first, second);
-      words[i / 4] |= pair << 8 * j;
-    }
-  }
+__device__ __forceinline__ void store_bytes(const uint32_t* words, uint8_t* to) {
   if constexpr (kAligned) {
     *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   } else {
@@ -144,139 +60,283 @@ __device__ __forceinline__ void store_float8(const float (&from)[kSize], float s
   }
 }
 
-/// One lane's part of a block: the same chunk of one head after another. kQuantises: the cache is of 8 bits.
-template <class Element, int32_t kSize, bool kAligned, bool kQuantises>
-struct ChunkWriter {
-  const QkvParams& p;
-  ChunkPlace place;
-  int32_t chunk;
-  int32_t lanes;  // of a head
-  bool is_there;  // a head has this chunk
+/// Cosine and sine. One copy: with those of large angles it is long.
+__device__ __noinline__ float2 cos_sin(float angle) {
+  float2 result;
+  sincosf(angle, &result.y, &result.x);
+  return result;
+}
 
-  using Chunk = HeadChunk<kSize>;
-  using Rotation = Angles<Element, kSize, kAligned>;
+/// Cosines and sines of the kSize pairs of a chunk: first as the table has them, so that nothing waits for them.
+template <class Element, int32_t kSize, bool kAligned>
+struct Angles {
+  uint32_t cosines[kSize];
+  uint32_t sines[kSize];
 
-  __device__ __forceinline__ Chunk load(const HeadRows& from, int64_t token, int32_t head) const {
-    Chunk x{};
-    if (!is_there) return x;
-    const uint16_t* row = static_cast<const uint16_t*>(from.data) + token * from.token_stride + head * from.head_stride;
-    load_elements<Element, kSize, kAligned>(row + place.low, x.low);
-    load_elements<Element, kSize, kAligned>(row + place.high, x.high);
-    return x;
-  }
-
-  __device__ __forceinline__ void store(const Chunk& x, void* data, int64_t at) const {
-    if (!is_there) return;
-    uint16_t* row = static_cast<uint16_t*>(data) + at;
-    store_elements<Element, kSize, kAligned>(x.low, row + place.low);
-    store_elements<Element, kSize, kAligned>(x.high, row + place.high);
-  }
-
-  __device__ __forceinline__ void quantise(const Chunk& x, void* data, int64_t at, float scale) const {
-    if (!is_there) return;
-    uint8_t* row = static_cast<uint8_t*>(data) + at;
-    store_float8<kSize, kAligned>(x.low, scale, p.scales.element, row + place.low);
-    store_float8<kSize, kAligned>(x.high, scale, p.scales.element, row + place.high);
-  }
-
-  /// All lanes of a warp take part, also those of no head.
-  __device__ __forceinline__ void normalise(Chunk& x, const void* weights) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int32_t i = 0; i < kSize; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
-    const float factor = 1.0f / sqrtf(add_over_lanes(sum, lanes) / static_cast<float>(p.head_dim) + p.norm_eps);
-    if (!is_there) return;
-    Chunk weight;
-    load_elements<Element, kSize, kAligned>(static_cast<const uint16_t*>(weights) + place.low, weight.low);
-    load_elements<Element, kSize, kAligned>(static_cast<const uint16_t*>(weights) + place.high, weight.high);
-#pragma unroll
-    for (int32_t i = 0; i < kSize; ++i) {
-      x.low[i] *= factor * (weight.low[i] + p.norm_offset);
-      x.high[i] *= factor * (weight.high[i] + p.norm_offset);
+  __device__ __forceinline__ void load(const QkvParams& p, int32_t position, int32_t first_pair) {
+    if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
+      load_floats<kSize, kAligned>(static_cast<const float*>(p.table) + first_pair, cosines);
+      return;
+    }
+    const int64_t first = table_row(p, position) + first_pair;
+    const int32_t half = p.rotary_dim / 2;
+    if (p.rotary == RotaryTable::kCosSin) {
+      const uint16_t* row = static_cast<const uint16_t*>(p.table) + first;
+      load_words<kSize, kAligned>(row, cosines);
+      load_words<kSize, kAligned>(row + half, sines);
+    } else {
+      const float* row = static_cast<const float*>(p.table) + first;
+      load_floats<kSize, kAligned>(row, cosines);
+      load_floats<kSize, kAligned>(row + half, sines);
     }
   }
 
-  /// Heads group, group + groups, ... of a token: those of Q, then of K, then of V.
-  __device__ __forceinline__ void write_token(int32_t token, int32_t group, int32_t groups) const {
-    const int64_t num_slots = min_of<int64_t>(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, kMaxInt32);
-    const int64_t slot = p.slots ? p.slots[token] : token;
-    const bool is_cached = slot >= 0 && slot < num_slots;
-    const int32_t page = p.page_size.divide(is_cached ? static_cast<int32_t>(slot) : 0);
-    const int32_t in_page = p.page_size.modulo(is_cached ? static_cast<int32_t>(slot) : 0);
-    const bool rotates = place.is_rotated && p.rotary != RotaryTable::kNone && is_there;
-    Rotation rotation(p, rotates ? p.positions[token] : 0, rotates ? chunk * kSize : 0);
-    const int32_t num_heads = p.num_qo_heads + (p.v.data != nullptr ? 2 : 1) * p.num_kv_heads;
-    for (int32_t first = 0; first < num_heads; first += groups) {
-      const int32_t head = first + group;
-      const bool is_q = head < p.num_qo_heads;
-      const bool is_v = head >= p.num_qo_heads + p.num_kv_heads;
-      const bool exists = head < num_heads && (is_q || is_cached);
-      const int32_t kv_head = head - p.num_qo_heads - (is_v ? p.num_kv_heads : 0);
-      Chunk x{};
-      if (exists) x = load(is_q ? p.q : is_v ? p.v : p.k, token, is_q ? head : kv_head);
-      const void* weights = is_q ? p.q_norm : is_v ? nullptr : p.k_norm;
-      if (p.q_norm != nullptr || p.k_norm != nullptr) {
-        Chunk normed = x;
-        normalise(normed, weights != nullptr ? weights : p.q_norm != nullptr ? p.q_norm : p.k_norm);
-        if (weights != nullptr) x = normed;
+  /// To the bits of float32 numbers.
+  __device__ __forceinline__ void widen(const QkvParams& p, int32_t position) {
+    if (p.rotary == RotaryTable::kCosSin) {
+#pragma unroll
+      for (int32_t i = kSize - 1; i >= 0; --i) {
+        cosines[i] = __float_as_uint(Element::unpack(cosines[i / 2] >> i % 2 * 16));
+        sines[i] = __float_as_uint(Element::unpack(sines[i / 2] >> i % 2 * 16));
       }
-      if (!exists) continue;
-      if (rotates && !is_v) rotation.rotate(x, p.is_interleaved != 0);
-      if (is_q) {
-        store(x, const_cast<void*>(p.q_out.data), token * p.q_out.token_stride + head * p.q_out.head_stride);
-      } else {
-        const KvTensor& cache = is_v ? p.v_cache : p.k_cache;
-        const int64_t at = page * cache.page_stride + in_page * cache.token_stride + kv_head * cache.head_stride;
-        if constexpr (kQuantises) {
-          const KvScale& scale = is_v ? p.scales.v : p.scales.k;
-          quantise(x, const_cast<void*>(cache.data), at, scale.of(0, kv_head));
-        } else {
-          store(x, const_cast<void*>(cache.data), at);
-        }
+    } else if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
+#pragma unroll
+      for (int32_t i = 0; i < kSize; ++i) {
+        const float2 of_angle = cos_sin(static_cast<float>(position) * __uint_as_float(cosines[i]));
+        cosines[i] = __float_as_uint(of_angle.x);
+        sines[i] = __float_as_uint(of_angle.y);
       }
     }
   }
 };
 
-template <class Element, int32_t kSize, bool kAligned, bool kQuantises>
-__device__ __forceinline__ void write_tokens(const QkvParams& p) {
-  const int32_t chunks = p.head_dim / (2 * kSize);
-  int32_t lanes = 1;
-  while (lanes < chunks) lanes *= 2;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t chunk = thread & (lanes - 1);
-  const ChunkWriter<Element, kSize, kAligned, kQuantises> writer{p, place_of_chunk(p, chunk, kSize), chunk, lanes,
-                                                                 chunk < chunks};
-  for (int32_t token = static_cast<int32_t>(blockIdx.x); token < p.num_tokens; token += static_cast<int32_t>(gridDim.x))
-    writer.write_token(token, thread / lanes, static_cast<int32_t>(blockDim.x) / lanes);
+/// 2 * kSize elements of a head, of a 16-bit type.
+template <class Element, int32_t kSize, bool kAligned>
+struct Chunk {
+  uint32_t words[kSize];  // two elements each: the lower half of the chunk, then the upper
+
+  /// from: the lower half; the upper is `distance` elements behind.
+  __device__ __forceinline__ void load(const uint16_t* from, int32_t distance) {
+    load_words<kSize, kAligned>(from, words);
+    load_words<kSize, kAligned>(from + distance, words + kSize / 2);
+  }
+
+  __device__ __forceinline__ void store(uint16_t* to, int32_t distance) const {
+    store_words<kSize, kAligned>(words, to);
+    store_words<kSize, kAligned>(words + kSize / 2, to + distance);
+  }
+
+  __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
+
+  /// The compiler no longer knows the words: else it keeps what it unpacked for the sum of squares, in twice the
+  /// registers.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));
+  }
+
+  __device__ __forceinline__ float sum_of_squares() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kSize; ++i) sum += (*this)[i] * (*this)[i];
+    return sum;
+  }
+
+  /// Elements (2i, 2i + 1) go to (i, kSize + i).
+  __device__ __forceinline__ void take_pairs_apart() {
+    uint32_t was[kSize];
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) {
+      words[i] = __byte_perm(was[2 * i], was[2 * i + 1], 0x5410);
+      words[kSize / 2 + i] = __byte_perm(was[2 * i], was[2 * i + 1], 0x7632);
+    }
+  }
+
+  __device__ __forceinline__ void put_pairs_together() {
+    uint32_t was[kSize];
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) {
+      words[2 * i] = __byte_perm(was[i], was[kSize / 2 + i], 0x5410);
+      words[2 * i + 1] = __byte_perm(was[i], was[kSize / 2 + i], 0x7632);
+    }
+  }
+};
+
+/// Divides by a scale, as IEEE 754 rounds, without the branches of a division: a product with the reciprocal, corrected
+/// by its remainder (Markstein 1990). What is far beyond an 8-bit number stays there.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale)
+      : scale_(scale), reciprocal_(clamp(1.0f / scale, -3.0e38f, 3.0e38f)) {}
+
+  __device__ __forceinline__ float divide(float x) const {
+    constexpr float kBeyond = 1 << 17;
+    const float quotient = fminf(fmaxf(x * reciprocal_, -kBeyond), kBeyond);
+    const float corrected = __fmaf_rn(__fmaf_rn(-quotient, scale_, x), reciprocal_, quotient);
+    return copysignf(corrected, quotient);  // of zero, too
+  }
+
+ private:
+  float scale_;
+  float reciprocal_;
+};
+
+/// A chunk for an 8-bit cache.
+template <int32_t kSize, bool kAligned>
+struct ByteChunk {
+  uint32_t words[kSize / 2] = {};
+
+  /// Pair i of the elements.
+  __device__ __forceinline__ void set(int32_t i, float low, float high, const Divisor& scale, DataType dtype) {
+    low = scale.divide(low), high = scale.divide(high);
+    const uint32_t pair = dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(low, high) : ptx::pack_e5m2(low, high);
+    words[i / 2] |= pair << i % 2 * 16;
+  }
+
+  __device__ __forceinline__ void put_pairs_together() {
+    uint32_t was[kSize / 2];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 4; ++i) {
+      words[2 * i] = __byte_perm(was[i], was[kSize / 4 + i], 0x5140);
+      words[2 * i + 1] = __byte_perm(was[i], was[kSize / 4 + i], 0x7362);
+    }
+  }
+
+  __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
+    store_bytes<kSize, kAligned>(words, to);
+    store_bytes<kSize, kAligned>(words + kSize / 4, to + distance);
+  }
+};
+
+/// Sums over the `lanes` lanes, a power of two, that have a head. All lanes of a warp take part.
+template <int32_t kCount>
+__device__ __forceinline__ void add_over_lanes(float (&x)[kCount], int32_t lanes) {
+#pragma unroll
+  for (int32_t step = 1; step < 32; step *= 2) {
+    if (step >= lanes) return;
+#pragma unroll
+    for (int32_t i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(ptx::kAllLanes, x[i], step);
+  }
 }
 
-/// Bits that are set in some address or byte stride, of an 8-bit cache doubled: a power of two that divides them all is
-/// below the lowest one.
-template <bool kQuantises>
-__device__ __forceinline__ uint64_t address_bits(const QkvParams& p) {
-  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
-  const auto of_rows = [&](const HeadRows& rows) {
-    return address(rows.data) | static_cast<uint64_t>((rows.token_stride | rows.head_stride) * 2);
-  };
-  const auto of_cache = [&](const KvTensor& cache) {
-    return address(cache.data) * (kQuantises ? 2 : 1) |
-           static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
-  };
-  const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
-  return of_rows(p.q) | of_rows(p.k) | of_rows(p.v) | of_rows(p.q_out) | of_cache(p.k_cache) | of_cache(p.v_cache) |
-         address(p.table) | static_cast<uint64_t>(table_bytes) | address(p.q_norm) | address(p.k_norm);
-}
-
-/// head_dim and rotary_dim are multiples of 8, head_dim is at most 256. kQuantises: the cache is of 8 bits.
-template <class Element, bool kQuantises = false>
+/// kKernel: what kernel_for() says. kQuantises: the cache is of 8 bits. The grid has append_qkv_ctas() CTAs.
+template <class Element, QkvKernel kKernel, bool kQuantises>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
+  constexpr int32_t kSize = half_chunk(kKernel);
+  constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalises = kKernel != QkvKernel::kPlain;
+  const int32_t lanes = 1 << p.lane_bits;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), chunk = thread & (lanes - 1);
+  const int32_t groups = kAppendQkvThreads >> p.lane_bits;  // of this CTA
+  const HeadGroup group = head_group(p, static_cast<int32_t>(blockIdx.x) * groups + (thread >> p.lane_bits));
+  const ChunkPlace place = place_of_chunk(p, chunk, kSize);
+  const int32_t distance = place.high - place.low;
+  const bool is_q = group.kind == HeadKind::kQ, is_v = group.kind == HeadKind::kV;
+  const int32_t heads = 2 * kSize * chunk < p.head_dim ? group.heads : 0;
+  const bool is_rotated = place.is_rotated && p.rotary != RotaryTable::kNone && !is_v && heads > 0;
+  const HeadRows& rows = is_q ? p.q : is_v ? p.v : p.k;
+  const uint16_t* from = static_cast<const uint16_t*>(rows.data) + group.token * rows.token_stride +
+                         group.first_head * rows.head_stride + place.low;
+  const uint16_t* weights = static_cast<const uint16_t*>(is_q ? p.q_norm : is_v ? nullptr : p.k_norm);
+  const bool is_cached = !is_q && heads > 0;
+  const bool is_normed = kNormalises && weights != nullptr && heads > 0;
+
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
-  if (address_bits<kQuantises>(p) % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0) {
-    write_tokens<Element, 8, true, kQuantises>(p);
-  } else {
-    write_tokens<Element, 4, false, kQuantises>(p);
+  // All loads, before anything waits for one of them: only a row of the table must wait, for its position.
+  IndexArray::Words position_words{}, slot_words{group.token, 0};
+  if (is_rotated) position_words = p.positions.words(group.token);
+  if (is_cached && p.slots) slot_words = p.slots.words(group.token);
+  Chunk<Element, kSize, kAligned> x[kGroupHeads] = {};
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i)
+    if (i < heads) x[i].load(from + i * rows.head_stride, distance);
+  Chunk<Element, kSize, kAligned> weight;
+  if (is_normed) weight.load(weights + place.low, distance);
+  const bool is_quantised = kQuantises && is_cached;
+  const KvScale& scale = is_v ? p.scales.v : p.scales.k;
+  float scales[kGroupHeads];
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i)
+    if (is_quantised && i < heads) scales[i] = scale.of(0, group.first_head + i);
+  const int32_t position = p.positions.narrow(position_words);
+  Angles<Element, kSize, kAligned> angles;
+  if (is_rotated) angles.load(p, position, chunk * kSize);
+
+  float factors[kGroupHeads];
+  if constexpr (kNormalises) {
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) factors[i] = x[i].sum_of_squares();
+    add_over_lanes(factors, lanes);
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i)
+      factors[i] = rsqrtf(__fdividef(factors[i], static_cast<float>(p.head_dim)) + p.norm_eps);
+  }
+  if (is_rotated) angles.widen(p, position);
+  if (is_normed && p.is_interleaved != 0) weight.take_pairs_apart();
+
+  const int32_t element_bytes = is_quantised ? 1 : 2;
+  KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
+  int32_t page = 0, in_page = group.token;
+  if (!is_q) {
+    target = is_v ? p.v_cache : p.k_cache;
+    const int32_t slot = p.slots.narrow(slot_words);
+    if (slot < 0 || slot >= min_of(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, kMaxInt32)) return;
+    page = p.page_size.divide(slot);
+    in_page = slot - page * p.page_size.divisor;
+  }
+  char* to =
+      static_cast<char*>(const_cast<void*>(target.data)) +
+      (page * target.page_stride + in_page * target.token_stride + group.first_head * target.head_stride + place.low) *
+          element_bytes;
+  const int64_t head_bytes = target.head_stride * element_bytes;
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i) {
+    if (i >= heads) return;
+    x[i].forget();
+    if (p.is_interleaved != 0) x[i].take_pairs_apart();
+    const Divisor divisor(is_quantised ? scales[i] : 1.0f);
+    const float offset = kNormalises ? factors[i] * p.norm_offset : 0.0f;
+    ByteChunk<kSize, kAligned> bytes;
+#pragma unroll
+    for (int32_t j = 0; j < kSize / 2; ++j) {
+      // Two pairs that turn by an angle each.
+      float a[2], b[2];
+#pragma unroll
+      for (int32_t k = 0; k < 2; ++k) {
+        a[k] = x[i][2 * j + k], b[k] = x[i][kSize + 2 * j + k];
+        if (is_normed) {
+          a[k] *= factors[i] * weight[2 * j + k] + offset;
+          b[k] *= factors[i] * weight[kSize + 2 * j + k] + offset;
+        }
+        if (is_rotated) {
+          const float cosine = __uint_as_float(angles.cosines[2 * j + k]);
+          const float sine = __uint_as_float(angles.sines[2 * j + k]);
+          const float first = a[k];
+          a[k] = first * cosine - b[k] * sine;
+          b[k] = b[k] * cosine + first * sine;
+        }
+      }
+      if (is_quantised) {
+        bytes.set(j, a[0], a[1], divisor, p.scales.element);
+        bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
+      } else {
+        x[i].words[j] = Element::pack(a[0], a[1]);
+        x[i].words[kSize / 2 + j] = Element::pack(b[0], b[1]);
+      }
+    }
+    if (is_quantised) {
+      if (p.is_interleaved != 0) bytes.put_pairs_together();
+      bytes.store(reinterpret_cast<uint8_t*>(to + i * head_bytes), distance);
+    } else {
+      if (p.is_interleaved != 0) x[i].put_pairs_together();
+      x[i].store(reinterpret_cast<uint16_t*>(to + i * head_bytes), distance);
+    }
   }
 }
 

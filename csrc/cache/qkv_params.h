@@ -49,8 +49,81 @@ struct QkvParams {
   int32_t num_kv_heads;
   int32_t head_dim;
   FastDivisor page_size;
-  KvScales scales;  // of an 8-bit cache, none of them of requests
+  KvScales scales;              // of an 8-bit cache, none of them of requests
+  FastDivisor groups_of_token;  // set by divide_work(), for the kernels
+  int32_t lane_bits;            // log2 of the lanes that have a head
 };
+
+/// The kernels. kGeneral takes everything, a few bytes at a time; the others what is aligned, with angles from a table.
+enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral };
+
+ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const auto of_rows = [&](const HeadRows& rows) {
+    return address(rows.data) | static_cast<uint64_t>((rows.token_stride | rows.head_stride) * 2);
+  };
+  // Rows of an 8-bit cache are moved 8 bytes at a time, all others 16.
+  const uint64_t cache_address_scale = is_float8(p.scales.element) ? 2 : 1;
+  const auto of_cache = [&](const KvTensor& cache) {
+    return address(cache.data) * cache_address_scale |
+           static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
+  };
+  const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
+  // A power of two that divides them all is below the lowest bit that is set.
+  const uint64_t bits = of_rows(p.q) | of_rows(p.k) | of_rows(p.v) | of_rows(p.q_out) | of_cache(p.k_cache) |
+                        of_cache(p.v_cache) | address(p.table) | static_cast<uint64_t>(table_bytes) |
+                        address(p.q_norm) | address(p.k_norm);
+  const bool is_aligned = bits % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0;
+  if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
+  return p.q_norm != nullptr || p.k_norm != nullptr ? QkvKernel::kNormed : QkvKernel::kPlain;
+}
+
+// How a kernel divides its work: as many lanes as a head has chunks, rounded up to a power of two, take the heads of a
+// group, which are all of Q, of K or of V of one token.
+
+constexpr int32_t kAppendQkvThreads = 128;
+
+/// Of a group, at most. Two put some 60 KB under way on a multiprocessor, more than memory's latency takes, and leave a
+/// decode of one token few instructions to wait for.
+constexpr int32_t kGroupHeads = 2;
+
+enum class HeadKind : int32_t { kQ, kK, kV };
+
+struct HeadGroup {
+  int32_t token;
+  HeadKind kind;
+  int32_t first_head;
+  int32_t heads;  // 0: there is no such group
+};
+
+ATTN_HD HeadGroup head_group(const QkvParams& p, int32_t group) {
+  const int32_t token = p.groups_of_token.divide(group);
+  if (token >= p.num_tokens) return HeadGroup{};
+  const int32_t of_q = ceil_div(p.num_qo_heads, kGroupHeads), of_k = ceil_div(p.num_kv_heads, kGroupHeads);
+  const int32_t of_token = group - token * p.groups_of_token.divisor;
+  const HeadKind kind = of_token < of_q ? HeadKind::kQ : of_token < of_q + of_k ? HeadKind::kK : HeadKind::kV;
+  const int32_t before = kind == HeadKind::kQ ? 0 : kind == HeadKind::kK ? of_q : of_q + of_k;
+  const int32_t first_head = (of_token - before) * kGroupHeads;
+  const int32_t num_heads = kind == HeadKind::kQ ? p.num_qo_heads : p.num_kv_heads;
+  return HeadGroup{token, kind, first_head, min_of(num_heads - first_head, kGroupHeads)};
+}
+
+/// Elements of half a chunk.
+ATTN_HD constexpr int32_t half_chunk(QkvKernel kernel) { return kernel == QkvKernel::kGeneral ? 4 : 8; }
+
+/// Sets groups_of_token and lane_bits.
+ATTN_HD void divide_work(QkvParams& p, QkvKernel kernel) {
+  const int32_t kinds_of_kv = p.v.data != nullptr ? 2 : 1;
+  p.groups_of_token =
+      FastDivisor(ceil_div(p.num_qo_heads, kGroupHeads) + kinds_of_kv * ceil_div(p.num_kv_heads, kGroupHeads));
+  p.lane_bits = 0;
+  while (2 * half_chunk(kernel) << p.lane_bits < p.head_dim) ++p.lane_bits;
+}
+
+/// CTAs, of kAppendQkvThreads threads each, once the work is divided.
+ATTN_HD int64_t append_qkv_ctas(const QkvParams& p) {
+  return ceil_div<int64_t>(int64_t{p.num_tokens} * p.groups_of_token.divisor, kAppendQkvThreads >> p.lane_bits);
+}
 
 /// Where the two halves of a chunk of 2 * `size` elements of a head begin. Chunks of rotated elements come first.
 struct ChunkPlace {
@@ -67,8 +140,8 @@ ATTN_HD ChunkPlace place_of_chunk(const QkvParams& p, int32_t chunk, int32_t siz
 }
 
 /// The row of a table of cosines and sines.
-ATTN_HD int64_t table_row(const QkvParams& p, int64_t position) {
-  return clamp<int64_t>(position, 0, p.num_positions - 1) * p.table_stride;
+ATTN_HD int64_t table_row(const QkvParams& p, int32_t position) {
+  return clamp(position, 0, p.num_positions - 1) * p.table_stride;
 }
 
 }  // namespace attn

@@ -6,10 +6,11 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
-#include <map>
+#include <atomic>
+#include <deque>
 #include <mutex>
 #include <string>
-#include <utility>
+#include <string_view>
 
 #include "attention/cpu/executor.h"
 #include "cache/cpu/append_qkv.h"
@@ -30,17 +31,36 @@ using tvm::ffi::String;
 
 driver::Stream current_stream(DLDevice device) { return TVMFFIEnvGetStream(device.device_type, device.device_id); }
 
-/// A kernel of a file, loaded once on each device.
-driver::Kernel loaded(const char* kernel, const std::string& file, DLDevice device) {
-  static std::map<std::pair<std::string, int32_t>, driver::Kernel> kernels;
+/// A kernel of a file, loaded once on each device. Found without a copy of a string: a layer's call has no time for it.
+const driver::Kernel& loaded(std::string_view symbol, std::string_view file, DLDevice device) {
+  struct Loaded {
+    std::string symbol, file;
+    int32_t device;
+    driver::Kernel kernel;
+  };
+  static std::deque<Loaded> kernels;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  driver::Kernel& known = kernels[{file, device.device_id}];
-  if (!known) known = driver::load_kernel(file, kernel, device.device_id, 0);
-  return known;
+  for (const Loaded& known : kernels)
+    if (known.device == device.device_id && known.symbol == symbol && known.file == file) return known.kernel;
+  const std::string path(file), name(symbol);
+  kernels.push_back(Loaded{name, path, device.device_id, driver::load_kernel(path, name.c_str(), device.device_id, 0)});
+  return kernels.back().kernel;
 }
 
-void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots, String file) {
+/// append's kernel on each device, from load_append().
+constexpr int32_t kMaxDevices = 64;
+std::atomic<const driver::Kernel*> append_kernels[kMaxDevices];
+
+std::string_view view(const String& text) { return {text.data(), text.size()}; }
+
+/// Before append_kv on a CUDA device, which then need not be given a file: looking it up takes a tenth of its time.
+void load_append(String file, int64_t device) {
+  const int32_t id = narrow("device", device, 0, kMaxDevices - 1);
+  append_kernels[id] = &loaded("append_kernel", view(file), DLDevice{kDLCUDA, id});
+}
+
+void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots) {
   const DLDevice device = k_cache.device();
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
@@ -92,8 +112,10 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
     if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
     return;
   }
+  const driver::Kernel* const kernel = append_kernels[narrow("device", device.device_id, 0, kMaxDevices - 1)];
+  if (kernel == nullptr) TVM_FFI_THROW(RuntimeError) << "append's kernel is not loaded on " << device_name(device);
   // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(loaded("append_kernel", file, device),
+  driver::launch(*kernel,
                  driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
                  &params, current_stream(device));
 }
@@ -127,19 +149,21 @@ DataType cache_dtype(const TensorView& cache, DataType dtype) {
 }
 
 /// Launches the kernel, or runs the CPU's loop.
-void launch_append_qkv(const QkvParams& params, DataType dtype, DLDevice device, const std::string& file) {
+void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::string_view file) {
   if (device.device_type == kDLCPU) {
     if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
     return;
   }
-  // As many lanes as have work: a block takes one token.
-  constexpr int32_t kMaxThreads = 256, kLaneElements = 16;
-  const int32_t heads = params.num_qo_heads + (params.v.data != nullptr ? 2 : 1) * params.num_kv_heads;
-  const int32_t threads = clamp(round_up(ceil_div(params.head_dim, kLaneElements) * heads, 32), 32, kMaxThreads);
+  const QkvKernel kernel = kernel_for(params);
+  divide_work(params, kernel);
+  narrow("tokens * heads", int64_t{params.num_tokens} * params.groups_of_token.divisor);
+  const char* const symbol = kernel == QkvKernel::kPlain    ? "append_qkv_plain_kernel"
+                             : kernel == QkvKernel::kNormed ? "append_qkv_normed_kernel"
+                                                            : "append_qkv_general_kernel";
   // Without tokens too: a run() that follows relies on this launch.
-  const uint32_t blocks = static_cast<uint32_t>(max_of(params.num_tokens, 1));
-  driver::launch(loaded("append_qkv_kernel", file, device),
-                 driver::Launch{blocks, 1, static_cast<uint32_t>(threads), -1, true}, &params, current_stream(device));
+  const uint32_t ctas = static_cast<uint32_t>(max_of<int64_t>(append_qkv_ctas(params), 1));
+  driver::launch(loaded(symbol, file, device), driver::Launch{ctas, 1, kAppendQkvThreads, -1, true}, &params,
+                 current_stream(device));
 }
 
 HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
@@ -249,7 +273,7 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   params.norm_eps = given.norm_eps;
   params.norm_offset = given.norm_offset;
   params.is_interleaved = given.is_interleaved;
-  launch_append_qkv(params, dtype, device, file);
+  launch_append_qkv(params, dtype, device, view(file));
 }
 
 /// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q. K and V that differ in width take a
@@ -301,14 +325,15 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
     values.scales.k = params.scales.v;
     values.head_dim = v_columns;
     params.v = values.v = HeadRows{};
-    launch_append_qkv(values, dtype, device, file);
+    launch_append_qkv(values, dtype, device, view(file));
   }
-  launch_append_qkv(params, dtype, device, file);
+  launch_append_qkv(params, dtype, device, view(file));
 }
 
 }  // namespace
 }  // namespace attn
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_append, attn::load_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv_rounded, attn::append_kv_rounded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_qkv, attn::append_qkv);

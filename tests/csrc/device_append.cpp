@@ -17,23 +17,33 @@ namespace {
 
 attn::QkvParams launched;
 
+template <class Element, attn::QkvKernel kKernel>
+void append() {
+  if (attn::is_float8(launched.scales.element))
+    attn::append_qkv<Element, kKernel, true>(launched);
+  else
+    attn::append_qkv<Element, kKernel, false>(launched);
+}
+
+template <class Element>
+void run(attn::QkvKernel kernel) {
+  void (*const thread)() = kernel == attn::QkvKernel::kPlain    ? append<Element, attn::QkvKernel::kPlain>
+                           : kernel == attn::QkvKernel::kNormed ? append<Element, attn::QkvKernel::kNormed>
+                                                                : append<Element, attn::QkvKernel::kGeneral>;
+  const int32_t ctas = static_cast<int32_t>(attn::append_qkv_ctas(launched));
+  for (int32_t cta = 0; cta < ctas; ++cta) emulation::run_cta(cta, ctas, attn::kAppendQkvThreads, 0, thread);
+}
+
 }  // namespace
 
 extern "C" int32_t qkv_params_bytes() { return sizeof(attn::QkvParams); }
 
-extern "C" void device_append_qkv(const attn::QkvParams* params, int32_t page_size, bool is_bf16, int32_t threads,
-                                  int32_t blocks) {
+/// Returns the QkvKernel that ran.
+extern "C" int32_t device_append_qkv(const attn::QkvParams* params, int32_t page_size, bool is_bf16) {
   launched = *params;
   launched.page_size = attn::FastDivisor(page_size);
-  for (int32_t block = 0; block < blocks; ++block) {
-    const bool quantises = attn::is_float8(launched.scales.element);
-    if (quantises && is_bf16)
-      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::BFloat16, true>(launched); });
-    else if (quantises)
-      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::Float16, true>(launched); });
-    else if (is_bf16)
-      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::BFloat16>(launched); });
-    else
-      emulation::run_cta(block, blocks, threads, 0, [] { attn::append_qkv<attn::Float16>(launched); });
-  }
+  const attn::QkvKernel kernel = attn::kernel_for(launched);
+  attn::divide_work(launched, kernel);
+  is_bf16 ? run<attn::BFloat16>(kernel) : run<attn::Float16>(kernel);
+  return static_cast<int32_t>(kernel);
 }

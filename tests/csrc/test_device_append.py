@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import subprocess
 
+import numpy
 import pytest
 import torch
-from append_problems import HEADS, Problem, random_problem
+from append_problems import HEADS, Problem, empty_cache, frequencies, random_problem
 from device_attention import KvScale, KvScales
 from float8_cases import DTYPES
 from host_planner import COMPILER, ROOT
 from tiers import mostly_slow
 from torch import Tensor
 
-from attn_backend import KVCache, append_kv
+from attn_backend import KVCache, Rotary, append_kv
 from attn_backend.kernels.structs import values_of
+
+PLAIN, NORMED = 0, 1  # QkvKernel of csrc/cache/qkv_params.h
 
 
 class _HeadRows(ctypes.Structure):
@@ -52,7 +55,12 @@ class _UnalignedParams(ctypes.Structure):
 
 
 class _QkvParams(_UnalignedParams):
-    _fields_ = (("padding", ctypes.c_char * (-ctypes.sizeof(_UnalignedParams) % 16)), ("scales", KvScales))
+    _fields_ = (
+        ("padding", ctypes.c_char * (-ctypes.sizeof(_UnalignedParams) % 16)),
+        ("scales", KvScales),
+        ("groups_of_token", _FastDivisor),
+        ("lane_bits", ctypes.c_int32),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,27 +111,48 @@ def _params(problem: Problem) -> _QkvParams:
 def test_random_cases(library: ctypes.CDLL, block: int) -> None:
     for seed in range(10 * block, 10 * (block + 1)):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
-        is_bf16, threads = problem.qkv.dtype == torch.bfloat16, [32, 96, 256][seed % 3]
-        library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, is_bf16, threads, 1 + seed % 5)
+        library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
+        problem.check()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("norms", [(), ("q_norm",), ("k_norm",), ("q_norm", "k_norm")], ids=lambda names: "+".join(names) or "no norm")
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str, ...]) -> None:
+    """What models have: the kernels that move 16 bytes at a time. Numbers of heads that fill groups, and that do not."""
+    dtype, cpu = torch.bfloat16, torch.device("cpu")
+    for seed, (head_dim, rotary_dim, q_heads) in enumerate([(128, 128, 4), (64, 32, 5), (96, 96, 1), (256, 64, 3), (16, 16, 2)]):
+        rng = numpy.random.default_rng([seed, interleaved, len(norms)])
+        kv, storage = empty_cache("tensor", "NHD", 5, 16, head_dim, dtype, cpu)
+        angles = torch.arange(50)[:, None] * frequencies(rotary_dim)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to([dtype, torch.float32][seed % 2])
+        problem = Problem(
+            torch.randn(9, q_heads + 2 * HEADS, head_dim).to(dtype), q_heads, kv, storage, torch.from_numpy(rng.permutation(80)[:7] - 5),
+            torch.from_numpy(rng.integers(0, 60, 7)), Rotary(table, interleaved), None, None, norm_eps=1e-5, norm_offset=float(seed % 2), out=None,
+        )  # fmt: skip
+        for name in norms:
+            setattr(problem, name, torch.randn(head_dim).to(dtype))
+        kernel = library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, True)
+        assert kernel == (NORMED if norms else PLAIN)
         problem.check()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_8_bit_caches(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scales", [(0.5, torch.tensor([0.125, 3.0, 0.7])), (1e30, torch.tensor([1e-30, 1e-38, 1e38]))], ids=["ordinary", "extreme"])
+def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], dtype: torch.dtype) -> None:
     """The same bytes as on a CPU, aligned and not."""
     for seed in range(12):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
         problem.rotary = problem.q_norm = problem.k_norm = None
         problem.qkv.mul_(torch.logspace(-4, 4, len(problem.qkv))[:, None, None])
-        scales = (0.5, torch.tensor([0.125, 3.0, 0.7]))
+        problem.qkv[::2, :, ::3] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])[seed % 4]
         written = [KVCache.from_pair(*(torch.zeros(problem.kv.k.shape).to(dtype) for _ in range(2)), k_scale=scales[0], v_scale=scales[1]) for _ in range(2)]
         append_kv(problem.k, problem.v, written[0], problem.slots)
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
         element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
         params.scales = KvScales(KvScale.of(scales[0]), KvScale.of(scales[1]), element)
-        is_bf16, threads = problem.qkv.dtype == torch.bfloat16, [32, 96, 256][seed % 3]
-        library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, is_bf16, threads, 1 + seed % 5)
+        library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))

@@ -22,7 +22,7 @@ class TokenWriter {
         sines_(cosines_.size()) {}
 
   void write(int32_t token) {
-    if (p_.rotary != RotaryTable::kNone) set_angles(p_.positions[token]);
+    if (p_.rotary != RotaryTable::kNone) set_angles(p_.positions.narrow(p_.positions.words(token)));
     for (int32_t head = 0; head < p_.num_qo_heads; ++head) {
       load(p_.q, token, head);
       finish(p_.q_norm, true);
@@ -46,7 +46,7 @@ class TokenWriter {
   }
 
  private:
-  void set_angles(int64_t position) {
+  void set_angles(int32_t position) {
     const size_t pairs = cosines_.size();
     const auto* floats = static_cast<const float*>(p_.table);
     const auto* elements = static_cast<const Element*>(p_.table);
