@@ -216,7 +216,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper kernel: a fence forgotten",
-        "csrc/attention/sm90/consumer.cuh",
+        "csrc/attention/sm90/consumer_base.cuh",
         "  ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again\n",
         "",
         (ATTENTION, "-k", "random_cases and hopper"),

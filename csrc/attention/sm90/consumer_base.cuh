@@ -60,6 +60,7 @@ __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& par
 ATTN_HD constexpr int columns_of_products(int columns) {
   return columns <= 64 ? 64 : columns <= 96 ? 96 : columns <= 128 ? 128 : columns <= 192 ? 192 : 256;
 }
+
 template <class Traits>
 struct ConsumerBase {
   using Element = typename Traits::Element;
