@@ -174,7 +174,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
-        return kv_cache_view(kv_cache, self.float8, layer if self.kv_sharing_target_layer_name is None else None)
+        return kv_cache_view(kv_cache, self.float8, layer, writes=self.kv_sharing_target_layer_name is None)
 
 
 class CpuAttnImpl(AttnImpl):
