@@ -27,6 +27,7 @@ from integration.server import free_port, running_server
 from integration.sharegpt import conversation_texts, sharegpt_file
 
 CONCURRENCY = 4
+ROOM = 32  # tokens of a context behind the text: one is generated, and SGLang keeps some for itself
 
 
 def cut_texts(texts: Iterable[list[int]], num_tokens: int, longest: int) -> list[list[int]]:
@@ -82,7 +83,7 @@ def run(given: argparse.Namespace) -> bool:
     tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
     texts = cut_texts((tokenizer.encode(text[: given.longest * 16]).ids for text in conversation_texts(path)), given.num_tokens, given.longest)
     results = results_folder(given, f"perplexity-{given.engine}")
-    launch = Launch(given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + 2, CONCURRENCY)
+    launch = Launch(given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + ROOM, CONCURRENCY)
     found: dict[str, float] = {}
     for kv_dtype in given.kv_cache_dtypes:
         with_dtype = replace(launch, port=free_port(), extra_arguments=["--kv-cache-dtype", kv_dtype, *given.server_arguments])

@@ -297,7 +297,7 @@ class SGLangAttentionBackend(AttentionBackend):
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         chunk = self._attention_chunk_size
         if self._is_float8:
-            check_float8_heads(layer, self.kv_dtype, self.device)
+            check_float8_heads(layer, self.kv_dtype)
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
         plan = self._plans.get(key)
         if plan is None:

@@ -64,14 +64,14 @@ def _check_kv_dtype(runner: Any) -> None:
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
 
 
-def check_float8_heads(layer: RadixAttention, kv_dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses a layer whose heads no kernel reads from 8-bit caches.
+def check_float8_heads(layer: RadixAttention, kv_dtype: torch.dtype) -> None:
+    """Refuses a layer for whose heads 8-bit caches have no kernels.
 
     Raises:
         ValueError: see the module.
     """
     dims = HeadDims(layer.head_dim, layer.v_head_dim)
-    if device.type == "cuda" and dims.runs_on_cuda and not dims.runs_over_float8:
+    if not dims.runs_over_float8:
         raise refuse(f"heads of {dims} columns in a KV cache of {kv_dtype} (layer {layer.layer_id})", "pass --kv-cache-dtype bfloat16")
 
 

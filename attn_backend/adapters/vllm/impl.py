@@ -180,5 +180,4 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 class CpuAttnImpl(AttnImpl):
     """A layer on a CPU."""
 
-    float8_head_sizes: ClassVar[list[int]] = AttnImpl.head_sizes
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
