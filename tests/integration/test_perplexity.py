@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from integration import perplexity as tool
 from integration.engines import ENGINES
@@ -103,5 +106,34 @@ def test_vllm_serves_over_8_bit_caches(need_engine, smollm2, sharegpt, tmp_path)
     """SGLang has none on a CPU."""
     need_engine("vllm")
     arguments = ["--engine", "vllm", "--device", "cpu", "--model", str(smollm2.folder), "--dataset", str(sharegpt), "--results", str(tmp_path)]
-    assert run(parse_arguments([*arguments, "--num-tokens", "600", "--kv-cache-dtypes", "auto", "fp8", "fp8_e5m2", "--python", sys.executable]))
-    assert "kv_cache_dtype=fp8_e5m2" in (tmp_path / "server-fp8_e5m2.log").read_text()
+    assert run(parse_arguments([*arguments, "--num-tokens", "600", "--kv-cache-dtypes", "auto", "fp8", "--python", sys.executable]))
+    assert "kv_cache_dtype=fp8" in (tmp_path / "server-fp8.log").read_text()
+
+
+def write_checkpoint_with_scales(folder, target, scale):
+    """The model in `folder` as llm-compressor writes one with an fp8 KV cache: the config declares it, and each layer has scales."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config = json.loads((target / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([scale]) for name in "kv"}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    declared = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen", "config_groups": {}, "ignore": ["lm_head"]}
+    config["quantization_config"] = declared | {"kv_cache_scheme": scheme}
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, smollm2, sharegpt, tmp_path):
+    """Scales that are far too small limit K and V to what nobody can read: so they are used, and `auto` is what was declared."""
+    need_engine("vllm")
+    write_checkpoint_with_scales(smollm2.folder, tmp_path / "model", 1e-4)
+    arguments = ["--engine", "vllm", "--device", "cpu", "--model", str(tmp_path / "model"), "--dataset", str(sharegpt), "--results", str(tmp_path)]
+    assert not run(parse_arguments([*arguments, "--num-tokens", "300", "--kv-cache-dtypes", "bfloat16", "auto", "--python", sys.executable]))
+    found = json.loads((tmp_path / "perplexity.json").read_text())["perplexity"]
+    assert found["bfloat16"] < 20
+    assert found["auto"] > 10 * found["bfloat16"]
