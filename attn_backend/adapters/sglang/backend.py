@@ -296,9 +296,10 @@ class SGLangAttentionBackend(AttentionBackend):
     def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         chunk = self._attention_chunk_size
+        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
         if self._is_float8:
             check_float8_heads(layer, self.kv_dtype)
-        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
+            key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
@@ -343,7 +344,7 @@ class SGLangAttentionBackend(AttentionBackend):
             key.head_dim,
             head_dim_v=key.head_dim_v,
             dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=key.kv_dtype,
             device=self.device,
             max_rows=max_rows,
             max_batch=max_batch,

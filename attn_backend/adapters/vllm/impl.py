@@ -69,9 +69,9 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if attn_type not in self.attn_types:
             self._refuse(f"attention of type {attn_type}")
         if kv_cache_dtype not in ("auto", *PLAIN_DTYPES, *FLOAT8_DTYPES):
-            self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass --kv-cache-dtype bfloat16 or fp8")
+            self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype")
         if kv_cache_dtype in FLOAT8_DTYPES and head_size not in self.float8_head_sizes:
-            self._refuse(f"head size {head_size} in a KV cache of dtype {kv_cache_dtype}", "pass --kv-cache-dtype bfloat16")
+            self._refuse(f"head size {head_size} in a KV cache of dtype {kv_cache_dtype}", "pass the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
