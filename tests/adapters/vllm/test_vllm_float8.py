@@ -148,6 +148,42 @@ def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales() -> Non
     check(output, query, batch, k, v)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("vllm_as_it_was")
+def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
+    """On a CPU the captured code just runs again."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    batch = make_batch([20, 7, 33], [20, 7, 33])  # all tokens are written again at each replay
+    cm = batch.metadata
+    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor))
+    slots = cm.slot_mapping.to(device)
+    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
+    impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of().to(device), cache_of("fp8").to(device)
+    metadata = make_builder([impl], make_spec(dtype=torch.uint8), device, model_config=model).build(0, cm)
+    query, key, value = (torch.randn(60, heads, 64).to(device, dtype) for heads in (6, 2, 2))
+    output = torch.full_like(query, torch.nan)
+
+    def run() -> None:
+        impl.do_kv_cache_update(layer, key, value, cache, slots)
+        impl.forward(layer, query, key, value, cache, metadata, output)
+
+    replay = run
+    run()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    for k_scale, v_scale in ((0.05, 0.3), (0.4, 0.02)):
+        layer._k_scale.fill_(k_scale)
+        layer._v_scale.fill_(v_scale)
+        replay()
+        k, v = torch.full((2, NUM_PAGES * PAGE, 2, 64), torch.nan, dtype=torch.float64)
+        k[batch.new_slots] = held(key.cpu(), layer._k_scale.cpu(), "fp8")
+        v[batch.new_slots] = held(value.cpu(), layer._v_scale.cpu(), "fp8")
+        check(output.cpu(), query.cpu(), batch, k, v)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests behind the same 12 pages."""
