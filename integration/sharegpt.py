@@ -72,6 +72,12 @@ def first_exchanges(path: Path) -> list[tuple[str, str]]:
     return [(turns[0]["value"], turns[1]["value"]) for turns in conversations]
 
 
+def conversation_texts(path: Path) -> list[str]:
+    """All turns of every conversation in a ShareGPT file, in file order, an empty line between them."""
+    conversations = parse_conversations(path.read_text(encoding="utf-8"))
+    return ["\n\n".join(turn["value"] for turn in conversation.get("conversations", [])) for conversation in conversations]
+
+
 def prompt_token_ids(model_folder: Path, path: Path, count: int, longest: int) -> list[list[int]]:
     """Token ids of `count` first turns of a ShareGPT file, of at most `longest` tokens. The same ids go to every backend and engine."""
     from tokenizers import Tokenizer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 
 class PlanKey(NamedTuple):
     """Layers with the same key share a plan: the same heads over the same tokens.
@@ -22,6 +24,7 @@ class PlanKey(NamedTuple):
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
+        kv_dtype: of a cache whose elements are not those of Q; None: they are.
     """
 
     num_qo_heads: int
@@ -40,6 +43,7 @@ class PlanKey(NamedTuple):
     has_sinks: bool = False
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def needs_variant(self) -> bool:

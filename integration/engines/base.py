@@ -173,3 +173,6 @@ class Engine(Protocol):
 
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
+
+    def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
+        """The natural-log probability of every token of a prompt but the first."""

@@ -118,3 +118,9 @@ class SGLang:
         body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": logprobs}
         output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
         return output_ids
+
+    def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
+        sampling = {"temperature": 0, "max_new_tokens": 1}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        of_tokens = post_json(f"{base_url}/generate", body)["meta_info"]["input_token_logprobs"]
+        return [float(logprob) for logprob, _, _ in of_tokens[1:]]

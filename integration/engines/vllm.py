@@ -112,6 +112,11 @@ class VLLM:
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
 
+    def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        of_tokens = post_json(f"{base_url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        return [float(of_token[str(token_id)]["logprob"]) for token_id, of_token in zip(prompt[1:], of_tokens[1:], strict=True)]
+
 
 def _token_id(text: str) -> int:
     return int(text.removeprefix("token_id:"))

@@ -26,7 +26,9 @@ MEMBERS = {
         ),
         "vllm.v1.attention.backend:AttentionType": "DECODER ENCODER_ONLY ENCODER_DECODER",
         "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
-        "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading",
+        "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading supports_quant_query_input",
+        "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
+        "vllm.config.cache:CacheConfig": "cache_dtype",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
@@ -37,7 +39,7 @@ MEMBERS = {
         "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size",
         "vllm.config.parallel:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank",
         "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens",
-        "vllm.config.vllm:VllmConfig": "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config",
+        "vllm.config.vllm:VllmConfig": "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config",
         "vllm.v1.worker.gpu.sample.sampler:Sampler": "sample apply_sampling_params sampling_states logprobs_mode",
         "vllm.v1.worker.gpu.sample.states:SamplingStates": "add_request apply_temperature apply_min_p temperature top_k top_p min_p seeds vocab_size",
         "vllm.v1.sample.sampler:Sampler": "sample apply_temperature logprobs_mode",
@@ -49,7 +51,7 @@ MEMBERS = {
     "sglang": {
         "sglang.srt.layers.radix_attention:RadixAttention": (
             "tp_q_head_num tp_k_head_num head_dim v_head_dim scaling layer_id logit_cap sliding_window_size "
-            "is_cross_attention use_irope attn_type logit_capping_method xai_temperature_len"
+            "is_cross_attention use_irope attn_type logit_capping_method xai_temperature_len k_scale v_scale"
         ),
         "sglang.srt.layers.radix_attention:AttentionType": "DECODER ENCODER_ONLY",
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
@@ -63,7 +65,7 @@ MEMBERS = {
         "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
-            "device dtype kv_cache_dtype page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
+            "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
         ),
         "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size",
         "sglang.srt.configs.model_config:AttentionArch": "MHA",

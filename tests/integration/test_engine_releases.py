@@ -161,6 +161,42 @@ def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
     assert {node.name for node in builder.body if isinstance(node, ast.FunctionDef)} <= {"build", "update_block_table", "get_cudagraph_support"}
 
 
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
+    """As buffers, which stay where they are; and the names of such caches."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    function = release.find("vllm.model_executor.layers.attention.attention", "set_default_quant_scales")
+    assert isinstance(function, ast.FunctionDef)
+    assert parameters_of(function).names == ["layer", "register_buffer"]
+    for name in ("_k_scale", "_v_scale"):
+        assert f"layer.register_buffer('{name}', torch.tensor(1.0, dtype=torch.float32))" in ast.unparse(function)
+        assert f".{name}" in (ADAPTERS / "vllm" / "layer_cache.py").read_text()
+    names = release.find("vllm.config.cache", "CacheDType")
+    assert isinstance(names, ast.Assign)
+    assert {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"} <= set(ast.literal_eval(names.value.slice))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("version", RELEASES["sglang"])
+def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
+    """K and V of the pool's dtype are not divided again, and are stored as uint8."""
+    release = read("sglang", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    writes = release.find("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer")
+    assert isinstance(writes, ast.FunctionDef)
+    converting = [node for node in ast.walk(writes) if isinstance(node, ast.If) and "div_" in ast.unparse(node)]
+    assert [ast.unparse(node.test) for node in converting if "dtype" in ast.unparse(node.test)] == ["cache_k.dtype != self.dtype"]
+    assert "cache_k = cache_k.view(self.store_dtype)" in ast.unparse(writes)
+    pool = release.find("sglang.srt.mem_cache.memory_pool", "KVCache")
+    assert isinstance(pool, ast.ClassDef)
+    assert "self.store_dtype = torch.uint8" in ast.unparse(pool)
+    names = release.find("sglang.srt.mem_cache.kv_cache_dtype", "configure_kv_cache_dtype")
+    assert isinstance(names, ast.FunctionDef)
+    assert all(f"server_args_kv_cache_dtype == '{name}'" in ast.unparse(names) for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8"))
+
+
 @pytest.mark.parametrize("version", RELEASES["sglang"])
 def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
     """A name that a release lacks would silently read as its default."""

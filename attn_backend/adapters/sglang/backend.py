@@ -23,18 +23,20 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 from torch.nn import Module
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
+from attn_backend import Attention, BSRView, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layer_variants import variant_of, visibility_of
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.spans import Spans
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 
 from . import compat
 from .encoder_table import decoder_page_table
 from .items import Items, items_of
-from .support import attention_layers, check_runner, plan_key, refuse, slopes_of, wants_spans
+from .layer_cache import LayerCache, quantise
+from .support import attention_layers, check_float8_heads, check_runner, plan_key, refuse, slopes_of, wants_spans
 from .window import window_page_table
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Plan:
 class Layer:
     """What is remembered of a layer between steps."""
 
-    def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None) -> None:
+    def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None, cache: LayerCache) -> None:
         self.plan = plan
         self.slopes = slopes
         self.num_qo_heads: int = layer.tp_q_head_num
@@ -78,15 +80,7 @@ class Layer:
         self.sm_scale = float(layer.scaling)
         self.logits_soft_cap = 0.0 if plan.key.needs_variant else plan.key.logits_soft_cap  # a variant knows its own
         self.of_encoder = plan.key.of_encoder
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-        self.kv: KVCache | None = None
-
-    def cache(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
-        """The layer's buffers as a cache of pages. They are the same tensors at every step, unless the engine reallocates them."""
-        if self.kv is None or k is not self.k or v is not self.v:
-            self.k, self.v, self.kv = k, v, KVCache.from_slots(k, v, page_size)
-        return self.kv
+        self.cache = cache
 
 
 class SGLangAttentionBackend(AttentionBackend):
@@ -104,6 +98,8 @@ class SGLangAttentionBackend(AttentionBackend):
         self.page_size: int = 1 if self._is_encoder_decoder else runner.page_size or 1  # decoders' tokens begin anywhere in a page
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
+        self.kv_dtype: torch.dtype = runner.kv_cache_dtype
+        self._is_float8 = self.kv_dtype in FLOAT8_DTYPES
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self._copies_to_slots = compat.copies_to_slots(self.token_to_kv_pool)
@@ -117,6 +113,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
         self._plans: dict[PlanKey, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
+        self._caches: dict[int, LayerCache] = {}
         warn_if_untried(self.device, logger)
         self._has_spans = wants_spans(runner)
         self._large_spans: Spans | None = None
@@ -260,15 +257,20 @@ class SGLangAttentionBackend(AttentionBackend):
         attention = known.plan.current or self._plan_late(known.plan)  # before append_kv, which run() relies on
         pool = self.token_to_kv_pool
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)  # at every step: it waits for KV that is still being loaded
-        kv = known.cache(k_buffer, v_buffer, self.page_size)
+        if self._is_float8:
+            kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
+        else:
+            kv = known.cache.view(k_buffer, v_buffer, self.page_size)
         slots = forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc
         appended = False
         if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
-            appended = self._copies_to_slots and k.dtype == v.dtype == k_buffer.dtype  # the pool converts others
+            appended = self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == k_buffer.dtype)  # the pool converts others
             if appended:
                 append_kv(k, v, kv, slots)
             else:
+                if self._is_float8:
+                    k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
                 pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
         num_rows = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)
@@ -295,11 +297,15 @@ class SGLangAttentionBackend(AttentionBackend):
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         chunk = self._attention_chunk_size
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
+        if self._is_float8:
+            check_float8_heads(layer, self.kv_dtype)
+            key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
         slopes = slopes_of(parent)
-        known = self._layers[layer] = Layer(layer, plan, None if slopes is None else slopes.to(self.device, torch.float32))
+        slopes = None if slopes is None else slopes.to(self.device, torch.float32)
+        known = self._layers[layer] = Layer(layer, plan, slopes, self._caches.setdefault(layer.layer_id, LayerCache()))
         return known
 
     def _sinks(self, layer: RadixAttention, extra: dict[str, Any]) -> Tensor | None:
@@ -338,6 +344,7 @@ class SGLangAttentionBackend(AttentionBackend):
             key.head_dim,
             head_dim_v=key.head_dim_v,
             dtype=self.dtype,
+            kv_dtype=key.kv_dtype,
             device=self.device,
             max_rows=max_rows,
             max_batch=max_batch,

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
+from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
+
 
 def release() -> str:
     """SGLang's version, or "unknown"."""
@@ -94,7 +98,8 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns.
+    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns. Bytes of 8-bit floats,
+    which a pool stores as uint8, are no difference.
 
     But for its check of slots under SGLANG_ENABLE_ASYNC_ASSERT: `append_kv` skips slots outside the cache.
     """
@@ -104,7 +109,7 @@ def copies_to_slots(pool: Any) -> bool:
     return (
         isinstance(pool, MHATokenToKVPool)
         and all(getattr(type(pool), name, None) is getattr(MHATokenToKVPool, name, None) and name not in vars(pool) for name in names)
-        and pool.store_dtype == pool.dtype
+        and pool.store_dtype == (torch.uint8 if pool.dtype in FLOAT8_DTYPES else pool.dtype)
         and getattr(pool, "kv_cache_layout", None) == "nhd"
         and not getattr(pool, "is_quantized_kv_cache", True)
         and not getattr(pool, "requires_physical_write_loc", False)

@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.kernels.manifest import HeadDims
+from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 
 from . import NAME, compat
 
@@ -45,15 +47,32 @@ def check_runner(runner: Any) -> None:
         raise refuse(f"CPUs with SGLang {compat.release()}", advice)
     if config.attention_arch != AttentionArch.MHA:
         raise refuse(f"the attention architecture {config.attention_arch.name} (it serves MHA, GQA and MQA)")
-    if runner.kv_cache_dtype != runner.dtype:
-        model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
-        advice = f"pass {model}--kv-cache-dtype bfloat16 (auto takes what the checkpoint declares, which may be fp8)"
-        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
+    _check_kv_dtype(runner)
     if runner.is_draft_worker:
         raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
     if wants_spans(runner):
         _check_spans(runner)
     _check_settings()
+
+
+def _check_kv_dtype(runner: Any) -> None:
+    model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
+    advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
+    if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
+        raise refuse("--kv-cache-dtype mxfp8", advice)
+    if runner.kv_cache_dtype not in (runner.dtype, *FLOAT8_DTYPES):
+        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
+
+
+def check_float8_heads(layer: RadixAttention, kv_dtype: torch.dtype) -> None:
+    """Refuses a layer for whose heads 8-bit caches have no kernels.
+
+    Raises:
+        ValueError: see the module.
+    """
+    dims = HeadDims(layer.head_dim, layer.v_head_dim)
+    if not dims.runs_over_float8:
+        raise refuse(f"heads of {dims} columns in a KV cache of {kv_dtype} (layer {layer.layer_id})", "pass --kv-cache-dtype bfloat16")
 
 
 def wants_spans(runner: Any) -> bool:

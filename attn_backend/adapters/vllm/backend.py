@@ -9,9 +9,8 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
-
-DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class AttnBackend(AttentionBackend):
@@ -22,7 +21,7 @@ class AttnBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_DTYPES]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
@@ -64,13 +63,17 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
-        if kv_cache_dtype in DTYPE_NAMES and DTYPE_NAMES[kv_cache_dtype] != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: K and V must have the dtype of the queries"
+        if kv_cache_dtype in PLAIN_DTYPES and PLAIN_DTYPES[kv_cache_dtype] != dtype:
+            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: K and V must have the dtype of the queries, or fp8"
+        if kv_cache_dtype in FLOAT8_DTYPES and head_size not in cls.get_impl_cls().float8_head_sizes:
+            return f"kv_cache_dtype {kv_cache_dtype} not supported with head_size {head_size}: pass --kv-cache-dtype {str(dtype).removeprefix('torch.')}"
         return None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        reasons: list[str] = super().validate_configuration(*args, **kwargs)
+        way_out = f"pass --kv-cache-dtype with one of {', '.join(cls.supported_kv_cache_dtypes)}"
+        found: list[str] = super().validate_configuration(*args, **kwargs)
+        reasons = [f"{reason}: {way_out}" if reason == "kv_cache_dtype not supported" else reason for reason in found]
         if kwargs.get("use_non_causal") and kwargs.get("has_sliding_window"):
             reasons.append("a sliding window to both sides (non-causal) not supported")
         return reasons
@@ -98,6 +101,10 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_rswa(cls) -> bool:
         return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

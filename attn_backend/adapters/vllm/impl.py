@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, kv_cache_view
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
@@ -19,10 +20,13 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
     head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
+    float8_head_sizes: ClassVar[list[int]] = [dim for dim in head_sizes if HeadDims.of(dim).runs_over_float8]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False
     supports_pcp: bool = False
+    # Kernels take queries of 16 bits and widen an 8-bit cache to them: queries that vLLM quantised would be less exact for nothing.
+    supports_quant_query_input: bool = False
 
     def __init__(
         self,
@@ -64,8 +68,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._refuse(f"head size {head_size}")
         if attn_type not in self.attn_types:
             self._refuse(f"attention of type {attn_type}")
-        if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-            self._refuse(f"a KV cache of dtype {kv_cache_dtype}")
+        if kv_cache_dtype not in ("auto", *PLAIN_DTYPES, *FLOAT8_DTYPES):
+            self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype")
+        if kv_cache_dtype in FLOAT8_DTYPES and head_size not in self.float8_head_sizes:
+            self._refuse(f"head size {head_size} in a KV cache of dtype {kv_cache_dtype}", "pass the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
@@ -75,6 +81,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
+        self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
+        key = key._replace(kv_dtype=self.float8)
         if sliding_window is not None and not is_decoder:
             key = key._replace(window_right=sliding_window - 1)
         self.plan_key = key
@@ -94,8 +102,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         else:
             self._float_sinks.copy_(sinks)  # captured graphs read it where it is
 
-    def _refuse(self, what: str) -> None:
-        raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend}")
+    def _refuse(self, what: str, advice: str | None = None) -> None:
+        raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend if advice is None else f'{advice}, or {self.other_backend}'}")
 
     def forward(
         self,
@@ -114,7 +122,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone.
             key, value: [tokens, num_kv_heads, head_size]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the cache,
                 just before. None where another layer's cache is read.
-            kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides.
+            kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides; of 8 bits uint8, or its own dtype.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
 
         Returns:
@@ -130,7 +138,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             assert value is not None
             kv, appended = KVCache.from_ragged(key, value), False
         else:
-            kv = kv_cache_view(kv_cache)
+            kv = self._view(layer, kv_cache)
             appended = key is not None and self.kv_sharing_target_layer_name is None  # when vLLM calls do_kv_cache_update
         if self.sinks is not None and self._float_sinks is None:
             self.process_weights_after_loading(query.dtype)
@@ -150,9 +158,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         return output
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Writes new K and V into the cache.
+        """Writes new K and V into the cache; into one of 8 bits divided by the layer's scales, rounded and limited to what it holds.
 
         Args:
+            layer: vLLM's, which has the scales.
             key, value: [tokens, num_kv_heads, head_size]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
@@ -162,25 +171,13 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if key.shape[0] != tokens:
             tokens = min(tokens, key.shape[0])
             key, value, slot_mapping = key[:tokens], value[:tokens], slot_mapping[:tokens]
-        append_kv(key, value, kv_cache_view(kv_cache), slot_mapping)
+        append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
+
+    def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
+        return kv_cache_view(kv_cache, self.float8, layer, writes=self.kv_sharing_target_layer_name is None)
 
 
 class CpuAttnImpl(AttnImpl):
     """A layer on a CPU."""
 
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
-
-
-def kv_cache_view(kv_cache: torch.Tensor) -> KVCache:
-    """The K and V of a layer's cache. Made once and kept on the tensor itself, so that it lives exactly as long: vLLM frees a trial cache before the real one
-    is allocated.
-
-    Args:
-        kv_cache: [blocks, num_kv_heads, page, 2 * head_size]
-    """
-    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
-    if view is None:
-        # Views of `data` do not refer to the tensor that will refer to them.
-        view = KVCache.from_packed(kv_cache.data, layout="HND")
-        kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
-    return view

@@ -14,6 +14,7 @@ from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
@@ -96,6 +97,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
+        dtype = query_dtype(vllm_config, kv_cache_spec)
         self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
 
@@ -106,7 +108,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 key.num_qo_heads,
                 key.num_kv_heads,
                 key.head_dim,
-                dtype=kv_cache_spec.dtype,
+                dtype=dtype,
+                kv_dtype=key.kv_dtype,
                 device=device,
                 max_rows=max_rows,
                 max_batch=max_batch,
@@ -172,14 +175,25 @@ def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> l
     if not keys:  # layers that are not the engine's: its attention tests
         num_qo_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
-        keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window)}
-    return sorted(keys)
+        float8 = FLOAT8_DTYPES[vllm_config.cache_config.cache_dtype] if has_8_bits(kv_cache_spec) else None
+        keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window, kv_dtype=float8)}
+    return sorted(keys, key=str)
+
+
+def has_8_bits(kv_cache_spec: Any) -> bool:
+    """Whether the elements of a cache have 8 bits. Their dtype is what vLLM stores them as, uint8: the layers know which they are."""
+    return bool(kv_cache_spec.dtype.itemsize == 1)
+
+
+def query_dtype(vllm_config: Any, kv_cache_spec: Any) -> torch.dtype:
+    dtype: torch.dtype = vllm_config.model_config.dtype if has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
+    return dtype
 
 
 def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     """What keeps a KV cache from being read; None if nothing."""
     model_dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
-    if kv_cache_spec.dtype != model_dtype:
+    if kv_cache_spec.dtype != model_dtype and not has_8_bits(kv_cache_spec):
         return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
     if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
         return f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size})"

@@ -65,7 +65,7 @@ def model_config(**changes: object) -> SimpleNamespace:
 
 
 class FakeEngine:
-    """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own."""
+    """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own. `kv_dtype`: of the pool."""
 
     def __init__(
         self,
@@ -74,24 +74,27 @@ class FakeEngine:
         dtype: torch.dtype = torch.float32,
         hybrid: bool = False,
         device: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
         self.page_size, self.dtype, self.shapes = page_size, dtype, layers
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.model = nn.ModuleList(shape.build(i) for i, shape in enumerate(layers))
         heads, head_dim, v_head_dim = layers[0].num_kv_heads, layers[0].head_dim, layers[0].v_head_dim
         size = MAX_REQUESTS * MAX_TOKENS
         if hybrid:
             windowed = [i for i, shape in enumerate(layers) if shape.is_local]
             full = [i for i, shape in enumerate(layers) if not shape.is_local]
-            pool = SWAKVPool(size, size, page_size, dtype, heads, head_dim, windowed, full, device)
+            pool = SWAKVPool(size, size, page_size, self.kv_dtype, heads, head_dim, windowed, full, device)
             # What the allocator would have: pages in another order; slot 0 is nobody's.
             order = torch.randperm(size // page_size, generator=self.generator) + 1
             mapping = torch.zeros(size + page_size, dtype=torch.int64)
             mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()
             pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]).to(device))
         else:
-            pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, len(layers), device, enable_memory_saver=False, v_head_dim=v_head_dim)
+            shape = (heads, head_dim, len(layers))
+            pool = MHATokenToKVPool(size, page_size, self.kv_dtype, *shape, device, enable_memory_saver=False, v_head_dim=v_head_dim)
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
                 buffer.fill_(float("nan"))  # what no request wrote must not be seen
@@ -115,7 +118,8 @@ class FakeEngine:
         runner = SimpleNamespace(
             device=self.device,
             dtype=self.dtype,
-            kv_cache_dtype=self.dtype,
+            kv_cache_dtype=self.kv_dtype,
+            kv_cache_dtype_str="auto",
             page_size=self.page_size,
             is_draft_worker=False,
             model=self.model,
@@ -158,10 +162,19 @@ class FakeEngine:
 
     def remember(self, requests: list[int], new_lens: list[int], layer_id: int, k: Tensor, v: Tensor) -> None:
         """The reference's own copy of the new tokens."""
+        layer = self.model[layer_id]
+        k, v = self.held(k, layer.k_scale), self.held(v, layer.v_scale)
         for i, k_new, v_new in zip(requests, k.cpu().split(new_lens), v.cpu().split(new_lens), strict=True):
             request = self.requests[i]
-            request.k[layer_id] = torch.cat([request.k[layer_id], k_new.double()]) if request.length else k_new.double()
-            request.v[layer_id] = torch.cat([request.v[layer_id], v_new.double()]) if request.length else v_new.double()
+            request.k[layer_id] = torch.cat([request.k[layer_id], k_new]) if request.length else k_new
+            request.v[layer_id] = torch.cat([request.v[layer_id], v_new]) if request.length else v_new
+
+    def held(self, x: Tensor, scale: Tensor | float | None) -> Tensor:
+        """float64, what a cache of the pool's dtype holds of it."""
+        if self.kv_dtype == self.dtype:
+            return x.double()
+        factor, largest = 1.0 if scale is None else float(scale), torch.finfo(self.kv_dtype).max
+        return (x.float() / factor).clamp(-largest, largest).to(self.kv_dtype).double() * factor
 
     def advance(self, requests: list[int], new_lens: list[int]) -> None:
         for i, n in zip(requests, new_lens, strict=True):

@@ -231,12 +231,15 @@ def test_writes_into_the_buffer_that_the_engine_gives() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_captured_decode(page_size: int, hybrid: bool, device: str) -> None:
+def test_captured_decode(page_size: int, hybrid: bool, kv_dtype: torch.dtype | None, device: str) -> None:
     """Capture at one batch size, then replay other batches with padded requests, as DecodeCudaGraphRunner does. On a CPU the captured code just runs again."""
-    dtype = torch.float32 if device == "cpu" else torch.float16
-    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size, dtype, hybrid, device)
-    for layer_id in range(2):
+    dtype = torch.float32 if device == "cpu" else torch.float16 if kv_dtype is None else torch.bfloat16
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size, dtype, hybrid, device, kv_dtype)
+    for layer_id, layer in enumerate(engine.model):
+        if kv_dtype is not None:
+            layer.k_scale, layer.v_scale = torch.tensor(0.05, device=device), torch.tensor(0.3, device=device)
         for buffer in engine.pool.get_kv_buffer(layer_id):
             buffer[:page_size] = 0.0  # padded requests write slot 0, and read what row 0 of the table names
     engine.req_to_token_pool.req_to_token[0] = 0

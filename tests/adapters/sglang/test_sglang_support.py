@@ -99,8 +99,6 @@ def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}, "float8_e4m3fn.*pass --kv-cache-dtype bfloat16"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, "float8_e4m3fn.*pass --dtype bfloat16 --kv-cache-dtype bfloat16"),
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"device": "xpu"}, "device 'xpu'"),
         ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "MLA"),

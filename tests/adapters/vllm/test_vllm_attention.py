@@ -251,7 +251,7 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
     [
         ({"head_size": 100}, "head size 100"),
         ({"head_size": 264}, "head size 264"),
-        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
         ({"attn_type": "encoder"}, "type encoder"),
         ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
         ({"chunk_lookback": 1}, "chunk_lookback"),

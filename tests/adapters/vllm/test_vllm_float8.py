@@ -1,0 +1,264 @@
+"""Layers over 8-bit caches, with the scales of vLLM's own layers, against attention in float64 over what the cache holds."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm.v1", reason="needs vLLM")
+
+from test_vllm_attention import TOLERANCE, check
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionBackend
+from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+
+from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm import metadata as vllm_metadata
+from attn_backend.adapters.vllm.backend import AttnBackend
+from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, kv_cache_view
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys
+
+MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
+
+
+def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> torch.nn.Module:
+    """The part of vLLM's `Attention` that has scales. A list: one for each KV head, as compressed-tensors brings them."""
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    for name, value in (("_k_scale", k_scale), ("_v_scale", v_scale)):
+        if isinstance(value, list):
+            layer.register_buffer(name, torch.tensor(value))
+        else:
+            getattr(layer, name).fill_(value)
+    return layer
+
+
+def cache_of(kv_cache_dtype: str, memory: str = "NHD", num_kv_heads: int = 2, head_size: int = 64) -> Tensor:
+    """As vLLM hands it over: uint8. Full of NaN."""
+    return make_cache(memory, num_kv_heads, head_size, FLOAT8_DTYPES[kv_cache_dtype]).view(torch.uint8)
+
+
+def builder_of(impls: list[AttnImpl], dtype: torch.dtype = torch.float32, **spec: Any) -> AttnMetadataBuilder:
+    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
+    return make_builder(list(impls), make_spec(dtype=torch.uint8, **spec), model_config=model)
+
+
+def held(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
+    """float64, what the cache holds of K or V [tokens, heads, head_size]."""
+    dtype = FLOAT8_DTYPES[kv_cache_dtype]
+    largest, factor = torch.finfo(dtype).max, scale.reshape(-1, 1)
+    return (x.float() / factor).clamp(-largest, largest).to(dtype).double() * factor.double()
+
+
+def fill(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Writes random K and V of all tokens of the batch as vLLM does. Returns what the cache then holds, as slots."""
+    k, v = torch.randn(2, NUM_PAGES * PAGE, impl.num_kv_heads, impl.head_size).to(dtype)
+    for slots in (torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]), batch.metadata.slot_mapping):
+        impl.do_kv_cache_update(layer, k[slots], v[slots], cache, slots)
+    return held(k, layer._k_scale, impl.kv_cache_dtype), held(v, layer._v_scale, impl.kv_cache_dtype)
+
+
+def attend(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, metadata: AttnMetadata, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size).to(dtype)
+    output = torch.full_like(query, torch.nan)
+    impl.forward(layer, query, None, None, cache, metadata, output)
+    return query, output
+
+
+def serve(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype = torch.float32, **mask: Any) -> None:
+    builder = builder_of([impl], dtype, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size)
+    k, v = fill(impl, layer, cache, batch, dtype)
+    query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
+    check(output, query, batch, k, v, **mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", ["NHD", "HND", "padded", "interleaved"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_mixed_batch(kv_cache_dtype: str, memory: str, dtype: torch.dtype) -> None:
+    cache, batch = cache_of(kv_cache_dtype, memory), make_batch(*MIXED)
+    serve(make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache, batch, dtype)
+    nothing = cache.view(FLOAT8_DTYPES[kv_cache_dtype]).float().isnan()
+    assert (~nothing).sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]  # nothing else was written
+
+
+def test_a_cache_that_comes_in_its_own_dtype() -> None:
+    serve(make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8").view(torch.float8_e4m3fn), make_batch(*MIXED))
+
+
+def test_scales_of_heads() -> None:
+    serve(make_impl(kv_cache_dtype="fp8"), layer_of([0.02, 0.4], [1.5, 0.1]), cache_of("fp8"), make_batch(*MIXED))
+
+
+def test_numbers_that_are_too_large_are_limited() -> None:
+    serve(make_impl(kv_cache_dtype="fp8"), layer_of(0.002, 0.003), cache_of("fp8"), make_batch(*MIXED))
+
+
+@pytest.mark.parametrize("arguments", [{"sliding_window": 9}, {"logits_soft_cap": 5.0}])
+def test_windows_and_soft_caps(arguments: dict[str, Any]) -> None:
+    mask = {"window_left": 8} if "sliding_window" in arguments else arguments
+    serve(make_impl(kv_cache_dtype="fp8", **arguments), layer_of(0.1, 0.2), cache_of("fp8"), make_batch(*MIXED), **mask)
+
+
+def test_each_layer_has_its_own_scales() -> None:
+    impls = [make_impl(kv_cache_dtype="fp8") for _ in range(2)]
+    layers, caches = [layer_of(0.05, 0.3), layer_of(0.6, 0.02)], [cache_of("fp8") for _ in range(2)]
+    builder, batch = builder_of(list(impls)), make_batch(*MIXED)
+    assert len(builder.plans) == 1
+    metadata = builder.build(0, batch.metadata)
+    for impl, layer, cache in zip(impls, layers, caches, strict=True):
+        k, v = fill(impl, layer, cache, batch, torch.float32)
+        query, output = attend(impl, layer, cache, metadata, batch, torch.float32)
+        check(output, query, batch, k, v)
+
+
+def test_scales_that_are_found_later() -> None:
+    """vLLM up to 0.27 may compute them in the first step (calculate_kv_scales): the tensors stay, and are read when kernels run."""
+    impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
+    serve(impl, layer, cache, make_batch(*MIXED))
+    view = kv_cache_view(cache)
+    layer._k_scale.fill_(0.04)
+    layer._v_scale.fill_(0.2)
+    serve(impl, layer, cache, make_batch(*MIXED, seed=1))
+    assert kv_cache_view(cache) is view
+
+
+def test_scales_in_other_tensors() -> None:
+    """compressed-tensors puts its own in the layer, once weights are loaded."""
+    impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
+    serve(impl, layer, cache, make_batch(*MIXED))
+    layer.register_buffer("_k_scale", torch.tensor([0.05]))
+    serve(impl, layer, cache, make_batch(*MIXED, seed=1))
+
+
+def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales() -> None:
+    writer, reader = make_impl(kv_cache_dtype="fp8"), make_impl(kv_cache_dtype="fp8", kv_sharing_target_layer_name="layer.0")
+    cache, batch, layer = cache_of("fp8"), make_batch(*MIXED), layer_of(0.05, 0.3)
+    metadata = builder_of([writer, reader]).build(0, batch.metadata)
+    k, v = fill(writer, layer, cache, batch, torch.float32)
+    query, output = attend(reader, layer_of(7.0, 9.0), cache, metadata, batch, torch.float32)
+    check(output, query, batch, k, v)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("vllm_as_it_was")
+def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
+    """On a CPU the captured code just runs again."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    batch = make_batch([20, 7, 33], [20, 7, 33])  # all tokens are written again at each replay
+    cm = batch.metadata
+    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor))
+    slots = cm.slot_mapping.to(device)
+    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
+    impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of().to(device), cache_of("fp8").to(device)
+    metadata = make_builder([impl], make_spec(dtype=torch.uint8), device, model_config=model).build(0, cm)
+    query, key, value = (torch.randn(60, heads, 64).to(device, dtype) for heads in (6, 2, 2))
+    output = torch.full_like(query, torch.nan)
+
+    def run() -> None:
+        impl.do_kv_cache_update(layer, key, value, cache, slots)
+        impl.forward(layer, query, key, value, cache, metadata, output)
+
+    replay = run
+    run()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    for k_scale, v_scale in ((0.05, 0.3), (0.4, 0.02)):
+        layer._k_scale.fill_(k_scale)
+        layer._v_scale.fill_(v_scale)
+        replay()
+        k, v = torch.full((2, NUM_PAGES * PAGE, 2, 64), torch.nan, dtype=torch.float64)
+        k[batch.new_slots] = held(key.cpu(), layer._k_scale.cpu(), "fp8")
+        v[batch.new_slots] = held(value.cpu(), layer._v_scale.cpu(), "fp8")
+        check(output.cpu(), query.cpu(), batch, k, v)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests behind the same 12 pages."""
+    monkeypatch.setattr(vllm_metadata, "use_cascade", lambda: "always")
+    batch = make_batch([1, 1, 3, 1], [12 * PAGE + own for own in (1, 30, 16, 7)], shared_pages=12, table_width=16)
+    impl, layer, cache = make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache_of(kv_cache_dtype)
+    builder = builder_of([impl])
+    k, v = fill(impl, layer, cache, batch, torch.float32)
+    query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
+    check(output, query, batch, k, v)
+    taken = [node for node in builder.plans[impl.plan_key].attention.schedule().forest if node.group >= 0]
+    assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (4, 0, 12)
+
+
+def test_an_encoder_has_no_cache() -> None:
+    """vLLM gives its group the dtype of the others' caches."""
+    impl = make_impl(kv_cache_dtype="fp8", attn_type="encoder_only")
+    assert impl.plan_key.kv_dtype is None
+    batch = make_batch([20, 7], [20, 7], causal=False)
+    metadata = builder_of([impl]).build(0, batch.metadata)
+    query, key, value = (torch.randn(27, heads, 64) for heads in (6, 2, 2))
+    output = torch.full_like(query, torch.nan)
+    impl.forward(layer_of(), query, key, value, torch.empty(0), metadata, output)
+    for rows in (slice(0, 20), slice(20, 27)):
+        expected, _ = oracle.attention(query[rows], key[rows], value[rows], causal=False)
+        assert (output[rows].double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
+
+
+def test_queries_stay_16_bits() -> None:
+    assert AttnImpl.supports_quant_query_input is False
+
+
+def test_plan_keys_say_which_8_bits() -> None:
+    keys = [make_impl(kv_cache_dtype=name).plan_key.kv_dtype for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")]
+    assert keys == [None, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def test_plans_of_layers_that_vllm_does_not_know() -> None:
+    """Its attention tests build metadata for a layer that does not exist."""
+    config = make_config(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2"))
+    assert plan_keys(config, make_spec(dtype=torch.uint8), ["placeholder"]) == [PlanKey(6, 2, 64, -1, kv_dtype=torch.float8_e5m2)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "nvfp4", "fp8_ds_mla", "turboquant_k8v4"])
+def test_layers_that_are_refused(kv_cache_dtype: str) -> None:
+    message = f"a KV cache of dtype {kv_cache_dtype}: pass fp8 or the model's dtype as --kv-cache-dtype, or unset ATTN_BACKEND_VLLM_CPU"
+    with pytest.raises(NotImplementedError, match=message):
+        make_impl(kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.parametrize(("impl", "other"), [(AttnImpl, "choose another --attention-backend"), (CpuAttnImpl, "unset ATTN_BACKEND_VLLM_CPU")])
+def test_heads_that_8_bits_have_no_kernels_for(impl: type[AttnImpl], other: str) -> None:
+    assert impl(4, 256, 1.0, 1, kv_cache_dtype="fp8").float8 == torch.float8_e4m3fn
+    with pytest.raises(NotImplementedError, match=f"head size 512 in a KV cache of dtype fp8: pass the model's dtype as --kv-cache-dtype, or {other}"):
+        impl(4, 512, 1.0, 1, kv_cache_dtype="fp8")
+
+
+def reasons(**changes: Any) -> list[str]:
+    asked = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16, "use_mla": False, "has_sink": False, "use_sparse": False,
+        "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
+    }  # fmt: skip
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    return AttnBackend.validate_configuration(**{name: value for name, value in {**asked, **changes}.items() if name in known})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_the_backend_says_so(kv_cache_dtype: str, dtype: torch.dtype) -> None:
+    assert reasons(kv_cache_dtype=kv_cache_dtype, dtype=dtype) == []
+    assert reasons(kv_cache_dtype=kv_cache_dtype, use_per_head_quant_scales=True, has_sink=True, head_size=64) == []
+
+
+def test_refusals_name_the_way_out() -> None:
+    (wide,) = reasons(head_size=512, dtype=torch.float16)
+    assert wide == "kv_cache_dtype fp8 not supported with head_size 512: pass --kv-cache-dtype float16"
+    (unknown,) = reasons(kv_cache_dtype="nvfp4")
+    assert unknown == "kv_cache_dtype not supported: pass --kv-cache-dtype with one of auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2"

@@ -1,0 +1,139 @@
+"""The perplexity of texts, from the probabilities that a server gives to their tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from integration import perplexity as tool
+from integration.engines import ENGINES
+from integration.engines import sglang as sglang_engine
+from integration.engines import vllm as vllm_engine
+from integration.model import Model
+from integration.perplexity import cut_texts, parse_arguments, perplexity, run
+from integration.sharegpt import conversation_texts
+from integration.tokenizer import write_word_tokenizer
+
+
+def test_texts_are_cut_to_the_number_of_tokens():
+    texts = [list(range(9)), [7], [], list(range(50)), list(range(50))]
+    cut = cut_texts(texts, 30, 20)
+    assert [len(text) for text in cut] == [9, 20, 4]  # 8 + 19 + 3 are scored
+    assert cut[2] == [0, 1, 2, 3]
+    assert cut_texts([[1, 2, 3], [4, 5]], 2, 10) == [[1, 2, 3]]
+    with pytest.raises(ValueError, match="num-tokens: 30, but the texts hold 8"):
+        cut_texts(texts[:3], 30, 20)
+
+
+def test_perplexity():
+    assert perplexity([[math.log(0.5)] * 3, [math.log(0.5)]]) == pytest.approx(2.0)
+    assert perplexity([[0.0, math.log(1 / 16)]]) == pytest.approx(4.0)
+
+
+def test_conversations_are_joined(tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text('[{"conversations": [{"value": "a"}, {"value": "b"}]}, {"conversations": []}]')
+    assert conversation_texts(file) == ["a\n\nb", ""]
+
+
+def test_what_vllm_answers(monkeypatch):
+    answer = {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.5, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}}, {"6": {"logprob": -2.0}}]}]}
+    asked = []
+    monkeypatch.setattr(vllm_engine, "post_json", lambda url, body: asked.append((url, body)) or answer)
+    assert ENGINES["vllm"].prompt_logprobs("http://here", [4, 5, 6]) == [-1.5, -2.0]
+    assert asked[0][0] == "http://here/v1/completions"
+    assert asked[0][1]["prompt"] == [4, 5, 6]
+
+
+def test_what_sglang_answers(monkeypatch):
+    answer = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-1.5, 5, None], [-2.0, 6, None]]}}
+    monkeypatch.setattr(sglang_engine, "post_json", lambda url, body: answer)
+    assert ENGINES["sglang"].prompt_logprobs("http://here", [4, 5, 6]) == [-1.5, -2.0]
+
+
+@dataclass
+class FakeEngine:
+    """Each token has the probability that its server's cache dtype stands for."""
+
+    name: str = "fake"
+    launches: list[list[str]] = field(default_factory=list)
+    forgets: bool = False
+
+    def prompt_logprobs(self, url, prompt):
+        probability = {"auto": 0.5, "good": 0.49, "bad": 0.4}[self.launches[-1][1]]
+        return [math.log(probability)] * (len(prompt) - 1 - self.forgets)
+
+
+@pytest.fixture
+def evaluate(monkeypatch, tmp_path):
+    write_word_tokenizer(tmp_path, 5000)
+    (tmp_path / "chats.json").write_text('[{"conversations": [{"value": "one two three four five"}, {"value": "six seven eight"}]}]')
+
+    def evaluate(engine, *dtypes):
+        monkeypatch.setitem(ENGINES, "vllm", engine)
+        monkeypatch.setattr(tool, "resolve_model", lambda name, python: Model("none", tmp_path, True))
+        monkeypatch.setattr(tool, "running_server", lambda engine, launch, log, timeout: engine.launches.append(launch.extra_arguments) or nullcontext("url"))
+        arguments = ["--engine", "vllm", "--dataset", str(tmp_path / "chats.json"), "--num-tokens", "4", "--results", str(tmp_path)]
+        return run(parse_arguments([*arguments, "--kv-cache-dtypes", *dtypes]))
+
+    return evaluate
+
+
+def test_perplexities_are_compared_with_the_first(evaluate, tmp_path, capsys):
+    engine = FakeEngine()
+    assert evaluate(engine, "auto", "good")
+    assert engine.launches == [["--kv-cache-dtype", "auto"], ["--kv-cache-dtype", "good"]]
+    assert "| good | 2.041 | +2.04% |" in capsys.readouterr().out
+    assert '"auto": 2.0' in (tmp_path / "perplexity.json").read_text()
+    assert not evaluate(engine, "auto", "bad")
+
+
+def test_a_server_that_leaves_tokens_out_is_an_error(evaluate):
+    with pytest.raises(RuntimeError, match=r"did not score every token: \[3\]"):
+        evaluate(FakeEngine(forgets=True), "auto")
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_vllm_serves_over_8_bit_caches(need_engine, smollm2, sharegpt, tmp_path):
+    """SGLang has none on a CPU."""
+    need_engine("vllm")
+    arguments = ["--engine", "vllm", "--device", "cpu", "--model", str(smollm2.folder), "--dataset", str(sharegpt), "--results", str(tmp_path)]
+    assert run(parse_arguments([*arguments, "--num-tokens", "600", "--kv-cache-dtypes", "auto", "fp8", "--python", sys.executable]))
+    assert "kv_cache_dtype=fp8" in (tmp_path / "server-fp8.log").read_text()
+
+
+def write_checkpoint_with_scales(folder, target, scale):
+    """The model in `folder` as llm-compressor writes one with an fp8 KV cache: the config declares it, and each layer has scales."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config = json.loads((target / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([scale]) for name in "kv"}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    declared = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen", "config_groups": {}, "ignore": ["lm_head"]}
+    config["quantization_config"] = declared | {"kv_cache_scheme": scheme}
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, smollm2, sharegpt, tmp_path):
+    """Scales that are far too small limit K and V to what nobody can read: so they are used, and `auto` is what was declared."""
+    need_engine("vllm")
+    write_checkpoint_with_scales(smollm2.folder, tmp_path / "model", 1e-4)
+    arguments = ["--engine", "vllm", "--device", "cpu", "--model", str(tmp_path / "model"), "--dataset", str(sharegpt), "--results", str(tmp_path)]
+    assert not run(parse_arguments([*arguments, "--num-tokens", "300", "--kv-cache-dtypes", "bfloat16", "auto", "--python", sys.executable]))
+    found = json.loads((tmp_path / "perplexity.json").read_text())["perplexity"]
+    assert found["bfloat16"] < 20
+    assert found["auto"] > 10 * found["bfloat16"]
