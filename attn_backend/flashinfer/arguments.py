@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import KVCache, PageTable
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from ..variants.builtin import alibi_slopes
 from .features import not_supported
@@ -18,7 +19,6 @@ PagedKV = Tensor | tuple[Tensor, Tensor]
 DType = str | torch.dtype
 
 _POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(name: str, value: DType) -> torch.dtype:
@@ -41,9 +41,21 @@ def element_type(q_data_type: DType, kv_data_type: DType | None = None, o_data_t
     for name, value in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
         if value is not None and dtype_of(name, value) != q_type:
             not_supported(f"{name} = {dtype_of(name, value)} with q_data_type = {q_type}")
-    if q_type in _FP8 or q_type.itemsize == 1:
+    if q_type.itemsize == 1:
         not_supported(f"q_data_type = {q_type}")
     return q_type
+
+
+def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> tuple[torch.dtype, torch.dtype | None]:
+    """The type of Q and the output, and that of K and V if it is an 8-bit one, else None.
+
+    Raises:
+        NotImplementedError: other types that differ, or one that the kernels do not have.
+    """
+    kv_type = None if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
+    if kv_type in FLOAT8_DTYPES:
+        return element_type(q_data_type, None, o_data_type), kv_type
+    return element_type(q_data_type, kv_data_type, o_data_type), None
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -86,7 +98,7 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
         k, v = paged_kv_cache.detach().unbind(1)
     else:
         refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...], or the tuple (k, v)")
-    if k.element_size() == 1:
+    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
         not_supported(f"a KV-cache of {k.dtype}")
     if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
         cache = KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
@@ -126,7 +138,7 @@ _views: dict[int, _Views] = {}  # by id; an entry ends with its tensor
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
     """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]."""
-    if k.element_size() == 1:
+    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
         not_supported(f"K and V of {k.dtype}")
     return KVCache.from_ragged(k.transpose(0, 1), v.transpose(0, 1)) if kv_layout == "HND" else KVCache.from_ragged(k, v)
 

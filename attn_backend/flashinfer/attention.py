@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..metadata import BSRView
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_type, from_zero, on_device, paged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_types, from_zero, on_device, paged_cache, rows_of, scaled
 from .batch_prefill import run_rows
 from .features import not_supported, refuse_given
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -62,7 +62,7 @@ class BatchAttention:
         device = kv_indices.device if self._device.type == "cpu" or kv_indices.device.type != "cpu" or not torch.cuda.is_available() else self._device
         if self._planned is None or self._planned.device != device:
             self._planned = PlannedAttention(device)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), element_type(q_data_type, kv_data_type))
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), *element_types(q_data_type, kv_data_type))
         self._first_row, qo_indptr = from_zero(qo_indptr)
         first, kv_indptr = from_zero(kv_indptr)
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0

@@ -18,7 +18,7 @@ from .arguments import (
     buffer_length,
     check_kv_layout,
     copy_if_other,
-    element_type,
+    element_types,
     from_zero,
     indptr_of_equal,
     on_device,
@@ -162,8 +162,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if data_type is not None:
             q_data_type = data_type if q_data_type is None else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        dtype = element_type(q_data_type or "float16", kv_data_type, o_data_type)
-        heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), dtype)
+        types = element_types(q_data_type or "float16", kv_data_type, o_data_type)
+        heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *types)
         batch_size = len(last_page_len)
         if q_len_per_req > 1:
             self._check_kv_lens(indptr, last_page_len, page_size, q_len_per_req)

@@ -8,7 +8,7 @@ from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import NO_POS_ENCODING, DType, PagedKV, check_kv_layout, copy_if_other, element_type, from_zero, on_device, paged_cache, pos_encoding, rows_of
+from .arguments import NO_POS_ENCODING, DType, PagedKV, check_kv_layout, copy_if_other, element_types, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .batch_prefill import run_rows
 from .features import not_supported
@@ -154,7 +154,7 @@ class MultiLevelCascadeAttentionWrapper:
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
         if self._num_levels > 1 and pos != NO_POS_ENCODING:
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), element_type(q_data_type, kv_data_type))
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *element_types(q_data_type, kv_data_type))
         self._sm_scale = sm_scale
         rows = rows_of(qo_indptr_arr[-1])
         if rows is None and self._use_cuda_graph and not self._is_planned:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_type, indptr_of_equal, pos_encoding, ragged_cache, scaled
+from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
 from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
@@ -58,7 +58,7 @@ def single_decode_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
     dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[0], kv.num_kv_heads, dims, element_type(q.dtype, k.dtype))
+    heads = Heads(q.shape[0], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype))
     attention = attention_of_call(q.device, heads, logits)
     table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
     attention.plan(BSRView(indptr_of_equal(1, 1, q.device), table, causal=True, window_left=max(window_left, -1)), heads, logits, rows=1)

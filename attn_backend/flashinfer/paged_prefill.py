@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, paged_cache, pos_encoding, rows_of, scaled
+from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_types, from_zero, on_device, paged_cache, pos_encoding, rows_of, scaled
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
@@ -117,8 +117,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
-        dtype = element_type(q_data_type, kv_data_type, o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), dtype)
+        types = element_types(q_data_type, kv_data_type, o_data_type)
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), *types)
         batch_size = len(qo_indptr) - 1
         self._first_row, qo_indptr = from_zero(qo_indptr)
         self._rows = rows_of(qo_indptr)

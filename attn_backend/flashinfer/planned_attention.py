@@ -38,6 +38,7 @@ class Heads:
     num_kv_heads: int
     head_dims: HeadDims
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
 
     @property
     def head_dim(self) -> int:
@@ -127,6 +128,8 @@ class PlannedAttention:
         """
         levels = (composition,) if isinstance(composition, BSRView) else composition.levels
         variant = logits.variant(heads)
+        if heads.kv_dtype is not None and logits.pos.rope is not None:
+            not_supported(f"pos_encoding_mode = 'ROPE_LLAMA' with kv_data_type = {heads.kv_dtype}")
         made_for = (heads, variant, self._with_sinks, len(levels), batch_invariant)
         batch = max(level.batch_size for level in levels)
         attention = self._attention
@@ -160,6 +163,7 @@ class PlannedAttention:
             heads.head_dims.qk,
             head_dim_v=heads.head_dims.v,
             dtype=heads.dtype,
+            kv_dtype=heads.kv_dtype,
             device=self.device,
             max_rows=max_rows,
             max_batch=max_batch,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_type, indptr_of_equal, pos_encoding, ragged_cache, scaled
+from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .batch_prefill import BACKENDS
 from .features import missing, not_supported, refuse_given
 from .masks import pack_single_mask
@@ -76,7 +76,7 @@ def single_prefill_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
     dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[1], kv.num_kv_heads, dims, element_type(q.dtype, k.dtype, o_dtype))
+    heads = Heads(q.shape[1], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype, o_dtype))
     attention = attention_of_call(q.device, heads, logits)
     view = BSRView(
         indptr_of_equal(1, q.shape[0], q.device),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_type, from_zero, on_device, pos_encoding, ragged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_types, from_zero, on_device, pos_encoding, ragged_cache, rows_of, scaled
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
@@ -97,8 +97,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(v_indptr=v_indptr, o_indptr=o_indptr)
-        dtype = element_type(q_data_type, kv_data_type, o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), dtype)
+        types = element_types(q_data_type, kv_data_type, o_data_type)
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), *types)
         batch_size = len(qo_indptr) - 1
         if len(kv_indptr) != batch_size + 1:
             refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")

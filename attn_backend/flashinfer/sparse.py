@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
-from .arguments import DType, PosEncoding, csr_on_device, element_type, on_device, pos_encoding
+from .arguments import DType, PosEncoding, csr_on_device, element_types, on_device, pos_encoding
 from .features import not_supported, refuse_given
 from .masks import pack_custom_mask
 from .page import get_seq_lens
@@ -102,8 +102,8 @@ class BlockSparseAttentionWrapper(_Sparse):
         refuse_given(block_mask=block_mask)
         if N % C:
             refuse("N", N, f"a multiple of C = {C}")
-        dtype = element_type(q_data_type, kv_data_type, None if o_data_type == "float16" else o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), dtype)
+        types = element_types(q_data_type, kv_data_type, None if o_data_type == "float16" else o_data_type)
+        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *types)
         self._sm_scale, self._page_size, self._num_tokens = sm_scale, C, N
         block_rows = len(indptr) - 1
         qo_indptr = (torch.arange(block_rows + 1, dtype=torch.int32, device=indptr.device) * R).clamp_(max=M)
@@ -199,7 +199,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         group_size = num_qo_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         # Each (head, block row) is a request, whose pages are tokens of a cache with one head.
-        self._heads = Heads(group_size, 1, check_head_dims(head_dim, None, self.device), element_type(q_data_type, kv_data_type))
+        self._heads = Heads(group_size, 1, check_head_dims(head_dim, None, self.device), *element_types(q_data_type, kv_data_type))
         self._sm_scale = sm_scale
         is_seen = block_mask_map.bool()
         qo_indptr = _indptr_of(block_row_sz.flatten())
