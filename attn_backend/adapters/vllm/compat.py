@@ -143,6 +143,6 @@ def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tens
     return [(prefill_metadata.query_start_loc, starts) for starts in context.cu_seq_lens]
 
 
-def number_of_chunk(chunk: Any) -> int:
-    """Its place in context_chunks()."""
-    return chunk if isinstance(chunk, int) else int(chunk.index)
+def number_of_chunk(arguments: dict[str, Any]) -> int:
+    """The place in context_chunks() of the chunk that vLLM names when it runs a prefill backend: by its number, or as an object."""
+    return int(arguments["chunk_idx"] if "chunk_idx" in arguments else arguments["chunk"].index)

@@ -80,16 +80,16 @@ class MlaPrefill(MLAPrefillBackend):
         o, lse = self._run(self._new_tokens, q, k, v, out, return_softmax_lse)
         return o if lse is None else (o, lse)
 
-    def run_prefill_context_chunk(self, chunk: Any = None, q: Any = None, k: Any = None, v: Any = None, out: Any = None, **kwargs: Any) -> Any:
+    def run_prefill_context_chunk(self, *args: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            chunk: of the prefix; in vLLM 0.26 and 0.27 its number, chunk_idx.
-            q: of the chunk's requests; the rest as in run_prefill_new_tokens.
+            q: of the chunk's requests; k, v and out as in run_prefill_new_tokens.
+            kwargs: chunk, or what vLLM has in its place (compat.py).
 
         Returns:
             The output, and float32 [num_heads, tokens], natural.
         """
-        number = compat.number_of_chunk(kwargs.get("chunk_idx", chunk))
+        number = compat.number_of_chunk(kwargs)
         if number != self._planned_chunk:
             self._plan_chunk(number)
         return self._run(self._context, q, k, v, out, True)
