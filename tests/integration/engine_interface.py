@@ -79,13 +79,14 @@ MEMBERS = {
             "is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend is_draft_extend_v2"
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
+        "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
         "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
             "device dtype kv_cache_dtype page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
         ),
-        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size",
-        "sglang.srt.configs.model_config:AttentionArch": "MHA",
+        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config",
+        "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
         "sglang.srt.managers.schedule_batch:MultimodalDataItem": "is_image offsets",
         "sglang.srt.managers.schedule_batch:MultimodalInputs": "mm_items",
         "sglang.srt.layers.sampler:Sampler": "_preprocess_logits _sync_token_ids_across_tp _sample_from_probs _sample_from_logprobs",
@@ -118,6 +119,7 @@ CALLS = {
         "sglang.srt.layers.sampler:register_sampler_backend": (2, ""),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
+        "sglang.srt.configs.model_config:is_deepseek_dsa": (1, ""),
         "sglang.srt.utils.common:support_triton": (1, ""),
         "sglang.srt.utils.common:is_pin_memory_available": (1, ""),
         "sglang.srt.plugins.hook_registry:HookRegistry.register": (3, ""),

@@ -13,6 +13,8 @@ from torch.nn import Module
 from attn_backend.adapters.plan_key import PlanKey
 
 from . import NAME, compat
+from .mla import has_latents, is_decompressed
+from .mla import unsupported as unsupported_latents
 
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -43,14 +45,18 @@ def check_runner(runner: Any) -> None:
     if device == "cpu" and compat.starts_triton_on_cpu(NAME):
         advice = "this release starts Triton for every backend name that is not its own; use SGLang 0.5.22 or later on a CPU"
         raise refuse(f"CPUs with SGLang {compat.release()}", advice)
-    if config.attention_arch != AttentionArch.MHA:
-        raise refuse(f"the attention architecture {config.attention_arch.name} (it serves MHA, GQA and MQA)")
+    if config.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
+        raise refuse(f"the attention architecture {getattr(config.attention_arch, 'name', config.attention_arch)} (it serves MHA, GQA, MQA and MLA)")
     if runner.kv_cache_dtype != runner.dtype:
         model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
         advice = f"pass {model}--kv-cache-dtype bfloat16 (auto takes what the checkpoint declares, which may be fp8)"
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
     if runner.is_draft_worker:
         raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
+    if has_latents(runner):
+        unsupported = unsupported_latents(runner)
+        if unsupported is not None:
+            raise refuse(unsupported)
     if wants_spans(runner):
         _check_spans(runner)
     _check_settings()
@@ -130,6 +136,7 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         window_left,
         causal,
         in_window_pool,
+        of_this_step=is_decompressed(layer, parent),
         of_encoder=layer.is_cross_attention,
         chunk=chunk,
         has_spans=has_spans and causal,
