@@ -54,6 +54,8 @@ class BatchMLAPagedAttentionWrapper:
         self._backend = "fa2" if backend == "auto" else backend
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
+        # Engines hand these on to Kernels.plan; nothing lies in them.
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._use_cuda_graph = use_cuda_graph
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
@@ -72,7 +74,14 @@ class BatchMLAPagedAttentionWrapper:
         self._rows: int | None = None
         self._heads: Heads | None = None
         self._sm_scale = 1.0
+        self._page_size = 1
+        self._causal = False
         self._has_warned = False
+
+    @property
+    def _cached_module(self) -> Kernels | None:
+        """What engines call in the place of `plan`; None before the first one."""
+        return None if self._heads is None else Kernels(self)
 
     def plan(
         self,
@@ -124,9 +133,13 @@ class BatchMLAPagedAttentionWrapper:
         else:
             self._qo_indptr_buf, self._kv_len_arr_buf = on_device(qo_indptr, self.device, True), kv_lens
             self._kv_indptr_buf, self._kv_indices_buf, self._last_page_len = indptr, indices, last_page_len
-        table = PageTable.csr(self._kv_indptr_buf, self._kv_indices_buf, self._last_page_len, page_size)
-        self._planned.plan(BSRView(self._qo_indptr_buf, table, causal=bool(causal)), heads, Logits(), rows=self._rows)
-        self._heads, self._sm_scale = heads, number("sm_scale", sm_scale)
+        self._page_size, self._causal, self._sm_scale = page_size, bool(causal), number("sm_scale", sm_scale)
+        self._plan_buffers(heads)
+        self._heads = heads
+
+    def _plan_buffers(self, heads: Heads) -> None:
+        table = PageTable.csr(self._kv_indptr_buf, self._kv_indices_buf, self._last_page_len, self._page_size)
+        self._planned.plan(BSRView(self._qo_indptr_buf, table, causal=self._causal), heads, Logits(), rows=self._rows)
 
     def run(
         self,
@@ -190,6 +203,36 @@ class BatchMLAPagedAttentionWrapper:
         wants_lse = return_lse or lse is not None
         found = self._planned.run(q, kv, self._sm_scale, out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
         return found[0] if wants_lse and not return_lse else found
+
+
+class Kernels:
+    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the wrapper's copies to the host."""
+
+    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self, _float_workspace: Tensor, _int_workspace: Tensor, _pinned_int_workspace: Tensor, qo_indptr_host: Tensor, _kv_indptr_host: Tensor,
+        _kv_lens_host: Tensor, num_heads: int, head_dim_ckv: int, causal: bool, *_options: int,
+    ) -> list[int]:  # fmt: skip
+        """Plans what lies in the wrapper's buffers, which the caller has filled, with as many pages for each request as its length needs.
+
+        Returns:
+            What engines keep as the plan's description: nothing.
+
+        Raises:
+            ValueError: other heads than those of the wrapper's first plan.
+        """
+        wrapper = self._wrapper
+        heads = wrapper._heads
+        assert heads is not None
+        if (num_heads, head_dim_ckv) != (heads.num_qo_heads, heads.head_dims.v):
+            refuse("(num_heads, head_dim_ckv)", (num_heads, head_dim_ckv), f"{(heads.num_qo_heads, heads.head_dims.v)}, those of the first plan")
+        indptr = wrapper._kv_indptr_buf
+        wrapper._last_page_len.copy_(wrapper._kv_len_arr_buf - (indptr[1:] - indptr[:-1] - 1) * wrapper._page_size)
+        wrapper._rows, wrapper._causal = int(qo_indptr_host[-1]), bool(causal)
+        wrapper._plan_buffers(heads)
+        return []
 
 
 def _exact_pages(kv_indptr: Tensor, kv_indices: Tensor, kv_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -128,6 +128,25 @@ def test_buffers_of_graphs(device: str) -> None:
         make_batch([1, 1, 1], [4, 4, 4], device=device).plan(wrapper, False)
 
 
+def test_engines_that_fill_the_buffers_themselves() -> None:
+    """SGLang plans its CUDA graphs through the wrapper's compiled module."""
+    first, second = make_batch([1, 1], [5, 30], page_size=1), make_batch([1, 1], [40, 3], page_size=1)
+    buffers = [torch.zeros(length, dtype=torch.int32) for length in (3, 3, 100, 2)]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), True, *buffers)
+    assert wrapper._cached_module is None
+    first.plan(wrapper, False)
+    for buffer, tensor in zip(buffers, (second.qo_indptr, second.kv_indptr, second.kv_indices, second.kv_lens), strict=True):
+        buffer[: len(tensor)].copy_(tensor)
+    module = wrapper._cached_module
+    assert module is not None
+    workspaces = wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
+    module.plan(*workspaces, second.qo_indptr, second.kv_indptr, second.kv_lens, 16, LATENT, False)
+    found = wrapper.run(*second.q.split([LATENT, ROPE], -1), *second.cache.split([LATENT, ROPE], -1), return_lse=True)
+    check(found, second.expected(False), 2e-2)
+    with pytest.raises(ValueError, match=r"\(num_heads, head_dim_ckv\) is \(8, 512\), must be \(16, 512\)"):
+        module.plan(*workspaces, second.qo_indptr, second.kv_indptr, second.kv_lens, 8, LATENT, False)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_one", [False, True])
 def test_append(device: str, in_one: bool) -> None:
