@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kernels.append import append_kv
+    from .kernels.append_mla import append_mla_kv
     from .kernels.append_qkv import Rotary, append_qkv, rotate_qk
     from .kernels.attention import Attention
     from .kernels.sampling import (
@@ -37,6 +38,7 @@ __all__ = [
     "SpeculativeSamples",
     "Variant",
     "append_kv",
+    "append_mla_kv",
     "append_qkv",
     "chain_speculative_sampling",
     "merge_state",
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **{"Attention": ".kernels.attention", "append_kv": ".kernels.append"},
+    **{"Attention": ".kernels.attention", "append_kv": ".kernels.append", "append_mla_kv": ".kernels.append_mla"},
     **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),

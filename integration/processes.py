@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,15 +47,29 @@ def start(command: list[str], log: Path, environment: dict[str, str], own_sessio
     with log.open("w") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
-        return psutil.Popen(
-            command,
-            cwd=log.parent,
-            env=process_environment(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=own_session,
-        )
+        with _heard_interrupts():
+            return psutil.Popen(
+                command,
+                cwd=log.parent,
+                env=process_environment(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=own_session,
+            )
+
+
+@contextlib.contextmanager
+def _heard_interrupts() -> Iterator[None]:
+    """What a shell starts in the background ignores INT, and so would its children: stop_group() would wait for them in vain."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def group_members(group: int) -> list[psutil.Process]:

@@ -259,7 +259,7 @@ FAULTS = (
     Fault(
         "SGLang: the cache's view kept when the pool is reallocated",
         "attn_backend/adapters/sglang/backend.py",
-        "if self.kv is None or k is not self.k or v is not self.v:",
+        "if self.kv is None or k is not self.k or (v is not self.v and not self.makes_v_anew):",
         "if self.kv is None:",
         SGLANG,
     ),
@@ -275,6 +275,27 @@ FAULTS = (
         "kv_offsets=tokens_before if key.needs_variant else None",
         "kv_offsets=None",
         SGLANG,
+    ),
+    Fault(
+        "SGLang: decompressed keys planned behind a prefix, too",
+        "attn_backend/adapters/sglang/backend.py",
+        "if plan.key.of_this_step and batch.has_prefixes:",
+        "if False:",
+        ("tests/adapters/sglang/test_sglang_mla.py",),
+    ),
+    Fault(
+        "vLLM: chunks of a prefix run the plan of the last one",
+        "attn_backend/adapters/vllm/mla_prefill.py",
+        "if number != self._planned_chunk:",
+        "if False:",
+        ("tests/adapters/vllm/test_vllm_mla.py",),
+    ),
+    Fault(
+        "append_mla_kv: the rotated part from the latent's columns",
+        "attn_backend/kernels/append_mla.py",
+        "KVCache.unchecked(k[..., :width], k[..., width:])",
+        "KVCache.unchecked(k[..., -width:], k[..., : k.shape[3] - width])",
+        ("tests/kernels/test_append_mla.py",),
     ),
     Fault(
         "vLLM's first sampler: a position too far",

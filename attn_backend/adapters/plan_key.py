@@ -14,7 +14,7 @@ class PlanKey(NamedTuple):
         window_left: tokens to the left of the query that stay visible; -1: all.
         causal: whether a query sees no token behind its own.
         in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers its slots differently.
-        of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders).
+        of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders, decompressed keys of MLA in SGLang).
         of_encoder: whether K and V are those of the request's encoder (SGLang's cross attention).
         window_right: tokens to the right of a query that is not causal which stay visible; -1: all.
         chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.

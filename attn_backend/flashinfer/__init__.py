@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import attention, cascade, decode, logits_processor, page, pod, prefill, quantization, rope, sampling, sparse, triton, utils
+from . import attention, cascade, decode, logits_processor, mla, page, pod, prefill, quantization, rope, sampling, sparse, triton, utils
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -26,6 +26,7 @@ from .decode import (
     single_decode_with_kv_cache,
 )
 from .features import MISSING, missing
+from .mla import BatchMLAPagedAttentionWrapper
 from .page import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -77,6 +78,7 @@ __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
@@ -111,6 +113,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "min_p_sampling_from_probs",
+    "mla",
     "next_positive_power_of_2",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# Names that `import flashinfer` has, and that have no counterpart here: quantised products, mixtures of experts, norms, activations, MLA, linear attention,
+# Names that `import flashinfer` has, and that have no counterpart here: quantised products, mixtures of experts, norms, activations, linear attention,
 # other libraries.
 _MISSING = """
-ActivationType B12xMoEWrapper BatchMLAPagedAttentionWrapper CuteDslMoEWrapper CuteDslMxfp8Mxfp4MoEWrapper RecurrentKDAPrefillWorkspace
+ActivationType B12xMoEWrapper CuteDslMoEWrapper CuteDslMxfp8Mxfp4MoEWrapper RecurrentKDAPrefillWorkspace
 RecurrentKDAPrefillWrapper RoutingMethodType SegmentGEMMWrapper SfLayout TopKTieBreak add_rmsnorm_fp4quant autotune b12x_fused_moe
 block_scale_interleave bmm_bf16 bmm_fp8 bmm_mxfp8 chunk_gated_delta_rule cute_dsl_fused_moe_mxfp8_mxfp4 cute_dsl_fused_moe_nvfp4 cutlass_fused_moe
 e2m1_and_ufp8sf_scale_to_float fi_trace fp4_quantize fused_add_rmsnorm fused_add_rmsnorm_quant fused_dit_gate_residual_layernorm_gamma_beta

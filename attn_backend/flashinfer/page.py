@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.append import append_kv
+from ..metadata import KVCache
 from ..metadata.structure import refuse
 from .arguments import PagedKV, check_kv_layout, paged_cache
 from .features import missing
@@ -80,15 +81,44 @@ def append_paged_kv_cache(
         ValueError: an argument that is wrong in shape, dtype, device or stride.
     """
     kv = paged_cache(paged_kv_cache, check_kv_layout(kv_layout))
-    page_size = kv.page_size
-    if append_key.shape[0] == 0:
+    if append_key.shape[0] > 0:
+        append_kv(append_key, append_value, kv, _slots(batch_indices, positions, kv_indices, kv_indptr, kv.page_size))
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Writes token i of append_ckv and append_kpe to where position positions[i] of request batch_indices[i] is. Nothing waits for the device.
+
+    Args:
+        append_ckv: [tokens, columns of the latent], append_kpe: [tokens, columns of the rotated part].
+        ckv_cache: [pages, page_size, columns of the latent], kpe_cache: [pages, page_size, columns of the rotated part]: parts of one tensor or not.
+        The rest as in append_paged_kv_cache.
+
+    Raises:
+        ValueError: an argument that is wrong in shape, dtype, device or stride.
+    """
+    if append_ckv.shape[0] == 0:
         return
+    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[1])
+    append_kv(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), KVCache.unchecked(ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), slots)
+
+
+def _slots(batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int) -> Tensor:
+    """int64 [tokens]: where tokens lie in the cache; -1 for a request below 0."""
     page = positions // page_size
     entry = (kv_indptr[batch_indices.clamp(min=0).long()] + page).clamp_(0, max(kv_indices.shape[0] - 1, 0))
     slots = kv_indices[entry.long()].long() * page_size + (positions - page * page_size)
-    append_kv(append_key, append_value, kv, slots.masked_fill_(batch_indices < 0, -1))
+    return slots.masked_fill_(batch_indices < 0, -1)
 
 
-append_paged_mla_kv_cache = missing("append_paged_mla_kv_cache")
 nvfp4_quantize_append_paged_kv_cache = missing("nvfp4_quantize_append_paged_kv_cache")
 nvfp4_quantize_append_paged_kv_cache_with_slot_mapping = missing("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping")

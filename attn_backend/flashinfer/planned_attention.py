@@ -186,8 +186,9 @@ class PlannedAttention:
         return_lse: bool = False,
         v_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
+        lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. lse is to base 2.
+        """Runs the last plan. lse is to base 2, or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -217,7 +218,7 @@ class PlannedAttention:
         if not return_lse:
             return out
         assert lse is not None
-        return out, lse.mul_(LOG2_E)
+        return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
 
     def _plan_again(self, rows: int, sinks: Tensor | None) -> Attention:
         """The last plan, with room for these rows, and for sinks."""

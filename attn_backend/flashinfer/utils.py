@@ -60,6 +60,16 @@ def is_sm90a_supported(device: torch.device) -> bool:
     return get_compute_capability(device)[0] == 9
 
 
+def is_sm100a_supported(device: torch.device) -> bool:
+    """Whether kernels of FlashInfer's for compute capability 10.0 run on it: there are none here."""
+    return False
+
+
+def is_sm110a_supported(device: torch.device) -> bool:
+    """Whether kernels of FlashInfer's for compute capability 11.0 run on it: there are none here."""
+    return False
+
+
 def has_flashinfer_jit_cache() -> bool:
     """Whether kernels need no compilation ahead: they are in the package."""
     return True

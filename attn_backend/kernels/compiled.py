@@ -1,4 +1,4 @@
-"""run, append_kv, append_qkv and sample as torch operators: what torch.compile puts into its graphs, instead of looking inside.
+"""run, append_kv, append_mla_kv, append_qkv and sample as torch operators: what torch.compile puts into its graphs, instead of looking inside.
 
 Outside of a compiled function nothing here is used. Each operator calls the public function of its name, whose checks and errors come when the graph runs.
 """
@@ -79,6 +79,17 @@ def _append_kv(
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
     _append_kv(k, v, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots)
+
+
+@custom_op("attn_backend::append_mla_kv", mutates_args=("cache",))
+def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, slots: Tensor) -> None:
+    from .append_mla import append_mla_kv
+
+    append_mla_kv(latent, rope, KVCache.unchecked(cache, cache[..., :head_dim_v]), slots)
+
+
+def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
+    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], slots)
 
 
 @custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))

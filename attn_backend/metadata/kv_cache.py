@@ -85,6 +85,18 @@ class KVCache:
         return cls.from_slots(k, v, 1, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
+    def from_latent(cls, latent: Tensor, head_dim_v: int = 512) -> KVCache:
+        """The latents of multi-head latent attention: what a token's key is, and in its first columns its value, for all query heads; V is a view of K.
+
+        latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free. DeepSeek's width is 576, of which head_dim_v = 512
+            columns are the value.
+        """
+        _check_dimensions("latent", latent, 3, "[pages, page_size, width]")
+        check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
+        k = _view("latent", latent, lambda: latent.unsqueeze(2))
+        return cls(k, k[..., :head_dim_v])
+
+    @classmethod
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """What the class holds, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
         cache = object.__new__(cls)

@@ -22,6 +22,7 @@ FILES = tuple(
         "block_sparse",
         "decode_fp8_calibration_scale",
         "decode_prefill_lse",
+        "deepseek_mla",
         "fp8_prefill",
         "hopper",
         "logits_cap",

@@ -149,6 +149,17 @@ def _items() -> tuple[Any, Any]:
     return transformers.Qwen2Config(**COMMON, tie_word_embeddings=False), transformers.Qwen2ForCausalLM
 
 
+def _deepseek() -> tuple[Any, Any]:
+    # Widths of V2-Lite; no experts.
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    latent: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+    layers: dict[str, Any] = {"num_hidden_layers": 3, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_key_value_heads": 4, "rope_parameters": rope}
+    layers |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    return transformers.DeepseekV2Config(**{name: COMMON[name] for name in names}, **latent, **layers), transformers.DeepseekV2ForCausalLM
+
+
 def _whisper() -> tuple[Any, Any]:
     sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
@@ -178,6 +189,7 @@ FAMILIES = {
             "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
         }),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
+        Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
         Family("items", "several items behind one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
     )

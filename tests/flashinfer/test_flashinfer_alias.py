@@ -20,6 +20,7 @@ NAMES = {
     "flashinfer": [
         "BatchAttentionWithAttentionSinkWrapper",
         "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchMLAPagedAttentionWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -32,6 +33,7 @@ NAMES = {
     ],
     "flashinfer.cascade": ["merge_state", "merge_states"],
     "flashinfer.decode": ["fast_decode_plan", "trtllm_batch_decode_with_kv_cache", "_grouped_size_compiled_for_decode_kernels"],
+    "flashinfer.mla": ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla"],
     "flashinfer.prefill": ["trtllm_batch_context_with_kv_cache", "BatchPrefillWithRaggedKVCacheWrapper"],
     "flashinfer.sampling": ["top_k_top_p_sampling_from_logits", "min_p_sampling_from_probs", "softmax"],
     "flashinfer.utils": ["FP4Tensor"],

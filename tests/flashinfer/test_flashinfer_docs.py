@@ -40,7 +40,9 @@ def test_unknown_names() -> None:
         flashinfer.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["mm_fp8", "append_paged_mla_kv_cache", "cudnn_batch_decode_with_kv_cache", "BatchDecodeMlaWithPagedKVCacheWrapper"])
+@pytest.mark.parametrize(
+    "name", ["mm_fp8", "nvfp4_quantize_append_paged_kv_cache", "cudnn_batch_decode_with_kv_cache", "BatchDecodeMlaWithPagedKVCacheWrapper"]
+)
 def test_functions_that_are_missing_refuse(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):
         getattr(flashinfer, name)()

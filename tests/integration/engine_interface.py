@@ -5,12 +5,19 @@ Each name must be in every release that is listed, but for those with a reason i
 
 from __future__ import annotations
 
+MLA = "vllm.model_executor.layers.attention.mla_attention"
+
 # Our classes, and the engines' that they derive from.
 BASES = {
     "vllm": [
         ("vllm/backend.py:AttnBackend", "vllm.v1.attention.backend:AttentionBackend"),
         ("vllm/impl.py:AttnImpl", "vllm.v1.attention.backend:AttentionImpl"),
         ("vllm/metadata.py:AttnMetadataBuilder", "vllm.v1.attention.backend:AttentionMetadataBuilder"),
+        ("vllm/mla_backend.py:MlaBackend", f"{MLA}:MLACommonBackend"),
+        ("vllm/mla_impl.py:MlaImpl", f"{MLA}:MLACommonImpl"),
+        ("vllm/mla_impl.py:MlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
+        ("vllm/mla_metadata.py:MlaMetadataBuilder", f"{MLA}:MLACommonMetadataBuilder"),
+        ("vllm/mla_prefill.py:MlaPrefill", "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"),
     ],
     "sglang": [
         ("sglang/backend.py:SGLangAttentionBackend", "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"),
@@ -25,21 +32,35 @@ MEMBERS = {
             "query_start_loc seq_lens num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal mm_req_doc_ranges"
         ),
         "vllm.v1.attention.backend:AttentionType": "DECODER ENCODER_ONLY ENCODER_DECODER",
-        "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
+        "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS UNIFORM_BATCH",
         "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading supports_quant_query_input",
         "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
         "vllm.config.cache:CacheConfig": "cache_dtype",
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA",
+        f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads page_size _prefill_backend _build_decode",
+        f"{MLA}:QueryLenSupport": "VARLEN",
+        f"{MLA}:MLADims": "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        f"{MLA}:MLACommonDecodeMetadata": "block_table seq_lens",
+        f"{MLA}:MLACommonMetadata": "decode",
+        f"{MLA}:MLACommonPrefillMetadata": "query_start_loc chunked_context",
+        f"{MLA}:MLACommonImpl": "kv_lora_rank scale supports_quant_query_input",
+        "vllm.v1.attention.backend:MLAAttentionImpl": "need_to_return_lse_for_decode can_return_lse_for_decode supports_pcp",
+        "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend": (
+            "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config prepare_metadata"
+        ),
+        "vllm.config.attention:AttentionConfig": "mla_prefill_backend",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
         "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
-        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed",
+        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed use_mla",
         "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
         "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size",
         "vllm.config.parallel:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank",
         "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens",
-        "vllm.config.vllm:VllmConfig": "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config",
+        "vllm.config.vllm:VllmConfig": (
+            "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config attention_config"
+        ),
         "vllm.v1.worker.gpu.sample.sampler:Sampler": "sample apply_sampling_params sampling_states logprobs_mode",
         "vllm.v1.worker.gpu.sample.states:SamplingStates": "add_request apply_temperature apply_min_p temperature top_k top_p min_p seeds vocab_size",
         "vllm.v1.sample.sampler:Sampler": "sample apply_temperature logprobs_mode",
@@ -62,13 +83,14 @@ MEMBERS = {
             "is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend is_draft_extend_v2"
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
+        "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
         "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
             "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
         ),
-        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size",
-        "sglang.srt.configs.model_config:AttentionArch": "MHA",
+        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config",
+        "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
         "sglang.srt.managers.schedule_batch:MultimodalDataItem": "is_image offsets",
         "sglang.srt.managers.schedule_batch:MultimodalInputs": "mm_items",
         "sglang.srt.layers.sampler:Sampler": "_preprocess_logits _sync_token_ids_across_tp _sample_from_probs _sample_from_logprobs",
@@ -86,6 +108,13 @@ CALLS = {
     "vllm": {
         "vllm.v1.attention.backends.registry:register_backend": (2, ""),
         "vllm.config:get_layers_from_vllm_config": (3, ""),
+        "vllm.config:get_current_vllm_config_or_none": (0, ""),
+        f"{MLA}:MLACommonImpl.__init__": (10, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer"),
+        f"{MLA}:MLACommonMetadataBuilder.__init__": (4, ""),
+        "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend.__init__": (
+            0,
+            "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config",
+        ),
     },
     "sglang": {
         "sglang.srt.layers.attention.attention_registry:register_attention_backend": (1, ""),
@@ -94,6 +123,7 @@ CALLS = {
         "sglang.srt.layers.sampler:register_sampler_backend": (2, ""),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
+        "sglang.srt.configs.model_config:is_deepseek_dsa": (1, ""),
         "sglang.srt.utils.common:support_triton": (1, ""),
         "sglang.srt.utils.common:is_pin_memory_available": (1, ""),
         "sglang.srt.plugins.hook_registry:HookRegistry.register": (3, ""),
@@ -104,6 +134,8 @@ CALLS = {
 MAYBE = {
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases lay out the cache themselves",
     "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA": "register: since the releases that serve MLA on a CPU",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.AMX_MLA": "the same",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
     "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",

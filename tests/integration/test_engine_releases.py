@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS
+from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA
 from engine_modules import Parameters, Release, parameters_of
 
 from attn_backend.releases import RELEASES, was_checked
@@ -127,6 +127,37 @@ def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> No
     ours = next(node for node in our_class("vllm/impl.py:AttnImpl").body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     assert parameters_of(ours).names[:10] == IMPL_ARGUMENTS.split()
     assert parameters_of(ours).has_kwargs
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_mla_names_what_ours_reads(version: str) -> None:
+    """Arguments that are read by their names, and the two forms of chunks of a cached prefix."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    decode = release.parameters(f"{MLA}:MLACommonMetadataBuilder._build_decode")
+    assert decode is not None
+    assert {"query_start_loc_device", "dcp_tot_seq_lens_device"} < set(decode.names)
+    layer = release.find(MLA, "MLACommonMetadataBuilder.build")
+    assert layer is not None
+    calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_decode"]
+    assert [bool(call.args) for call in calls] == [False], "by names alone"
+    chunk = release.parameters("vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend.run_prefill_context_chunk")
+    assert chunk is not None
+    module = release.module(MLA)
+    assert module is not None
+    fields = {
+        node.name: {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+    }
+    if chunk.names[0] == "chunk":
+        assert "chunks" in fields["ChunkedContextMetadata"]
+        assert {"index", "query_start_loc", "cu_seq_lens"} < fields["ContextChunk"]
+    else:
+        assert chunk.names[0] == "chunk_idx"
+        assert "cu_seq_lens" in fields["ChunkedContextMetadata"]
+        assert "chunks" not in fields["ChunkedContextMetadata"]
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])

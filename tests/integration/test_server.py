@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -12,7 +13,7 @@ from tiers import mostly_slow
 from integration.engines import Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE
 from integration.model import Model
-from integration.processes import process_environment
+from integration.processes import STOP_GRACE_S, process_environment
 from integration.server import ServerError, free_port, running_server
 
 SERVER = """
@@ -77,6 +78,19 @@ def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, 
         serve()
     assert len(workers(log)) == 2
     assert not any(alive(pid) for pid in workers(log))
+
+
+def test_a_server_hears_interrupts_though_its_starter_ignores_them(launch, tmp_path):
+    """As what a shell starts in the background does."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        begin = time.monotonic()
+        with running_server(FakeEngine(), launch("serves"), tmp_path / "server.log", timeout_s=60):
+            pass
+        assert time.monotonic() - begin < STOP_GRACE_S
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_server_that_fails_shows_its_log_and_leaves_no_worker(launch, tmp_path, capsys):

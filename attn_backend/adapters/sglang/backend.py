@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 from torch.nn import Module
 
-from attn_backend import Attention, BSRView, PageTable, append_kv
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layer_variants import variant_of, visibility_of
 from attn_backend.adapters.options import use_cascade
@@ -36,6 +36,7 @@ from . import compat
 from .encoder_table import decoder_page_table
 from .items import Items, items_of
 from .layer_cache import LayerCache, quantise
+from .mla import append_latents, has_latents
 from .support import attention_layers, check_float8_heads, check_runner, plan_key, refuse, slopes_of, wants_spans
 from .window import window_page_table
 
@@ -55,6 +56,7 @@ class Batch:
     encoder_lens: Tensor | None = None  # [batch], tokens of the encoder, which come first in req_to_token
     items: Items | None = None  # with --enable-mis
     spans: Spans | None = None  # where images see both sides
+    has_prefixes: bool = True  # whether a request may have tokens that are not in Q
 
 
 class Plan:
@@ -102,7 +104,9 @@ class SGLangAttentionBackend(AttentionBackend):
         self._is_float8 = self.kv_dtype in FLOAT8_DTYPES
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         self._window_pool: Any = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
-        self._copies_to_slots = compat.copies_to_slots(self.token_to_kv_pool)
+        self._has_latents = has_latents(runner)
+        self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
+        self._append = append_latents if self._has_latents else append_kv
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
@@ -197,7 +201,8 @@ class SGLangAttentionBackend(AttentionBackend):
         num_rows = forward_batch.positions.shape[0]
         host_lens = forward_batch.extend_seq_lens_cpu
         max_qo_len = num_rows if host_lens is None else int(max(host_lens))
-        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows)
+        prefix_lens = forward_batch.extend_prefix_lens_cpu
+        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows, has_prefixes=prefix_lens is None or any(prefix_lens))
 
     def _plan(self, batch: Batch | None, forward_batch: Any) -> None:
         self.forward_metadata = batch
@@ -206,7 +211,10 @@ class SGLangAttentionBackend(AttentionBackend):
         if self._window_pool is not None and forward_batch.out_cache_loc is not None:
             self._window_slots = self._translate(forward_batch.out_cache_loc)
         for plan in self._plans.values():
-            self._plan_layers(plan, batch)
+            if plan.key.of_this_step and batch.has_prefixes:
+                plan.current = None  # the model goes the other way
+            else:
+                self._plan_layers(plan, batch)
 
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
         key = plan.key
@@ -221,6 +229,8 @@ class SGLangAttentionBackend(AttentionBackend):
     def _page_table(self, key: PlanKey, batch: Batch) -> tuple[PageTable, Tensor | None]:
         """The tokens of each request, and how many are in front of the table; None: none."""
         req_to_token = self.req_to_token_pool.req_to_token
+        if key.of_this_step:
+            return PageTable.ragged(batch.qo_indptr), None
         if key.of_encoder:
             assert batch.encoder_lens is not None
             return PageTable.token_slots(req_to_token, batch.rows, batch.encoder_lens, self.page_size), None
@@ -255,6 +265,8 @@ class SGLangAttentionBackend(AttentionBackend):
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
         attention = known.plan.current or self._plan_late(known.plan)  # before append_kv, which run() relies on
+        if known.plan.key.of_this_step:
+            return self._forward_of_this_step(q, k, v, known, attention, _output(q, known, forward_batch))
         pool = self.token_to_kv_pool
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)  # at every step: it waits for KV that is still being loaded
         if self._is_float8:
@@ -267,15 +279,12 @@ class SGLangAttentionBackend(AttentionBackend):
             assert v is not None
             appended = self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == k_buffer.dtype)  # the pool converts others
             if appended:
-                append_kv(k, v, kv, slots)
+                self._append(k, v, kv, slots)
             else:
                 if self._is_float8:
                     k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
                 pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
-        num_rows = q.shape[0]
-        out = getattr(forward_batch, "_attn_output", None)
-        if out is None or out.shape[0] != num_rows:
-            out = q.new_empty((num_rows, known.num_qo_heads * known.head_dim_v))
+        num_rows, out = q.shape[0], _output(q, known, forward_batch)
         arguments = known.plan.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
@@ -289,6 +298,16 @@ class SGLangAttentionBackend(AttentionBackend):
             variant_args=arguments,
             sinks=sinks,
         )
+        return out
+
+    @staticmethod
+    def _forward_of_this_step(q: Tensor, k: Tensor | None, v: Tensor | None, known: Layer, attention: Attention, out: Tensor) -> Tensor:
+        """Attention among a step's own tokens, whose latents the model has written."""
+        assert k is not None
+        assert v is not None
+        heads, rows = known.plan.key.num_kv_heads, out.shape[0]
+        kv = KVCache.from_ragged(k.view(-1, heads, known.head_dim), v.view(-1, heads, known.head_dim_v))
+        attention.run(q.view(rows, known.num_qo_heads, known.head_dim), kv, out=out.view(rows, known.num_qo_heads, known.head_dim_v), sm_scale=known.sm_scale)
         return out
 
     # Layers, workspaces, buffers.
@@ -305,7 +324,8 @@ class SGLangAttentionBackend(AttentionBackend):
             plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
-        known = self._layers[layer] = Layer(layer, plan, slopes, self._caches.setdefault(layer.layer_id, LayerCache()))
+        cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))
+        known = self._layers[layer] = Layer(layer, plan, slopes, cache)
         return known
 
     def _sinks(self, layer: RadixAttention, extra: dict[str, Any]) -> Tensor | None:
@@ -327,6 +347,8 @@ class SGLangAttentionBackend(AttentionBackend):
         """For a layer that the model did not show when the engine started: the step is planned already, for the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
+        if plan.key.of_this_step and self.forward_metadata.has_prefixes:
+            raise refuse("decompressed keys and values behind a cached prefix")
         return self._plan_layers(plan, self.forward_metadata)
 
     def _attention_for(self, plan: Plan, batch: Batch) -> Attention:
@@ -394,6 +416,12 @@ class SGLangAttentionBackend(AttentionBackend):
             int(compat.setting("schedule.max_prefill_tokens", 16384)),
             int(compat.setting("schedule.chunked_prefill_size", 0)),
         )
+
+
+def _output(q: Tensor, known: Layer, forward_batch: Any) -> Tensor:
+    """[rows, num_qo_heads * head_dim_v], the engine's if it has made one."""
+    out: Tensor | None = getattr(forward_batch, "_attn_output", None)
+    return q.new_empty((q.shape[0], known.num_qo_heads * known.head_dim_v)) if out is None or out.shape[0] != q.shape[0] else out
 
 
 def _is_uniform(mode: Any) -> bool:

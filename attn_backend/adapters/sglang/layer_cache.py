@@ -12,14 +12,16 @@ from attn_backend import KVCache
 class LayerCache:
     """The buffers of one layer_id, which several layers may read. The view is made again only when the engine reallocates them or changes the scales."""
 
-    def __init__(self) -> None:
+    def __init__(self, makes_v_anew: bool = False) -> None:
+        """makes_v_anew: the pool returns another view as V at every step: a part of K's columns."""
+        self._makes_v_anew = makes_v_anew
         self._kv: KVCache | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._addresses: tuple[int, int, int] | None = None
 
     def view(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
         """k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype: the same tensors at every step."""
-        if self._kv is None or self._buffers is None or k is not self._buffers[0] or v is not self._buffers[1]:
+        if self._kv is None or self._buffers is None or k is not self._buffers[0] or (v is not self._buffers[1] and not self._makes_v_anew):
             self._kv, self._buffers = KVCache.from_slots(k, v, page_size), (k, v)
         return self._kv
 

@@ -15,6 +15,8 @@ from attn_backend.kernels.manifest import HeadDims
 from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 
 from . import NAME, compat
+from .mla import has_latents, is_decompressed
+from .mla import unsupported as unsupported_latents
 
 # Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
 _CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -45,11 +47,15 @@ def check_runner(runner: Any) -> None:
     if device == "cpu" and compat.starts_triton_on_cpu(NAME):
         advice = "this release starts Triton for every backend name that is not its own; use SGLang 0.5.22 or later on a CPU"
         raise refuse(f"CPUs with SGLang {compat.release()}", advice)
-    if config.attention_arch != AttentionArch.MHA:
-        raise refuse(f"the attention architecture {config.attention_arch.name} (it serves MHA, GQA and MQA)")
+    if config.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
+        raise refuse(f"the attention architecture {getattr(config.attention_arch, 'name', config.attention_arch)} (it serves MHA, GQA, MQA and MLA)")
     _check_kv_dtype(runner)
     if runner.is_draft_worker:
         raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
+    if has_latents(runner):
+        unsupported = unsupported_latents(runner)
+        if unsupported is not None:
+            raise refuse(unsupported)
     if wants_spans(runner):
         _check_spans(runner)
     _check_settings()
@@ -57,10 +63,10 @@ def check_runner(runner: Any) -> None:
 
 def _check_kv_dtype(runner: Any) -> None:
     model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
-    advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
+    advice = f"pass {'' if has_latents(runner) else '--kv-cache-dtype fp8_e4m3, or '}{model}--kv-cache-dtype bfloat16"
     if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
         raise refuse("--kv-cache-dtype mxfp8", advice)
-    if runner.kv_cache_dtype not in (runner.dtype, *FLOAT8_DTYPES):
+    if runner.kv_cache_dtype not in ((runner.dtype,) if has_latents(runner) else (runner.dtype, *FLOAT8_DTYPES)):
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
 
 
@@ -149,6 +155,7 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         window_left,
         causal,
         in_window_pool,
+        of_this_step=is_decompressed(layer, parent),
         of_encoder=layer.is_cross_attention,
         chunk=chunk,
         has_spans=has_spans and causal,

@@ -8,8 +8,12 @@ from importlib import import_module
 from attn_backend.settings import Settings
 
 CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
-BACKEND_PATH = "attn_backend.adapters.vllm.backend.AttnBackend"
-CPU_BACKEND_PATH = "attn_backend.adapters.vllm.cpu.CpuAttnBackend"
+BACKEND_PATH = "attn_backend.adapters.vllm.choice.Backend"
+CPU_BACKEND_PATHS = {  # by the names that vLLM has for what is replaced; not every release has all of them
+    "CPU_ATTN": "attn_backend.adapters.vllm.cpu.CpuAttnBackend",
+    "CPU_MLA": "attn_backend.adapters.vllm.mla_backend.CpuMlaBackend",
+    "AMX_MLA": "attn_backend.adapters.vllm.mla_backend.AmxMlaBackend",
+}
 
 logger = logging.getLogger("vllm.attn_backend")  # below vLLM's own, so that it goes where vLLM logs
 
@@ -28,10 +32,13 @@ def register() -> None:
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")
+        import_module("attn_backend.adapters.vllm.choice")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
         if Settings.read().vllm_cpu:
-            registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_PATH)
-            logger.info("attn_backend takes the place of CPU_ATTN")  # vLLM does not name the backend that it uses on a CPU
+            for name, path in CPU_BACKEND_PATHS.items():
+                if name in registry.AttentionBackendEnum.__members__:
+                    registry.register_backend(registry.AttentionBackendEnum[name], path)
+            logger.info("attn_backend takes the place of CPU_ATTN, and of CPU_MLA and AMX_MLA")  # vLLM does not name the backend that it uses on a CPU
     except Exception as error:
         raise RuntimeError(
             f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: {error}. "

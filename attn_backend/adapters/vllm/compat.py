@@ -8,6 +8,7 @@
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
 | chunked local attention | a builder derived from ours cuts requests at their chunks | the same: ours takes that back |
+| chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -118,3 +120,29 @@ def chunk_of(kv_cache_spec: Any) -> int:
     if not chunk:
         raise NotImplementedError(f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another --attention-backend")
     return int(chunk)
+
+
+def uses_mla() -> bool:
+    """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
+    config = get_current_vllm_config_or_none()
+    return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
+
+
+def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:
+    """Whether the user has asked for one of vLLM's prefill backends of MLA."""
+    return getattr(vllm_config.attention_config, "mla_prefill_backend", None) is not None
+
+
+def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each chunk of the cached prefixes of a batch of MLA: int32 [requests + 1], where the queries and where the tokens of its requests begin."""
+    context = prefill_metadata.chunked_context
+    if context is None:
+        return []
+    if hasattr(context, "chunks"):
+        return [(chunk.query_start_loc, chunk.cu_seq_lens) for chunk in context.chunks]
+    return [(prefill_metadata.query_start_loc, starts) for starts in context.cu_seq_lens]
+
+
+def number_of_chunk(arguments: dict[str, Any]) -> int:
+    """The place in context_chunks() of the chunk that vLLM names when it runs a prefill backend: by its number, or as an object."""
+    return int(arguments["chunk_idx"] if "chunk_idx" in arguments else arguments["chunk"].index)

@@ -61,6 +61,7 @@ class Request:
 def model_config(**changes: object) -> SimpleNamespace:
     """What is read of SGLang's ModelConfig."""
     config = {"attention_arch": AttentionArch.MHA, "is_encoder_decoder": False, "context_len": MAX_TOKENS, "is_multimodal": False, "attention_chunk_size": None}
+    config["hf_config"] = SimpleNamespace(architectures=["LlamaForCausalLM"])
     return SimpleNamespace(**{**config, **changes})
 
 
@@ -146,6 +147,7 @@ class FakeEngine:
             seq_lens=(old if mode.is_target_verify() else old + new).to(self.device),
             extend_seq_lens=new.to(self.device) if is_extend else None,
             extend_seq_lens_cpu=new_lens if is_extend else None,
+            extend_prefix_lens_cpu=old.tolist() if is_extend else None,
             out_cache_loc=torch.cat(slots).to(self.device, torch.int64),
             positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]).to(self.device),
             spec_info=spec_info,

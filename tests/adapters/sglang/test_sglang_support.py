@@ -101,7 +101,8 @@ def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.
     [
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"device": "xpu"}, "device 'xpu'"),
-        ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "MLA"),
+        ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "latents in a MHATokenToKVPool"),
+        ({"model_config": model_config(attention_arch="another")}, "the attention architecture another"),
     ],
 )
 def test_refused_runners(changes: dict[str, object], message: str) -> None:

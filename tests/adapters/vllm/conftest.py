@@ -36,8 +36,8 @@ def registry() -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
-    AttentionBackendEnum.CUSTOM.clear_override()
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA"} & set(AttentionBackendEnum.__members__):
+        AttentionBackendEnum[name].clear_override()
 
 
 @pytest.fixture

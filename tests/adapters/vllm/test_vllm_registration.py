@@ -13,7 +13,7 @@ import tomllib
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATH, CPU_SWITCH, register
+from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register
 
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"  # no more than a shim for torchvision, see conftest.py
 STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
@@ -32,7 +32,9 @@ def test_registers_custom_and_leaves_the_cpu_alone(switch: str | None, registry:
 def test_takes_the_place_of_the_cpu_backend_when_asked(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_SWITCH, "1")
     register()
-    assert registry.CPU_ATTN.get_path() == CPU_BACKEND_PATH
+    replaced = {name: registry[name].get_path() for name in CPU_BACKEND_PATHS if name in registry.__members__}
+    assert "CPU_ATTN" in replaced
+    assert replaced == {name: CPU_BACKEND_PATHS[name] for name in replaced}
     assert registry.CUSTOM.get_path() == BACKEND_PATH
 
 

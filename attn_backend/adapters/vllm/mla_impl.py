@@ -1,0 +1,114 @@
+"""Attention of one layer over latents: where vLLM's tensors meet run() and append_mla_kv()."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, MLACommonMetadata
+from vllm.v1.attention.backend import AttentionType
+
+from attn_backend.adapters.vllm.mla_metadata import MlaDecodeMetadata
+from attn_backend.kernels.append_mla import append_mla_kv
+from attn_backend.metadata.kv_cache import KVCache
+
+OTHER_BACKEND = "choose another --attention-backend"
+
+
+class MlaImpl(MLACommonImpl[MLACommonMetadata]):
+    """Made once for each layer, with the arguments of vLLM's `MLAAttention`, which projects: here is the absorbed attention of decode and of short chunks.
+
+    Longer prefills are the engine's `forward_mha`, which decompresses K and V and calls the prefill backend of the metadata (mla_prefill.py).
+    """
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_arguments: Any,
+    ) -> None:
+        """
+        Args:
+            mla_arguments: widths of the model's projections, kv_b_proj, and what only some models pass, which is refused unless it is at its neutral value.
+
+        Raises:
+            NotImplementedError: the layer needs what this package does not have.
+        """
+        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        given |= {name: mla_arguments.get(name) for name in ("indexer", "topk_indices_buffer", "index_group_builder", "q_pad_num_heads")}
+        for name, value in given.items():
+            if value is not None and not (isinstance(value, float) and value == 0.0):
+                _refuse(f"the argument {name} of an MLA layer")
+        if attn_type != AttentionType.DECODER:
+            _refuse(f"attention of type {attn_type} over latents")
+        if kv_cache_dtype not in self.kv_cache_dtypes:
+            _refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto)")
+        plain = {name: value for name, value in mla_arguments.items() if name not in ("topk_indices_buffer", "index_group_builder")}
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name,
+            **plain,
+        )  # fmt: skip
+        self.supports_quant_query_input = False
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+    def forward_mqa(self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            q: [tokens, num_heads, latent and rotated part], or the two apart.
+            kv_c_and_k_pe_cache: [blocks, page, latent and rotated part], any strides.
+
+        Returns:
+            [tokens, num_heads, latent]; float32 [tokens, num_heads], natural, where the engine merges states of several ranks.
+        """
+        decode: MlaDecodeMetadata = attn_metadata.decode
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.need_to_return_lse_for_decode else None
+        out = decode.attention.run(q, latent_view(kv_c_and_k_pe_cache, self.kv_lora_rank), lse=lse, sm_scale=self.scale, after_append=True)
+        return out, lse
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes new latents into the cache.
+
+        Args:
+            kv_c_normed: [tokens, latent], k_pe: [tokens, 1, rotated part].
+            slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
+        """
+        if kv_cache.numel() > 0:
+            append_mla_kv(kv_c_normed, k_pe.squeeze(1), latent_view(kv_cache, self.kv_lora_rank), slot_mapping.flatten()[: kv_c_normed.shape[0]])
+
+
+def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:
+    """A layer's latents as K and V. Made once and kept on the tensor itself, so that it lives exactly as long.
+
+    Args:
+        kv_cache: [blocks, page, latent and rotated part]
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is None:
+        # Views of `data` do not refer to the tensor that will refer to them.
+        view = KVCache.from_latent(kv_cache.data, head_dim_v)
+        kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view
+
+
+def _refuse(what: str) -> None:
+    raise NotImplementedError(f"attn_backend does not support {what}: {OTHER_BACKEND}")

@@ -1,0 +1,93 @@
+"""One plan for the decodes of a batch over latents, one for its prefills: where vLLM's metadata meets plan()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.options import use_cascade
+from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.memory import outside_memory_pools
+from attn_backend.adapters.vllm.metadata import workspace_maxima
+from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.manifest import HeadDims
+from attn_backend.metadata.composition import BSRView
+from attn_backend.metadata.page_table import PageTable
+
+
+@dataclass
+class MlaDecodeMetadata(MLACommonDecodeMetadata):
+    """attention: planned for the decodes of the batch."""
+
+    attention: Attention
+
+
+class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """Plans the batches of one group of layers, on the device, without waiting for it.
+
+    Requests of up to reorder_batch_threshold new tokens are attended to in the latents themselves. Their plan lies in a workspace of the builder: a full CUDA
+    graph of decodes reads it there, and serves every batch that is built afterwards. Longer ones are the engine's prefills (mla_prefill.py).
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    # A context token costs such a request 2 * (576 + 512) operations for each row, instead of 2 * (192 + 128) and 2 * 512 * 256 to decompress it.
+    reorder_batch_threshold: int = 128
+    _prefill_backend: Any  # which MLACommonMetadataBuilder makes, plans and hands to the layers
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            NotImplementedError: the model or the deployment needs what this package does not have.
+        """
+        unsupported = compat.unsupported_feature(vllm_config)
+        if unsupported is None and kv_cache_spec.dtype != vllm_config.model_config.dtype:
+            unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {vllm_config.model_config.dtype} (pass --kv-cache-dtype auto)"
+        if unsupported is None and compat.batch_invariant():
+            unsupported = "VLLM_BATCH_INVARIANT with multi-head latent attention"
+        if unsupported is not None:
+            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        warn_if_untried(device, sampler.logger)
+        widths, dtype = self.mla_dims, kv_cache_spec.dtype
+        latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
+        decompressed = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        room: dict[str, Any] = {"dtype": dtype, "device": device, "max_batch": max_batch}
+        max_decode_rows = min(max_rows, max_batch * max(self.reorder_batch_threshold, 1))
+
+        def make_decode() -> Attention:
+            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, max_rows=max_decode_rows, cascade=use_cascade(), **room)
+
+        def make_prefill() -> Attention:
+            return Attention(self.num_heads, self.num_heads, decompressed.qk, head_dim_v=decompressed.v, max_rows=max_rows, **room)
+
+        self.decode_attention = outside_memory_pools(make_decode, device)
+        if not compat.has_chosen_mla_prefill(vllm_config):
+            new_tokens, context = (outside_memory_pools(make_prefill, device) for _ in range(2))
+            self._prefill_backend = MlaPrefill(self._prefill_backend, new_tokens, context)
+        sampler.install(device, vllm_config)
+
+    def _build_decode(self, block_table_tensor: Tensor, seq_lens_device: Tensor, *args: Any, **kwargs: Any) -> MlaDecodeMetadata:
+        """Plans the decodes, which are the first requests of the batch, on the current stream.
+
+        Args:
+            block_table_tensor: int32 [requests, blocks], seq_lens_device: int32 [requests].
+            kwargs: query_start_loc_device: int32 [requests + 1], and what is not needed.
+        """
+        batch, starts = seq_lens_device.shape[0], kwargs["query_start_loc_device"]
+        table = PageTable.block_table(block_table_tensor[:batch], seq_lens_device, self.page_size)
+        self.decode_attention.plan(BSRView(starts[: batch + 1], table, causal=True))
+        return MlaDecodeMetadata(block_table_tensor, seq_lens_device, kwargs.get("dcp_tot_seq_lens_device"), attention=self.decode_attention)

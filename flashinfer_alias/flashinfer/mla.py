@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.mla import *  # noqa: F403

@@ -1,0 +1,300 @@
+"""MLA: vLLM's own layer, metadata and chunks of a cached prefix around our builder and implementation, on CPU tensors, against attention in float64."""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm.v1", reason="needs vLLM")
+
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm_layer import NUM_PAGES, PAGE, Batch, Layer, make_batch, make_config
+
+from attn_backend.adapters.vllm import choice, compat
+from attn_backend.adapters.vllm.backend import AttnBackend
+from attn_backend.adapters.vllm.mla_backend import AmxMlaBackend, CpuMlaBackend, MlaBackend
+from attn_backend.adapters.vllm.mla_impl import MlaImpl
+from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
+from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+
+HEADS, LATENT, NOPE, ROPE, V = 3, 512, 32, 64, 24
+SCALE = (NOPE + ROPE) ** -0.5
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+WIDTHS = {"q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V}
+
+
+@pytest.fixture(autouse=True)
+def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
+
+
+class Chosen(MLAPrefillBackend):
+    """What vLLM has chosen for prefills: it must not be asked."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CHOSEN"
+
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    run_prefill_context_chunk = run_prefill_new_tokens
+
+
+class Projection:
+    """kv_b_proj: from a latent to K and V of each head."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.weight = (torch.randn(HEADS * (NOPE + V), LATENT) * LATENT**-0.5).to(dtype)
+        self.params_dtype = dtype
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
+        return x @ self.weight.T, None
+
+    def parts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[heads, NOPE, LATENT] of K, [heads, V, LATENT] of V."""
+        return self.weight.to(dtype).view(HEADS, NOPE + V, LATENT).split([NOPE, V], dim=1)  # type: ignore[return-value]
+
+
+def make_impl(kv_b_proj: Any, **changes: Any) -> MlaImpl:
+    arguments: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
+    arguments |= {"kv_sharing_target_layer_name": None, **WIDTHS, "qk_head_dim": NOPE + ROPE, "kv_b_proj": kv_b_proj, "indexer": None}
+    return MlaImpl(num_heads=HEADS, head_size=LATENT + ROPE, scale=SCALE, num_kv_heads=1, **arguments | changes)
+
+
+class Problem:
+    """A layer of vLLM, its builder, and its cache of NaN.
+
+    Args:
+        threshold: the most new tokens of a request that is attended to in its latents.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, threshold: int = 4, chosen: Any = None, **changes: Any) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        torch.manual_seed(0)
+        self.projection = Projection(dtype)
+        with set_current_vllm_config(VllmConfig()):
+            self.impl = make_impl(self.projection)
+        self.layer: Any = Layer(self.impl)
+        w_uk, w_uv = self.projection.parts(dtype)
+        prefill = Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None)
+        of_layer = {"num_heads": HEADS, "head_size": LATENT + ROPE, "prefill_backend": prefill, "use_pcp": False, "kv_cache_dtype": "auto", **WIDTHS}
+        of_layer |= {"q_pad_num_heads": None, "hisparse_cache": None, "W_UK_T": w_uk, "W_UV": w_uv.transpose(1, 2), "_k_scale": torch.ones(())}
+        of_layer |= {f"is_{what}_enabled": False for what in ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")}
+        vars(self.layer).update(of_layer)
+        self.layer._v_up_proj = MethodType(MLAAttention._v_up_proj, self.layer)
+        model = SimpleNamespace(dtype=dtype, max_model_len=64, get_head_size=lambda: LATENT + ROPE, get_num_attention_heads=lambda _: HEADS)
+        parts = {
+            "model_config": model,
+            "cache_config": SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
+            "attention_config": SimpleNamespace(use_prefill_query_quantization=False, mla_prefill_backend=chosen),
+            "parallel_config": SimpleNamespace(
+                decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, tensor_parallel_size=1
+            ),
+        }
+        config = make_config({"layer": self.layer}, **parts | changes)
+        spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
+        builder = type("Builder", (MlaMetadataBuilder,), {"reorder_batch_threshold": threshold})
+        self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
+        self.cache = torch.full((NUM_PAGES, PAGE, LATENT + ROPE), torch.nan, dtype=dtype)
+        self.dtype = dtype
+
+    def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
+        """One layer over a batch, whose older tokens are already in the cache: its output and that in float64."""
+        latents = torch.full((NUM_PAGES * PAGE, LATENT + ROPE), torch.nan, dtype=self.dtype)
+        for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
+            latents[slots] = torch.randn(len(slots), LATENT + ROPE).to(self.dtype)
+            old = slots[: len(slots) - query_len]
+            self.cache[old // PAGE, old % PAGE] = latents[old]
+        new = torch.cat([latents[batch.new_slots], torch.zeros(padding, LATENT + ROPE, dtype=self.dtype)])
+        q = torch.randn(len(new), HEADS, NOPE + ROPE).to(self.dtype)
+        batch.metadata.seq_lens_cpu_upper_bound = batch.metadata.seq_lens
+        metadata = self.builder.build(0, batch.metadata)
+        self.metadata = metadata
+        kv_c, k_pe = new.split([LATENT, ROPE], -1)
+        self.impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), self.cache, batch.metadata.slot_mapping, "auto", torch.ones(()))
+        output = torch.full((len(new), HEADS * V), torch.nan, dtype=self.dtype)
+        MLAAttention.forward_impl(self.layer, q, kv_c, k_pe.unsqueeze(1), self.cache, metadata, output=output)
+        return output, self.expected(batch, q, latents)
+
+    def expected(self, batch: Batch, q: Tensor, latents: Tensor) -> Tensor:
+        w_uk, w_uv = self.projection.parts(torch.float64)
+        outputs, row = [], 0
+        for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
+            latent, rotated = latents[slots].double().split([LATENT, ROPE], -1)
+            k = torch.cat([torch.einsum("tl,hnl->htn", latent, w_uk), rotated.expand(HEADS, -1, -1)], -1)
+            v = torch.einsum("tl,hvl->htv", latent, w_uv)
+            scores = torch.einsum("qhd,htd->hqt", q[row : row + query_len].double(), k) * SCALE
+            hidden = torch.arange(len(slots)) > torch.arange(len(slots) - query_len, len(slots))[:, None]
+            probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqt,htv->qhv", probabilities, v).flatten(1))
+            row += query_len
+        return torch.cat(outputs)
+
+
+def check(output: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = (output[: len(expected)].double() - expected).norm() / expected.norm()
+    assert error <= TOLERANCE[dtype]
+
+
+DECODES = ([1, 1, 1], [33, 64, 5])
+SPECULATION = ([3, 1, 4], [33, 64, 20])
+NEW_PROMPTS = ([40, 7], [40, 7])
+CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])  # two in their latents, two behind a prefix, one whole prompt
+SEVERAL_CHUNKS = ([1, 5, 6, 7], [90, 180, 190, 200])  # of a workspace of 512 tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lens", [DECODES, SPECULATION, NEW_PROMPTS, CACHED_PREFIXES, SEVERAL_CHUNKS], ids=lambda lens: f"{lens[0]}-{lens[1]}")
+def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    problem, batch = Problem(dtype), make_batch(*lens, table_width=16)
+    output, expected = problem.run(batch)
+    check(output, expected, dtype)
+    kept = problem.cache.isfinite().all(-1).sum()
+    assert kept == sum(batch.kv_lens), "nothing else was written"
+    assert problem.metadata.num_decodes == sum(length <= 4 for length in lens[0])
+    num_chunks = len(compat.context_chunks(problem.metadata.prefill)) if problem.metadata.prefill else 0
+    assert num_chunks >= {id(CACHED_PREFIXES): 1, id(SEVERAL_CHUNKS): 2}.get(id(lens), 0)
+
+
+def test_chunks_take_turns_in_every_layer() -> None:
+    """The second layer finds the plan of the first one's last chunk."""
+    problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
+    problem.run(batch)
+    prefill, planned = problem.builder._prefill_backend, []
+    assert isinstance(prefill, MlaPrefill)
+    plan_chunk = prefill._plan_chunk
+    prefill._plan_chunk = lambda number: (planned.append(number), plan_chunk(number))  # type: ignore[method-assign,assignment,func-returns-value]
+    output, expected = problem.run(batch)
+    check(output, expected, torch.float32)
+    assert planned == list(range(len(prefill._chunks)))
+    assert len(planned) > 1
+
+
+def test_padding_of_a_full_graph() -> None:
+    problem, batch = Problem(), make_batch([1, 1], [20, 50], padding=2)
+    output, expected = problem.run(batch, padding=2)
+    check(output, expected, torch.float32)
+
+
+def test_a_graph_serves_the_next_batch() -> None:
+    """The plan lies in the builder's workspace: metadata of an older batch runs the newest plan."""
+    problem = Problem()
+    problem.run(make_batch([1, 1], [20, 50]))
+    older = problem.metadata.decode.attention
+    output, expected = problem.run(make_batch([1, 1, 1], [9, 60, 33], seed=1))
+    check(output, expected, torch.float32)
+    assert problem.metadata.decode.attention is older
+
+
+def test_lse_where_ranks_merge_states() -> None:
+    problem, batch = Problem(), make_batch(*SPECULATION)
+    problem.run(batch)
+    problem.impl.need_to_return_lse_for_decode = True
+    q = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE)
+    for given in (q, q.split([LATENT, ROPE], -1)):
+        out, lse = problem.impl.forward_mqa(tuple(given) if isinstance(given, tuple) else given, problem.cache, problem.metadata, None)
+        assert out.shape == (len(q), HEADS, LATENT)
+        row = 0
+        for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
+            for i in range(query_len):
+                keys = problem.cache.flatten(0, 1)[slots[: len(slots) - query_len + i + 1]].double()
+                scores = q[row].double() @ keys.T * SCALE
+                assert torch.allclose(lse[row].double(), scores.logsumexp(-1), atol=1e-5)
+                row += 1
+
+
+def test_the_users_prefill_backend_stays() -> None:
+    assert type(Problem(chosen="FLASH_ATTN").builder._prefill_backend) is Chosen
+    assert type(Problem().builder._prefill_backend) is MlaPrefill
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, r"a cache of latents of dtype fp8 \(pass --kv-cache-dtype auto\)"),
+        ({"sliding_window": 128}, "the argument sliding_window"),
+        ({"logits_soft_cap": 30.0}, "the argument logits_soft_cap"),
+        ({"indexer": object()}, "the argument indexer"),
+        ({"topk_indices_buffer": torch.zeros(1)}, "the argument topk_indices_buffer"),
+        ({"attn_type": "encoder"}, "attention of type encoder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"attn_backend does not support {reason}.*: choose another --attention-backend"):
+        make_impl(None, **changes)
+
+
+def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
+    with pytest.raises(NotImplementedError, match="decode context parallelism"):
+        Problem(parallel_config=parallel)
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"):
+        Problem(model_config=model)
+    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
+    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT"):
+        Problem()
+
+
+DEEPSEEK = {
+    "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True, "has_sink": False, "use_sparse": False,
+    "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": torch.float16}, {"block_size": 16}, {"block_size": None}, {"device_capability": DeviceCapability(8, 0)}], ids=str
+)
+def test_accepts(changes: dict[str, Any]) -> None:
+    assert MlaBackend.validate_configuration(**DEEPSEEK | changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_mla": False}, "non-MLA"),
+        ({"head_size": 320}, "head_size"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
+        ({"use_sparse": True}, "sparse"),
+        ({"block_size": 8}, "block_size"),
+        ({"use_batch_invariant": True}, "batch"),
+        ({"has_sink": True}, "sink"),
+    ],
+    ids=str,
+)
+def test_refuses(changes: dict[str, Any], reason: str) -> None:
+    found = MlaBackend.validate_configuration(**DEEPSEEK | changes)
+    assert len(found) == 1
+    assert reason in found[0]
+
+
+def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_backend.adapters.vllm import CPU_SWITCH, register
+
+    monkeypatch.setenv(CPU_SWITCH, "1")
+    register()
+    assert registry.CUSTOM.get_class() is AttnBackend  # without a model
+    for uses_mla, wanted in ((True, MlaBackend), (False, AttnBackend)):
+        config = SimpleNamespace(model_config=SimpleNamespace(use_mla=uses_mla))
+        monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda config=config: config)
+        assert registry.CUSTOM.get_class() is wanted
+        module, name = wanted.full_cls_name()  # by which vLLM finds it again
+        assert getattr(__import__(module, fromlist=[name]), name) is wanted
+    for name, backend in (("CPU_MLA", CpuMlaBackend), ("AMX_MLA", AmxMlaBackend)):
+        if name in registry.__members__:
+            assert registry[name].get_class() is backend
+            assert backend.get_name() == name
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        choice.Other  # noqa: B018
