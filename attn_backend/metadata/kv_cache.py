@@ -100,9 +100,11 @@ class KVCache:
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """What the class holds, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
         cache = object.__new__(cls)
-        cache.__dict__.update(k=_with_plain_strides(k), v=_with_plain_strides(v))
+        fields = cache.__dict__  # whose update() torch.compile does not trace before 2.12
+        fields["k"], fields["v"] = _with_plain_strides(k), _with_plain_strides(v)
         if k_scale is not None or v_scale is not None:
-            cache.__dict__.update(k_scale=k_scale, v_scale=v_scale, scale_tensors=_tensors_of(k_scale, v_scale), scale_values=_values_of(k_scale, v_scale))
+            fields["k_scale"], fields["v_scale"] = k_scale, v_scale
+            fields["scale_tensors"], fields["scale_values"] = _tensors_of(k_scale, v_scale), _values_of(k_scale, v_scale)
         return cache
 
     @property

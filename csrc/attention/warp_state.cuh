@@ -352,20 +352,11 @@ __device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4
   }
 }
 
-/// score = cap * tanh(score * sm_scale / cap); tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6. Four divisions share one
-/// reciprocal: it is exponentials and reciprocals that take the time. `factor`: of the exponents of 2.
-__device__ __forceinline__ void cap_scores(float (&scores)[4], float factor, float cap) {
-  constexpr float kMaxExponent = 31.0f;  // tanh is 1 there; four of its powers are below the largest float
-  float sums[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] = ptx::ex2(fminf(scores[i] * factor, kMaxExponent)) + 1.0f;
-  const float first = sums[0] * sums[1], second = sums[2] * sums[3];
-  const float inverse = ptx::reciprocal(first * second) * (-2.0f * cap);
-  const float of_first = inverse * second, of_second = inverse * first;
-  scores[0] = of_first * sums[1] + cap;
-  scores[1] = of_first * sums[0] + cap;
-  scores[2] = of_second * sums[3] + cap;
-  scores[3] = of_second * sums[2] + cap;
+/// cap * tanh(score * sm_scale / cap) as cap - 2 cap / (exp(2x) + 1), to about 1e-6 of cap. `factor`: of the exponent
+/// of 2. Scores that shared a reciprocal took fewer special functions, but not less time, and changed each other's
+/// bits.
+__device__ __forceinline__ float capped_score(float score, float factor, float cap) {
+  return cap - 2.0f * cap * ptx::reciprocal(ptx::ex2(score * factor) + 1.0f);
 }
 
 /// Turns scores into natural logits. `rows`: LaneRows.
@@ -375,17 +366,14 @@ __device__ __forceinline__ void transform_logits(const Variant& variant, float s
                                                  const Rows& rows) {
   if constexpr (Variant::kIsStandard) {
     const float factor = __fdividef(sm_scale * (2.0f * kLog2E), variant.cap);
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) cap_scores(s[b][n], factor, variant.cap);
-    }
-    return;
+    for_each_score(s, first_token, rows,
+                   [&](float& score, const ScoreRow&, int32_t) { score = capped_score(score, factor, variant.cap); });
+  } else {
+    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+      score *= sm_scale;
+      if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
+    });
   }
-  for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
-    score *= sm_scale;
-    if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
-  });
 }
 
 /// Multiplies scores by K's scales where requests have their own; others are part of score_scale(). `requests`: of the

@@ -142,7 +142,7 @@ def test_queries_of_any_magnitude(device: torch.device, exponent: int) -> None:
     generator = torch.Generator(device).manual_seed(4)
     k, v = (torch.randn(200, 2, 128, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
     q = torch.randn(3, 4, 128, device=device, generator=generator) * 2.0**exponent
-    q *= torch.tensor([1.0, 2.0**-20, 2.0**20], device=device)[:, None, None]
+    q *= torch.tensor([1.0, 2.0**-20, 2.0**8], device=device)[:, None, None]
     q = q.to(torch.bfloat16)
     sm_scale = 2.0**-exponent / 128**0.5
     out, lse = one_request(k, v, q, sm_scale)
