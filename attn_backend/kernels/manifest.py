@@ -224,7 +224,7 @@ _MERGE = Template("""\
 #include "attention/merge/merge.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kMergeThreads, 4) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
+extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
   attn::merge<attn::$element, attn::$variant>(params);
 }
 

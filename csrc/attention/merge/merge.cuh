@@ -216,40 +216,38 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
-  const int32_t warps = gridDim.x * gridDim.y * kWarpsPerBlock;
+  // Neighbouring warps take the columns of a row.
+  const int32_t column_blocks = merge_column_blocks(params.v_columns);
   const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
-  const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
+  const int32_t first_column = warp_of_column % column_blocks * kMergeColumns;
+  const int32_t rows_at_once = gridDim.y * kWarpsPerBlock / column_blocks;  // of the blocks of a CTA
+  const int32_t row_of_column = warp_of_column / column_blocks;
+  const int32_t count = row_of_column >= rows_at_once || params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
                             ? 0
                             : params.schedule.header->num_merge_rows * num_qo_heads;
   const SharedPair pair(params);
-  // Rows and heads once for each block of columns, block after block.
-  const int32_t column_blocks = merge_column_blocks(params.v_columns);
-  int32_t i = warp_of_column * gridDim.x + blockIdx.x;
-  int32_t of_pair = warp_of_column * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
+  const int32_t pair_rows = row_of_column >= rows_at_once ? 0 : pair.rows;
+  int32_t i = row_of_column * gridDim.x + blockIdx.x;
+  int32_t of_pair = row_of_column * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
   bool waits = true;
 #pragma unroll 1
-  while (i < count * column_blocks || of_pair < pair.rows * column_blocks) {
+  while (i < count || of_pair < pair_rows) {
     OutputRow row;
     Parts parts;
     int32_t group = 0;
-    const bool is_of_pair = i >= count * column_blocks;
-    int32_t in_block = is_of_pair ? of_pair : i;
-    int32_t first_column = 0;
-    for (; in_block >= (is_of_pair ? pair.rows : count); first_column += kMergeColumns)
-      in_block -= is_of_pair ? pair.rows : count;
-    if (!is_of_pair) {
-      row.qo_head = in_block % num_qo_heads;
+    if (i < count) {
+      row.qo_head = i % num_qo_heads;
       row.index = 0;
-      parts = find_parts<VariantHooks<Variant>::kOutput>(params, in_block / num_qo_heads, row, group);
-      i += warps;
+      parts = find_parts<VariantHooks<Variant>::kOutput>(params, i / num_qo_heads, row, group);
+      i += rows_at_once * gridDim.x;
     } else {
       row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
-                      in_block);  // read again: fewer registers
+                      of_pair);  // read again: fewer registers
       group = params.schedule.tiles[pair.tile].group;
-      const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + in_block;
+      const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + of_pair;
       parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,
-                    pair.first_cta + 1, in_block,   first_state};
-      of_pair += gridDim.y * kWarpsPerBlock * (pair.parts - 1);
+                    pair.first_cta + 1, of_pair,    first_state};
+      of_pair += rows_at_once * (pair.parts - 1);
     }
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
