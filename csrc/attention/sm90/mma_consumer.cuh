@@ -19,7 +19,6 @@ struct MmaConsumer : ConsumerBase<Traits> {
   using Base::scale;
   using Base::shared;
   using Base::tokens_of;
-  using Base::transform_query;
   using Base::variant;
   using typename Base::Element;
   using typename Base::Keys;
@@ -80,7 +79,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
 
     if constexpr (OfQuery::kExists) {
-      transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
+      this->template transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
       Consumers::sync();
     }
     Held held;
