@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cases
@@ -76,6 +76,9 @@ def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[
     """A constructor of caches, and what it is given to make one that holds the same. `cache_page_size` is its page_size, a name that the table's has."""
     make, arguments, kinds = _tensors_of_cache(rng, kv)
     if kv.dtype.itemsize == 1:
+        for name, kind in kinds.items():
+            if isinstance(kind, TensorArgument):  # of another dtype it has no scales
+                kinds[name] = replace(kind, others=(*kind.others, "k_scale", "v_scale"))
         for name, scale in (("k_scale", kv.k_scale), ("v_scale", kv.v_scale)):
             one = torch.ones(1, device=kv.device)
             wrong = (0.0, -0.5, math.nan, math.inf, 1e300, one.double(), one.int(), one[:0], one.expand(1, 1, 1))
