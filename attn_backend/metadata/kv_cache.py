@@ -100,7 +100,7 @@ class KVCache:
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """What the class holds, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
         cache = object.__new__(cls)
-        fields = cache.__dict__  # whose update() torch.compile does not trace before 2.12
+        fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
         fields["k"], fields["v"] = _with_plain_strides(k), _with_plain_strides(v)
         if k_scale is not None or v_scale is not None:
             fields["k_scale"], fields["v_scale"] = k_scale, v_scale

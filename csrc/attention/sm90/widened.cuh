@@ -41,7 +41,7 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
 }
 
 /// Rows of Q for widened_scores(): in registers, if these have room beside the output. Then they are f16, which numbers
-/// of 8 bits become in a quarter of the instructions that bf16 takes.
+/// of 8 bits become in a third of the instructions that bf16 takes.
 template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
   static constexpr bool kIsHeld = max_of(kQkColumns, kVColumns) <= 128;
@@ -62,7 +62,7 @@ struct HeldQuery {
   }
 
   /// Registers i = half and half + 2 of each block have row `half` of the lane. A power of 2 brings its largest number
-  /// to [2^14, 2^15): f16 then holds all 8 bits of those down to 2^-29 of it.
+  /// to [2^14, 2^15): f16 then holds all 8 bits of those that are not below 2^-17.
   __device__ __forceinline__ void convert_row(int half) {
     uint32_t largest = 0;  // bits of a bf16
 #pragma unroll
