@@ -352,28 +352,15 @@ __device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4
   }
 }
 
-/// cap * tanh(score * sm_scale / cap) as cap - 2 cap / (exp(2x) + 1), to about 1e-6 of cap. `factor`: of the exponent
-/// of 2. Scores that shared a reciprocal took fewer special functions, but not less time, and changed each other's
-/// bits.
-__device__ __forceinline__ float capped_score(float score, float factor, float cap) {
-  return cap - 2.0f * cap * ptx::reciprocal(ptx::ex2(score * factor) + 1.0f);
-}
-
 /// Turns scores into natural logits. `rows`: LaneRows.
 template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
                                                  float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
                                                  const Rows& rows) {
-  if constexpr (Variant::kIsStandard) {
-    const float factor = __fdividef(sm_scale * (2.0f * kLog2E), variant.cap);
-    for_each_score(s, first_token, rows,
-                   [&](float& score, const ScoreRow&, int32_t) { score = capped_score(score, factor, variant.cap); });
-  } else {
-    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
-      score *= sm_scale;
-      if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
-    });
-  }
+  for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+    score *= sm_scale;
+    if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
+  });
 }
 
 /// Multiplies scores by K's scales where requests have their own; others are part of score_scale(). `requests`: of the

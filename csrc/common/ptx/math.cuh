@@ -19,13 +19,6 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-/// 1 / x.
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// `low` in the lower half. (volatile: converted where it is written, so that the pair takes one register from there
 /// on, not two.)
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

@@ -9,7 +9,6 @@ namespace attn::ptx {
 
 inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
-inline float reciprocal(float x) { return 1.0f / x; }
 
 /// To the nearest, to even among equals.
 inline uint32_t bf16_of(float x) {
