@@ -72,6 +72,9 @@ class Settings:
 
 def label(engine: Engine, backend: str, device: str) -> str:
     """The name of a backend in reports."""
+    backend, _, kv_cache_dtype = backend.partition("@")
+    if kv_cache_dtype:
+        return f"{label(engine, backend, device)}, {kv_cache_dtype} cache"
     if backend == OURS_NO_CASCADE:
         return "attn_backend, cascade off"
     if backend == OURS_STOCK_SAMPLER:
@@ -119,6 +122,7 @@ class Benchmark:
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:
         settings = self.settings
+        backend, _, kv_cache_dtype = backend.partition("@")
         return Launch(
             settings.python,
             self.model,
@@ -130,6 +134,7 @@ class Benchmark:
             settings.max_model_len,
             settings.max_num_seqs,
             settings.server_arguments,
+            kv_cache_dtype=kv_cache_dtype or None,
             cache=cache,
         )
 
@@ -142,7 +147,7 @@ class Benchmark:
     def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
         """Of load number `index`. `waits`: until it is released."""
         settings = self.settings
-        name = f"client-{launch.backend}-{index}-{repeat}"
+        name = f"client-{launch.name}-{index}-{repeat}"
         return Client(
             settings.python,
             self.model,
@@ -192,9 +197,9 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
 
 def measure(run: Benchmark, launch: Launch, index: int, repeat: int) -> Metrics:
     """Run `repeat` of load number `index`: one run of the engine's client against a running server."""
-    run.announce(launch.backend, index, repeat)
+    run.announce(launch.name, index, repeat)
     begin = time.monotonic()
-    log = run.log(f"client-{launch.backend}-{index}-{repeat}")
+    log = run.log(f"client-{launch.name}-{index}-{repeat}")
     metrics = run_client(run.engine, run.client(launch, index, repeat), run.settings.device, log, CLIENT_TIMEOUT_S)
-    print(f"{run.engine.name} with {launch.backend}: done in {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{run.engine.name} with {launch.name}: done in {time.monotonic() - begin:.0f} s", flush=True)
     return metrics

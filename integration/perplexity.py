@@ -83,10 +83,12 @@ def run(given: argparse.Namespace) -> bool:
     tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
     texts = cut_texts((tokenizer.encode(text[: given.longest * 16]).ids for text in conversation_texts(path)), given.num_tokens, given.longest)
     results = results_folder(given, f"perplexity-{given.engine}")
-    launch = Launch(given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + ROOM, CONCURRENCY)
+    launch = Launch(
+        given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + ROOM, CONCURRENCY, given.server_arguments
+    )
     found: dict[str, float] = {}
     for kv_dtype in given.kv_cache_dtypes:
-        with_dtype = replace(launch, port=free_port(), extra_arguments=["--kv-cache-dtype", kv_dtype, *given.server_arguments])
+        with_dtype = replace(launch, port=free_port(), kv_cache_dtype=kv_dtype)
         logprobs = score(engine, with_dtype, texts, results / f"server-{kv_dtype}.log", given.start_timeout_s)
         if [len(of_text) for of_text in logprobs] != [len(text) - 1 for text in texts]:
             raise RuntimeError(f"{engine.name}: the server did not score every token: {[len(of_text) for of_text in logprobs]}")

@@ -57,7 +57,7 @@ class Server:
 
     def __init__(self, engine: Engine, launch: Launch, log: Path) -> None:
         self.engine, self.launch, self.log = engine, launch, log
-        self.label = f"{engine.name} with {launch.backend}"
+        self.label = f"{engine.name} with {launch.name}"
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
         self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs

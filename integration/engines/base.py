@@ -69,7 +69,13 @@ class Launch:
     extra_arguments: list[str] = field(default_factory=list)
     prefix_caching: bool = True
     batch_invariant: bool = False
+    kv_cache_dtype: str | None = None  # the engine's name of it; None: what the model declares
     cache: Path | None = None  # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time should not share
+
+    @property
+    def name(self) -> str:
+        """As on the command line and in the names of files."""
+        return f"{self.backend}@{self.kv_cache_dtype}" if self.kv_cache_dtype else self.backend
 
 
 @dataclass(frozen=True)

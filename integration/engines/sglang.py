@@ -53,6 +53,8 @@ class SGLang:
             command += ["--disable-radix-cache"]
         if launch.batch_invariant:
             command += ["--enable-deterministic-inference"]
+        if launch.kv_cache_dtype:
+            command += ["--kv-cache-dtype", launch.kv_cache_dtype]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:

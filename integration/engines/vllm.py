@@ -36,6 +36,8 @@ class VLLM:
                 command += ["--enforce-eager"]
         if not launch.prefix_caching:
             command += ["--no-enable-prefix-caching"]
+        if launch.kv_cache_dtype:
+            command += ["--kv-cache-dtype", launch.kv_cache_dtype]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):
 
 def option(command, name):
     return command[command.index(name) + 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_a_server_is_told_the_dtype_of_its_cache(engine, tmp_path):
+    launch = Launch("python", Model("none", tmp_path, True), OURS, "cuda", 1, kv_cache_dtype="fp8_e4m3")
+    assert option(engine.server_command(launch), "--kv-cache-dtype") == "fp8_e4m3"
+    assert launch.name == "attn_backend@fp8_e4m3"
+    assert label(engine, "attn_backend@fp8_e4m3", "cuda") == "attn_backend, fp8_e4m3 cache"
+    assert "--kv-cache-dtype" not in engine.server_command(replace(launch, kv_cache_dtype=None))
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
