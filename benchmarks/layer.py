@@ -1,7 +1,7 @@
 """The cost of attention in a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
 
 One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
-vLLM's kernel.
+vLLM's kernel. With an 8-bit cache (e4m3, beside bf16) append rounds K and V.
 
 python -m benchmarks.layer [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from attn_backend import append_kv
+from attn_backend import Attention, KVCache, append_kv
 from benchmarks.batches import Batch, ours, reference, relative_error
 from benchmarks.cases import Case, lengths
+from benchmarks.fp8 import K_SCALE, V_SCALE, quantised
 from benchmarks.peers import flash_attention_3, flashinfer_backends
 from benchmarks.report import brief, number, options, save, table, wanted
 from benchmarks.timing import Launch, Machine, Timer
@@ -65,15 +66,21 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     prepared = ours(batch)
     out = torch.empty_like(batch.q)
 
-    def attend() -> None:
-        append_kv(k, v, batch.kv, slots)
-        prepared.attention.run(batch.q, batch.kv, out=out, after_append=True)
+    cache, _ = quantised(batch)
+    float8 = ours(batch, kv_dtype=cache.dtype)
+    float8_kv = KVCache.from_tensor(cache, k_scale=K_SCALE, v_scale=V_SCALE)
+
+    def attend(attention: Attention = prepared.attention, kv: KVCache = batch.kv) -> None:
+        append_kv(k, v, kv, slots)
+        attention.run(batch.q, kv, out=out, after_append=True)
 
     product: Launch = partial(torch.matmul, x, weight)
-    runs: dict[str, Launch] = {"product": partial(layers, product), "ours": partial(layers, product, attend)}
+    runs: dict[str, Launch] = {"product": partial(layers, product)}
+    runs |= {"8-bit cache": partial(layers, product, partial(attend, float8.attention, float8_kv)), "ours": partial(layers, product, attend)}
     runs |= {name: partial(layers, product, launch) for name, launch in of_peers(batch, k, v, slots).items()}
     times = dict(zip(runs, timer.together(list(runs.values())), strict=True))
     line: dict[str, Any] = {"case": case.name, "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6}
+    attend()
     line["error"] = relative_error(out[: case.qo_lens[0]], reference(batch, 0))
     return line | {name: (time - times["product"]) / LAYERS for name, time in times.items() if name != "product"}
 
@@ -109,9 +116,9 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         flashinfer = min((time for name, time in line.items() if name.startswith("FlashInfer")), default=None)
         peers = [time for time in (line.get("FA3"), flashinfer) if time is not None]
         ratio = line["ours"] / min(peers) if peers else None
-        times = [number(time) for time in (line["floor"], line["ours"], line.get("FA3"), flashinfer)]
+        times = [number(time) for time in (line["floor"], line["ours"], line["8-bit cache"], line.get("FA3"), flashinfer)]
         rows.append([line["case"], *times, number(ratio, 2), f"{line['error']:.1e}"])
-    return table(["append + attention", "floor", "ours", "FA3", "FlashInfer", "ours / best peer", "error"], rows)
+    return table(["append + attention", "floor", "ours", "8-bit cache", "FA3", "FlashInfer", "ours / best peer", "error"], rows)
 
 
 def main() -> None:

@@ -254,6 +254,12 @@ extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void app
 }
 """)
 
+_APPEND_ROUNDED = Template("""
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
+  attn::append_rounded<attn::$element>(params);
+}
+""")
+
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""
 extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
@@ -340,10 +346,10 @@ def _sampling_kernels() -> list[Kernel]:
 
 
 def _append_qkv_source(element: str, quantises: bool) -> str:
-    text = '#include "cache/append_qkv.cuh"\n'
+    text = '#include "cache/append_qkv.cuh"\n' + ('#include "cache/append_rounded.cuh"\n' if quantises else "")
     for name, kernel, ctas in (("plain", "kPlain", 8 if quantises else 9), ("normed", "kNormed", 7), ("general", "kGeneral", 8)):
         text += _APPEND_QKV.substitute(name=name, kernel=kernel, ctas=ctas, element=element, quantises=str(quantises).lower())
-    return text
+    return text + (_APPEND_ROUNDED.substitute(element=element) if quantises else "")
 
 
 _ALL = (

@@ -54,8 +54,9 @@ struct QkvParams {
   int32_t lane_bits;            // log2 of the lanes that have a head
 };
 
-/// The kernels. kGeneral takes everything, a few bytes at a time; the others what is aligned, with angles from a table.
-enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral };
+/// The kernels. kGeneral takes everything, a few bytes at a time; the others what is aligned, with angles from a table;
+/// kRounded neither Q nor angles, for 8-bit caches.
+enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
@@ -75,7 +76,9 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
                         address(p.q_norm) | address(p.k_norm);
   const bool is_aligned = bits % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0;
   if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
-  return p.q_norm != nullptr || p.k_norm != nullptr ? QkvKernel::kNormed : QkvKernel::kPlain;
+  if (p.q_norm != nullptr || p.k_norm != nullptr) return QkvKernel::kNormed;
+  const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && is_float8(p.scales.element);
+  return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }
 
 // How a kernel divides its work: as many lanes as a head has chunks, rounded up to a power of two, take the heads of a
@@ -121,7 +124,8 @@ ATTN_HD void divide_work(QkvParams& p, QkvKernel kernel) {
 }
 
 /// CTAs, of kAppendQkvThreads threads each, once the work is divided.
-ATTN_HD int64_t append_qkv_ctas(const QkvParams& p) {
+ATTN_HD int64_t append_qkv_ctas(const QkvParams& p, QkvKernel kernel) {
+  if (kernel == QkvKernel::kRounded) return p.num_tokens;
   return ceil_div<int64_t>(int64_t{p.num_tokens} * p.groups_of_token.divisor, kAppendQkvThreads >> p.lane_bits);
 }
 

@@ -157,11 +157,12 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
   const QkvKernel kernel = kernel_for(params);
   divide_work(params, kernel);
   narrow("tokens * heads", int64_t{params.num_tokens} * params.groups_of_token.divisor);
-  const char* const symbol = kernel == QkvKernel::kPlain    ? "append_qkv_plain_kernel"
-                             : kernel == QkvKernel::kNormed ? "append_qkv_normed_kernel"
-                                                            : "append_qkv_general_kernel";
+  const char* const symbol = kernel == QkvKernel::kPlain     ? "append_qkv_plain_kernel"
+                             : kernel == QkvKernel::kNormed  ? "append_qkv_normed_kernel"
+                             : kernel == QkvKernel::kRounded ? "append_rounded_kernel"
+                                                             : "append_qkv_general_kernel";
   // Without tokens too: a run() that follows relies on this launch.
-  const uint32_t ctas = static_cast<uint32_t>(max_of<int64_t>(append_qkv_ctas(params), 1));
+  const uint32_t ctas = static_cast<uint32_t>(max_of<int64_t>(append_qkv_ctas(params, kernel), 1));
   driver::launch(loaded(symbol, file, device), driver::Launch{ctas, 1, kAppendQkvThreads, -1, true}, &params,
                  current_stream(device));
 }

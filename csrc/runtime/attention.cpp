@@ -284,10 +284,10 @@ uint32_t Attention::run(AttentionParams params, const KvScales& scales, driver::
   if (!attention_kernels_[kernel]) TVM_FFI_THROW(MissingKernelError) << design_.kernels[kernel];  // Python loads it
   driver::launch(attention_kernels_[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
                  &arguments, stream);
-  driver::launch(merge_kernel_,
-                 driver::Launch{ctas, static_cast<uint32_t>(merge_blocks(params.max_tile_rows, params.v_columns)),
-                                kMergeThreads, -1, true},
-                 &params, stream);
+  driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1,
+                       true};
+  merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));
+  driver::launch(merge_kernel_, merge, &params, stream);
   return 0;
 }
 

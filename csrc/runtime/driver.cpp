@@ -255,7 +255,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   LaunchConfig config{};
   config.grid_x = shape.grid_x;
   config.grid_y = shape.grid_y;
-  config.grid_z = 1;
+  config.grid_z = shape.grid_z;
   config.block_x = shape.threads;
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes);
@@ -266,8 +266,9 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   const Result result = driver().launch(&config, kernel.function, arguments, nullptr);
   if (result != 0) {
     check(result, "launching " + kernel.name + " with grid " + std::to_string(shape.grid_x) + " x " +
-                      std::to_string(shape.grid_y) + ", " + std::to_string(shape.threads) + " threads, " +
-                      std::to_string(kernel.shared_bytes) + " bytes of shared memory");
+                      std::to_string(shape.grid_y) + " x " + std::to_string(shape.grid_z) + ", " +
+                      std::to_string(shape.threads) + " threads, " + std::to_string(kernel.shared_bytes) +
+                      " bytes of shared memory");
   }
 }
 

@@ -31,6 +31,7 @@ struct Launch {
   int32_t shared_bytes = -1;       // dynamic shared memory, if less than the kernel's
   bool overlaps_previous = false;  // programmatic dependent launch: the kernel waits for the previous one itself
   uint32_t cluster_x = 1;          // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
+  uint32_t grid_z = 1;
 };
 
 /// Returns whether TMA can load such boxes: addresses and strides must be multiples of 16 bytes.

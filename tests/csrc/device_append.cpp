@@ -12,6 +12,7 @@ uint64_t time() { return 0; }
 }  // namespace emulation
 
 #include "cache/append_qkv.cuh"
+#include "cache/append_rounded.cuh"
 
 namespace {
 
@@ -26,11 +27,17 @@ void append() {
 }
 
 template <class Element>
+void append_rounded() {
+  attn::append_rounded<Element>(launched);
+}
+
+template <class Element>
 void run(attn::QkvKernel kernel) {
-  void (*const thread)() = kernel == attn::QkvKernel::kPlain    ? append<Element, attn::QkvKernel::kPlain>
-                           : kernel == attn::QkvKernel::kNormed ? append<Element, attn::QkvKernel::kNormed>
-                                                                : append<Element, attn::QkvKernel::kGeneral>;
-  const int32_t ctas = static_cast<int32_t>(attn::append_qkv_ctas(launched));
+  void (*const thread)() = kernel == attn::QkvKernel::kPlain     ? append<Element, attn::QkvKernel::kPlain>
+                           : kernel == attn::QkvKernel::kNormed  ? append<Element, attn::QkvKernel::kNormed>
+                           : kernel == attn::QkvKernel::kRounded ? append_rounded<Element>
+                                                                 : append<Element, attn::QkvKernel::kGeneral>;
+  const int32_t ctas = static_cast<int32_t>(attn::append_qkv_ctas(launched, kernel));
   for (int32_t cta = 0; cta < ctas; ++cta) emulation::run_cta(cta, ctas, attn::kAppendQkvThreads, 0, thread);
 }
 

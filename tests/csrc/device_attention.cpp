@@ -137,9 +137,12 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
 
 void run_merge(int32_t rows_of_blocks, uint32_t seed) {
   gridDim.y = rows_of_blocks;
-  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-    for (int32_t cta = 0; cta < launched_merge.num_ctas; ++cta)
-      emulation::run_cta(cta, launched_merge.num_ctas, kMergeThreads, seed, [] { merge_kernel(launched_merge); });
+  gridDim.z = ceil_div(launched_merge.v_columns, kMergeColumns);
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z) {
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+      for (int32_t cta = 0; cta < launched_merge.num_ctas; ++cta)
+        emulation::run_cta(cta, launched_merge.num_ctas, kMergeThreads, seed, [] { merge_kernel(launched_merge); });
+    }
   }
 }
 
@@ -152,8 +155,8 @@ extern "C" int32_t launched_offset() { return offsetof(PassedAttention, launched
 /// failed, or nullptr.
 extern "C" const char* device_attention(const ScheduleConfig* config, void* workspace, PassedAttention* passed,
                                         int32_t rows_of_blocks, uint32_t seed) {
-  blockIdx.y = 0;
-  gridDim.y = 1;
+  blockIdx.y = blockIdx.z = 0;
+  gridDim.y = gridDim.z = 1;
   return emulation::failure_of(seed, [&] {
     launched_merge = passed_attention(*config, workspace, *passed);
     run_attention(*passed, seed);

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_backend import KVCache, Rotary, append_kv
 from attn_backend.kernels.structs import values_of
 
-PLAIN, NORMED = 0, 1  # QkvKernel of csrc/cache/qkv_params.h
+PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/qkv_params.h
 
 
 class _HeadRows(ctypes.Structure):
@@ -154,5 +154,31 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
         element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
         params.scales = KvScales(KvScale.of(scales[0]), KvScale.of(scales[1]), element)
         library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
+        for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
+            assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
+    """K and V without Q, norm and RoPE, aligned: the same bytes as on a CPU, and those of other slots as they were."""
+    for seed, (heads, element) in enumerate([(1, torch.bfloat16), (2, torch.float16), (8, torch.bfloat16), (17, torch.float16)]):
+        qkv = (torch.randn(7, 2 * heads, head_dim) * torch.logspace(-4, 4, 7)[:, None, None]).to(element)
+        k, v = qkv[:, :heads], qkv[:, heads:]
+        slots = torch.tensor([3, -1, 79, 80, 16, 31, 0], dtype=[torch.int32, torch.int64][seed % 2])
+        k_scale, v_scale = torch.rand(heads) + 0.1, 0.37
+        shape = (5, heads, 16, head_dim)
+        written = [
+            KVCache.from_pair(*(torch.full(shape, 7.0).to(dtype) for _ in range(2)), layout="HND", k_scale=k_scale, v_scale=v_scale) for _ in range(2)
+        ]
+        append_kv(k, v, written[0], slots)
+        params = _QkvParams(
+            k=_rows(k), v=_rows(v), k_cache=_cache(written[1].k), v_cache=_cache(written[1].v), slots=_indices(slots), num_tokens=len(slots), num_pages=5,
+            num_kv_heads=heads, head_dim=head_dim,
+        )  # fmt: skip
+        number = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        params.scales = KvScales(KvScale.of(k_scale), KvScale.of(v_scale), number)
+        assert library.device_append_qkv(ctypes.byref(params), 16, element == torch.bfloat16) == ROUNDED
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))

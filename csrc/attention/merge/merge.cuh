@@ -1,10 +1,11 @@
 // Merges the states of a row, one warp a row, head and kMergeColumns columns.
 //
-// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged. Block (x, y) serves the pair in
-// whose middle CTA x's interval ends; its rows go round robin over the warps of all these blocks. Any grid with
-// num_ctas columns works. Rows of several row groups have a state in each of them, and more parts where their row tile
-// is shared by several CTAs. They are distributed round robin over all blocks, so that few rows with many parts use
-// many multiprocessors. The order of merging is fixed: link by link, and in a row group in the order of the CTAs.
+// Blocks (x, y, z) serve CTA x and columns [z * kMergeColumns, (z + 1) * kMergeColumns); any number of them in y works.
+// Rows of one row group: the (row tile, head) pairs that several CTAs share are merged, by the warps of all CTAs whose
+// intervals end inside the pair, round robin. Rows of several row groups have a state in each of them, and more parts
+// where their row tile is shared by several CTAs. They are distributed round robin over all blocks, so that few rows
+// with many parts use many multiprocessors. The order of merging is fixed: link by link, and in a row group in the
+// order of the CTAs.
 #pragma once
 
 #include "attention/merge/shape.h"
@@ -21,27 +22,33 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
   return position.tile == pair.tile && position.head == pair.head && position.kv_tile > 0;
 }
 
-/// The first CTA with a part of `pair`: the last one up to `cta`, which has one, whose interval does not start inside.
-/// All lanes of the warp take part.
-__device__ __forceinline__ int32_t find_first_part(const AttentionParams& params, int32_t cta, const Position& pair) {
+/// The last CTA up to `cta` whose interval does not start inside `pair`. All lanes of the warp take part. `position`:
+/// of the CTA as many before `cta` as the lane's number; it is loaded beforehand, since nothing hides the latency of
+/// what depends on another load.
+__device__ __forceinline__ int32_t find_first_part(const AttentionParams& params, int32_t cta, const Position& pair,
+                                                   Position position) {
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int32_t last = cta;; last -= 32) {
-    const bool outside = last - lane <= 0 || !is_inside(params.schedule.positions[last - lane], pair);
-    const uint32_t all_outside = __ballot_sync(0xffffffffu, outside);
-    if (all_outside != 0) return max_of(last - (__ffs(all_outside) - 1), 0);
+  for (int32_t last = cta;;) {
+    const uint32_t outside = __ballot_sync(0xffffffffu, last - lane <= 0 || !is_inside(position, pair));
+    if (outside != 0) return max_of(last - (__ffs(outside) - 1), 0);
+    last -= 32;
+    position = params.schedule.positions[max_of(last - lane, 0)];
   }
 }
 
-/// CTAs behind `cta` whose intervals start inside `pair`. All lanes of the warp take part.
-__device__ __forceinline__ int32_t count_parts_behind(const AttentionParams& params, int32_t cta,
-                                                      const Position& pair) {
+/// The first CTA from `cta` on whose interval does not start inside `pair`. All lanes of the warp take part.
+/// `position`: of the CTA as many behind `cta` as the lane's number.
+__device__ __forceinline__ int32_t find_end(const AttentionParams& params, int32_t cta, const Position& pair,
+                                            Position position) {
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int32_t first = cta + 1;; first += 32) {
-    const bool inside = first + lane < params.num_ctas && is_inside(params.schedule.positions[first + lane], pair);
+  for (int32_t first = cta;;) {
+    const bool inside = first + lane < params.num_ctas && is_inside(position, pair);
     const uint32_t outside = ~__ballot_sync(0xffffffffu, inside);
-    if (outside != 0) return first - cta - 1 + __ffs(outside) - 1;
+    if (outside != 0) return first + __ffs(outside) - 1;
+    first += 32;
+    position = params.schedule.positions[min_of(first + lane, params.num_ctas)];
   }
 }
 
@@ -187,23 +194,25 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
   return parts;
 }
 
-/// The pair that block column x serves.
+/// The pair that blocks (x, y, z) serve.
 struct SharedPair {
   int32_t tile;
   int32_t head;
   int32_t first_cta;
-  int32_t parts;  // CTAs that share it; all but the last have block columns that serve it
+  int32_t parts;  // CTAs that share it; the blocks of all but the last serve it
   int32_t rows;   // to be merged; 0: there is no pair, or its rows are in several row groups
 
   __device__ __forceinline__ explicit SharedPair(const AttentionParams& params)
       : tile(0), head(0), first_cta(0), parts(1), rows(0) {
-    const int32_t cta = blockIdx.x;
+    const int32_t cta = blockIdx.x, lane = threadIdx.x % 32;
     const Position pair = params.schedule.positions[cta + 1];
+    const Position before = params.schedule.positions[max_of(cta - lane, 0)];
+    const Position behind = params.schedule.positions[min_of(cta + 1 + lane, params.num_ctas)];
     if (pair.kv_tile == 0) return;
     tile = pair.tile;
     head = pair.head;
-    first_cta = find_first_part(params, cta, pair);
-    parts = 1 + count_parts_behind(params, first_cta, pair);
+    first_cta = find_first_part(params, cta, pair, before);
+    parts = find_end(params, cta + 1, pair, behind) - first_cta;
     const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
     rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
   }
@@ -216,22 +225,18 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.
   constexpr int kWarpsPerBlock = kMergeThreads / 32;
   const int32_t num_qo_heads = params.num_kv_heads * params.group_size.divisor;
-  // Neighbouring warps take the columns of a row.
-  const int32_t column_blocks = merge_column_blocks(params.v_columns);
-  const int32_t warp_of_column = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;
-  const int32_t first_column = warp_of_column % column_blocks * kMergeColumns;
-  const int32_t rows_at_once = gridDim.y * kWarpsPerBlock / column_blocks;  // of the blocks of a CTA
-  const int32_t row_of_column = warp_of_column / column_blocks;
-  const int32_t count = row_of_column >= rows_at_once || params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
+  const int32_t warp = blockIdx.y * kWarpsPerBlock + threadIdx.x / 32;  // of those of a CTA and its columns
+  const int32_t warps = gridDim.y * kWarpsPerBlock;
+  const int32_t first_column = blockIdx.z * kMergeColumns;
+  const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
                             ? 0
                             : params.schedule.header->num_merge_rows * num_qo_heads;
   const SharedPair pair(params);
-  const int32_t pair_rows = row_of_column >= rows_at_once ? 0 : pair.rows;
-  int32_t i = row_of_column * gridDim.x + blockIdx.x;
-  int32_t of_pair = row_of_column * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
+  int32_t i = warp * gridDim.x + blockIdx.x;
+  int32_t of_pair = warp * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
   bool waits = true;
 #pragma unroll 1
-  while (i < count || of_pair < pair_rows) {
+  while (i < count || of_pair < pair.rows) {
     OutputRow row;
     Parts parts;
     int32_t group = 0;
@@ -239,7 +244,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
       row.qo_head = i % num_qo_heads;
       row.index = 0;
       parts = find_parts<VariantHooks<Variant>::kOutput>(params, i / num_qo_heads, row, group);
-      i += rows_at_once * gridDim.x;
+      i += warps * gridDim.x;
     } else {
       row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
                       of_pair);  // read again: fewer registers
@@ -247,7 +252,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
       const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + of_pair;
       parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,
                     pair.first_cta + 1, of_pair,    first_state};
-      of_pair += rows_at_once * (pair.parts - 1);
+      of_pair += warps * (pair.parts - 1);
     }
     if (waits) ptx::wait_for_previous_grid();
     waits = false;

@@ -12,7 +12,7 @@
 
 #include "cuda_emulation.h"
 
-Dimension threadIdx{0, 0}, blockIdx{0, 0}, gridDim{1, 1}, blockDim{1, 1};
+Dimension threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, gridDim{1, 1, 1}, blockDim{1, 1, 1};
 
 namespace emulation {
 namespace {

@@ -21,10 +21,10 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct Dimension {
-  int32_t x, y;
+  int32_t x, y, z;
 };
 extern Dimension threadIdx, blockIdx, gridDim,
-    blockDim;  // run_cta() sets x; y is 0 of 1 unless a program says otherwise
+    blockDim;  // run_cta() sets x; y and z are 0 of 1 unless a program says otherwise
 
 namespace emulation {
 

@@ -1,0 +1,109 @@
+// Elements of heads from and to memory, and their rounding for an 8-bit cache.
+#pragma once
+
+#include "common/data_type.h"
+#include "common/math.h"
+#include "common/platform.h"
+#include "common/ptx/fp8.cuh"
+
+namespace attn {
+
+/// kSize elements of a 16-bit type, which lie in a row; in one piece if they are aligned, and then 8.
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void load_words(const uint16_t* from, uint32_t* words) {
+  if constexpr (kAligned) {
+    const uint4 piece = *reinterpret_cast<const uint4*>(from);
+    words[0] = piece.x, words[1] = piece.y, words[2] = piece.z, words[3] = piece.w;
+  } else {
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
+  }
+}
+
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void store_words(const uint32_t* words, uint16_t* to) {
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) {
+      to[2 * i] = static_cast<uint16_t>(words[i]);
+      to[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+    }
+  }
+}
+
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void load_floats(const float* from, uint32_t* bits) {
+#pragma unroll
+  for (int32_t i = 0; i < kSize; i += 4) {
+    if constexpr (kAligned) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(from + i);
+      bits[i] = piece.x, bits[i + 1] = piece.y, bits[i + 2] = piece.z, bits[i + 3] = piece.w;
+    } else {
+#pragma unroll
+      for (int32_t j = i; j < i + 4; ++j) bits[j] = __float_as_uint(from[j]);
+    }
+  }
+}
+
+/// kSize elements of an 8-bit cache; in one piece if they are aligned, and then 8.
+template <int32_t kSize, bool kAligned>
+__device__ __forceinline__ void store_bytes(const uint32_t* words, uint8_t* to) {
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) to[i] = static_cast<uint8_t>(words[i / 4] >> i % 4 * 8);
+  }
+}
+
+/// Divides by a scale, as IEEE 754 rounds, without the branches of a division: a product with the reciprocal, corrected
+/// by its remainder (Markstein 1990). What is far beyond an 8-bit number stays there.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale)
+      : scale_(scale), reciprocal_(clamp(1.0f / scale, -3.0e38f, 3.0e38f)) {}
+
+  __device__ __forceinline__ float divide(float x) const {
+    constexpr float kBeyond = 1 << 17;
+    const float quotient = fminf(fmaxf(x * reciprocal_, -kBeyond), kBeyond);
+    const float corrected = __fmaf_rn(__fmaf_rn(-quotient, scale_, x), reciprocal_, quotient);
+    return copysignf(corrected, quotient);  // of zero, too
+  }
+
+ private:
+  float scale_;
+  float reciprocal_;
+};
+
+/// A chunk for an 8-bit cache.
+template <int32_t kSize, bool kAligned>
+struct ByteChunk {
+  uint32_t words[kSize / 2] = {};
+
+  /// Pair i of the elements.
+  __device__ __forceinline__ void set(int32_t i, float low, float high, const Divisor& scale, DataType dtype) {
+    low = scale.divide(low), high = scale.divide(high);
+    const uint32_t pair = dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(low, high) : ptx::pack_e5m2(low, high);
+    words[i / 2] |= pair << i % 2 * 16;
+  }
+
+  __device__ __forceinline__ void put_pairs_together() {
+    uint32_t was[kSize / 2];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 4; ++i) {
+      words[2 * i] = __byte_perm(was[i], was[kSize / 4 + i], 0x5140);
+      words[2 * i + 1] = __byte_perm(was[i], was[kSize / 4 + i], 0x7362);
+    }
+  }
+
+  __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
+    store_bytes<kSize, kAligned>(words, to);
+    store_bytes<kSize, kAligned>(words + kSize / 4, to + distance);
+  }
+};
+
+}  // namespace attn
