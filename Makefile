@@ -34,7 +34,7 @@ help:
 	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
 	@echo "make kernels                    compile all CUDA kernels for $(ARCHS) into build/cubins; pip install ships them"
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
-	@echo "make unit, make integration     the two halves of the tests"
+	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
 	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
 	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
@@ -96,16 +96,16 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	$(PYTEST) -n $(JOBS) --dist worksteal tests --ignore=tests/integration
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal -m "not integration" tests
 
 .PHONY: fuzz
 fuzz: environment
 	PYTHONSAFEPATH= $(TEST_PYTHON) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
-# A test that takes too long is ended by a signal, so that the servers which it started end with it.
+# Tests that start engines, one at a time. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s tests/integration
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s -m integration tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

@@ -63,11 +63,11 @@ class FakeEngine:
     """Each token has the probability that its server's cache dtype stands for."""
 
     name: str = "fake"
-    launches: list[list[str]] = field(default_factory=list)
+    kv_cache_dtypes: list[str] = field(default_factory=list)  # of the servers that were started
     forgets: bool = False
 
     def prompt_logprobs(self, url, prompt):
-        probability = {"auto": 0.5, "good": 0.49, "bad": 0.4}[self.launches[-1][1]]
+        probability = {"auto": 0.5, "good": 0.49, "bad": 0.4}[self.kv_cache_dtypes[-1]]
         return [math.log(probability)] * (len(prompt) - 1 - self.forgets)
 
 
@@ -79,7 +79,7 @@ def evaluate(monkeypatch, tmp_path):
     def evaluate(engine, *dtypes):
         monkeypatch.setitem(ENGINES, "vllm", engine)
         monkeypatch.setattr(tool, "resolve_model", lambda name, python: Model("none", tmp_path, True))
-        monkeypatch.setattr(tool, "running_server", lambda engine, launch, log, timeout: engine.launches.append(launch.extra_arguments) or nullcontext("url"))
+        monkeypatch.setattr(tool, "running_server", lambda engine, launch, *_: engine.kv_cache_dtypes.append(launch.kv_cache_dtype) or nullcontext("url"))
         arguments = ["--engine", "vllm", "--dataset", str(tmp_path / "chats.json"), "--num-tokens", "4", "--results", str(tmp_path)]
         return run(parse_arguments([*arguments, "--kv-cache-dtypes", *dtypes]))
 
@@ -89,7 +89,7 @@ def evaluate(monkeypatch, tmp_path):
 def test_perplexities_are_compared_with_the_first(evaluate, tmp_path, capsys):
     engine = FakeEngine()
     assert evaluate(engine, "auto", "good")
-    assert engine.launches == [["--kv-cache-dtype", "auto"], ["--kv-cache-dtype", "good"]]
+    assert engine.kv_cache_dtypes == ["auto", "good"]
     assert "| good | 2.041 | +2.04% |" in capsys.readouterr().out
     assert '"auto": 2.0' in (tmp_path / "perplexity.json").read_text()
     assert not evaluate(engine, "auto", "bad")
