@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ..kernels import cpp_compiler, cubins, kernel_cache, nvrtc
-from ..kernels.library import library, library_path
 from ..releases import RELEASES, was_checked
 from ..settings import PREFIX, Settings
 from .console import print_table
@@ -45,6 +44,8 @@ def version(distribution: str) -> str | None:
 def _host() -> list[Finding]:
     findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
     try:
+        from ..kernels.library import library, library_path  # imports torch, which no other command's --help should wait for
+
         library()
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:

@@ -18,10 +18,11 @@ from ..settings import Settings
 from . import code_address, cuda_compiler, kernel_cache, manifest
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
-from .library import PACKAGE
 
 logger = logging.getLogger("attn_backend")
 
+# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has none.
+PACKAGE = Path(__file__).resolve().parent.parent
 ARCHS = manifest.ARCHS
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
