@@ -151,8 +151,8 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
 
 def warn_of_private_folder(target: Path, reason: str) -> None:
     """Says, once in a process, that an entry is not kept in the cache."""
-    advice = "Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
-    _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
+    advice = "" if "ATTN_BACKEND_CACHE" in reason else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+    _warn_once(f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: {target.parents[1]}")
 
 
 def compile_source(name: str, source: str, flags: Sequence[str], path: str, what: str) -> tuple[bytes, str]:
