@@ -63,7 +63,12 @@ def test_too_large_a_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_kernels_are_compiled_without_what_they_run_with() -> None:
     """The environment of `make wheel` has only REQUIREMENTS."""
-    script = "import sys; sys.modules['tvm_ffi'] = sys.modules['torch'] = None; from attn_backend.kernels import build; print(len(build.cubins.kernel_sources('sm_80')))"
+    script = """
+import sys
+sys.modules["tvm_ffi"] = sys.modules["torch"] = None
+from attn_backend.kernels import build
+print(len(build.cubins.kernel_sources("sm_80")))
+"""
     assert int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout) > 10
 
 
