@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def load(model: str | None, device: str) -> Llama:
     """model: a folder with config.json, *.safetensors and tokenizer.json, or a name on the hub; None: a small random model of bytes."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     if model is None:
+        print("A small random model, whose text is noise. --model takes a real one.\n", file=sys.stderr)
         return Llama(TINY, {name: w.to(device, dtype) for name, w in random_weights(TINY).items()}, frequencies_of(TINY), byte_tokens, byte_text)
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
@@ -127,7 +129,8 @@ def byte_tokens(text: str) -> list[int]:
 
 
 def byte_text(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
+    """Letters as they are; a dot for bytes that a terminal may take for something else: a random model says any."""
+    return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens)
 
 
 def pick_device(wanted: str | None) -> str:

@@ -229,9 +229,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.svg:
             check_matplotlib("--svg")
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        cases = [case for case in (ON_GPU if device == "cuda" else ON_CPU) if not arguments.case or any(text in case.name for text in arguments.case)]
-        if not cases or arguments.repeats < 1:
-            raise ValueError(f"--case {arguments.case}: no case has such a name" if not cases else f"--repeats is {arguments.repeats}, must be at least 1")
+        known = ON_GPU if device == "cuda" else ON_CPU
+        cases = [case for case in known if not arguments.case or any(text in case.name for text in arguments.case)]
+        if not cases:
+            raise ValueError(f"--case is {' '.join(arguments.case)}, must be a part of a name: {'; '.join(case.name for case in known)}")
+        if arguments.repeats < 1:
+            raise ValueError(f"--repeats is {arguments.repeats}, must be at least 1")
         torch.manual_seed(0)
         lines = [measure(case, device, arguments.repeats) for case in _progress(cases)]
         columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
@@ -248,7 +251,8 @@ def run(arguments: argparse.Namespace) -> int:
             draw(lines, columns[1:], where, arguments.svg)
             print(f"\nwrote {arguments.svg}")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"attn-backend bench: {error}", file=sys.stderr)
+        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
+        print(f"attn-backend bench: {error}{hint}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
 

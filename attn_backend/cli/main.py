@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from types import ModuleType
 
@@ -43,6 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns the exit status."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    try:
+        status = _run(arguments, parser)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.command == "completion":
         print(completion.script(arguments.shell, completion.options_of(parser)), end="")
         return 0

@@ -18,10 +18,11 @@ from ..settings import Settings
 from . import code_address, cuda_compiler, kernel_cache, manifest
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
-from .library import PACKAGE
 
 logger = logging.getLogger("attn_backend")
 
+# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has none.
+PACKAGE = Path(__file__).resolve().parent.parent
 ARCHS = manifest.ARCHS
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
@@ -150,8 +151,8 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
 
 def warn_of_private_folder(target: Path, reason: str) -> None:
     """Says, once in a process, that an entry is not kept in the cache."""
-    advice = "Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
-    _warn_once(f"{reason}: compiled kernels are kept in a private folder instead: {target.parents[1]}. {advice}")
+    advice = "" if "ATTN_BACKEND_CACHE" in reason else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+    _warn_once(f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: {target.parents[1]}")
 
 
 def compile_source(name: str, source: str, flags: Sequence[str], path: str, what: str) -> tuple[bytes, str]:

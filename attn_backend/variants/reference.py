@@ -51,7 +51,7 @@ class ReferenceFunctions:
 
         Args:
             score: float32 or float64, which decides what is computed in; broadcast with the others.
-            b, h, q_idx, kv_idx: integers.
+            b, h, q_idx, kv_idx: tensors of integers, which broadcast.
             args: parameters that are given at run time.
         """
         for part in self.parts:
@@ -73,7 +73,7 @@ class ReferenceFunctions:
         """Whether the query attends to the token, as booleans: the masks of all parts, intersected; their intervals are included.
 
         Args:
-            b, h, q_idx, kv_idx: integers, broadcast.
+            b, h, q_idx, kv_idx: tensors of integers, which broadcast.
             args: parameters that are given at run time.
             index: of the query among those of its request; kv_len: tokens of its request. Only custom masks need them.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -57,6 +59,17 @@ def test_too_large_a_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(wheel, "MAX_BYTES", 1000)
     with pytest.raises(wheel.ReleaseError, match="more than 1000"):
         wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER}, content=b"x" * 800), with_cubins=False)
+
+
+def test_kernels_are_compiled_without_what_they_run_with() -> None:
+    """The environment of `make wheel` has only REQUIREMENTS."""
+    script = """
+import sys
+sys.modules["tvm_ffi"] = sys.modules["torch"] = None
+from attn_backend.kernels import build
+print(len(build.cubins.kernel_sources("sm_80")))
+"""
+    assert int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout) > 10
 
 
 def test_a_program_that_fails_is_named() -> None:

@@ -1,0 +1,55 @@
+"""What the site's Markdown would show in another form than it was meant: tables and commands that are broken apart, lists that begin within a paragraph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_LIST = re.compile(r"(- |\d+\. )")
+_ABOVE_A_TABLES_ROWS = re.compile(r"\|[\s:|-]+\|")
+
+
+def faults(text: str) -> Iterator[str]:
+    lines = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        is_text = bool(line) and not line.startswith((" ", "|", "#", ":::")) and not _LIST.match(line)
+        if is_text and not before and after.startswith("    "):
+            yield f"the first line of a block of commands is not indented: {line}"
+        if line.startswith("|") and not before.startswith("|") and (before or not _ABOVE_A_TABLES_ROWS.fullmatch(after)):
+            yield f"a table's row that stands alone: {line}"
+        if _LIST.match(line) and before and not before.startswith(" ") and not _LIST.match(before) and not _in_list(lines, line):
+            yield f"a list without an empty line before it: {line}"
+
+
+def _in_list(lines: list[str], line: str) -> bool:
+    """Whether the paragraph that the line is in begins as an item: its items go on without indentation."""
+    first = lines.index(line)
+    while first > 0 and lines[first - 1]:
+        first -= 1
+    return bool(_LIST.match(lines[first]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_shown_as_it_was_meant(page: Path) -> None:
+    assert not list(faults(page.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Words.\n\ncommand\n    command\n", "not indented"),
+        ("| a |\n|---|\n| b |\n\n| c |\n", "stands alone"),
+        ("Words:\n- one\n- two\n", "without an empty line"),
+    ],
+)
+def test_faults_are_found(text: str, fault: str) -> None:
+    assert [fault in found for found in faults(text)] == [True]
+
+
+def test_good_pages_pass() -> None:
+    assert not list(faults("Words.\n\n    command\n    command\n\n| a |\n|---|\n| b |\n\n- one\n- two\n  more\n"))
