@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
+from .arguments import Scale, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
-from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+from .planned_attention import Logits, attention_of_call, heads_of
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",
@@ -37,7 +37,7 @@ def single_decode_with_kv_cache(
     v_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
+    sm_scale: Scale | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
@@ -57,13 +57,12 @@ def single_decode_with_kv_cache(
     check_kv_layout(kv_layout)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
-    dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[0], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype))
-    attention = attention_of_call(q.device, heads, logits)
+    heads = heads_of(q.device, q.shape[0], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
+    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
+    attention = attention_of_call(q.device, heads, logits, scales[1] is not None)
     table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
     attention.plan(BSRView(indptr_of_equal(1, 1, q.device), table, causal=True, window_left=max(window_left, -1)), heads, logits, rows=1)
-    scale = scaled(dims.qk**-0.5 if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
-    result = attention.run(q.unsqueeze(0), kv, scale, return_lse=return_lse, v_scale=v_scale)
+    result = attention.run(q.unsqueeze(0), kv, scales, return_lse=return_lse, v_scale=v_scale)
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_types, from_zero, on_device, paged_cache, pos_encoding, rows_of, scaled
+from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import Heads, check_head_dims
+from .planned_attention import heads_of
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
@@ -83,7 +83,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         rope_scale: float | None = None,
@@ -117,9 +117,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
-        types = element_types(q_data_type, kv_data_type, o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), *types)
-        batch_size = len(qo_indptr) - 1
+        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
+        batch_size = qo_indptr.shape[0] - 1
         self._first_row, qo_indptr = from_zero(qo_indptr)
         self._rows = rows_of(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
@@ -189,11 +188,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
         sinks = self._take(args, sinks)
-        scale = self._scale()
-        if q_scale is not None or k_scale is not None:
-            scale = scaled(scale, q_scale=q_scale, k_scale=k_scale)
+        scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -208,7 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         v_scale: float | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
-from .batch_prefill import BACKENDS
+from .arguments import Scale, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .features import missing, not_supported, refuse_given
 from .masks import pack_single_mask
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+from .planned_attention import Logits, attention_of_call, heads_of
 from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .wrapper import BACKENDS
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -43,7 +43,7 @@ def single_prefill_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
+    sm_scale: Scale | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     rope_scale: float | None = None,
@@ -75,9 +75,9 @@ def single_prefill_with_kv_cache(
     packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
-    dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[1], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype, o_dtype))
-    attention = attention_of_call(q.device, heads, logits)
+    heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype)
+    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, k_scale=k_scale)
+    attention = attention_of_call(q.device, heads, logits, scales[1] is not None)
     view = BSRView(
         indptr_of_equal(1, q.shape[0], q.device),
         PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device)),
@@ -85,8 +85,7 @@ def single_prefill_with_kv_cache(
         window_left=max(window_left, -1),
     )
     attention.plan(view, heads, logits, rows=q.shape[0])
-    scale = scaled(dims.qk**-0.5 if sm_scale is None else sm_scale, k_scale=k_scale)
-    return attention.run(q, kv, scale, return_lse=return_lse, v_scale=v_scale)
+    return attention.run(q, kv, scales, return_lse=return_lse, v_scale=v_scale)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
