@@ -59,8 +59,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        refuse_given(jit_args=jit_args)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
         # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
@@ -222,11 +221,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        if args or skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
-            refuse_given(args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         self._check_run(q, window_left, q_len_per_req)
+        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return self._planned.run(q, kv, self._scales(q_scale, k_scale), out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        scales = self._scales(q_scale, k_scale)
+        return self._planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

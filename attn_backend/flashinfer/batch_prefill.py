@@ -10,7 +10,6 @@ from torch import Tensor
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import refuse
 from .arguments import PosEncoding, Scale, Scales
-from .features import not_supported
 from .planned_attention import Logits, PlannedAttention, plain_logits
 from .wrapper import Wrapper
 
@@ -25,8 +24,7 @@ class BatchPrefill(Wrapper):
     _items: tuple[Tensor | None, Tensor | None]
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._has_sinks = has_sinks(jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._custom_mask_buf: Any = None
         self._mask_indptr_buf: Any = None
         self._rows = None
@@ -86,19 +84,12 @@ class BatchPrefill(Wrapper):
             logits = plain_logits(logits_soft_cap, pos)
         else:
             logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
-        if self._has_sinks:
-            self._planned.with_sinks()
         self._plan_view(BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1)), logits)
 
-    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> Tensor | None:
-        """What a run is given behind q, K and V if the wrapper is for sinks: (sinks, sm_scale). Returns the sinks."""
-        if not args:
-            return sinks
-        if not self._has_sinks or len(args) > 2:
-            not_supported("the argument args")
-        self._sm_scale = float(args[1]) if len(args) > 1 else self._sm_scale
-        taken: Tensor = args[0]
-        return taken
+    def _tensors_of_plan(self) -> dict[str, Tensor | None]:
+        packed, mask_indptr = self._mask
+        masks = {} if packed is None else {"maybe_custom_mask": packed, "maybe_mask_indptr": mask_indptr}
+        return super()._tensors_of_plan() | masks
 
     def _check_run(self, q: Tensor, window_left: int | None = None) -> None:
         self._check_planned()
@@ -162,20 +153,6 @@ class Kernels:
         wrapper._rows = int(qo_indptr_host[-1])
         wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
         return []
-
-
-def has_sinks(jit_args: list[Any] | None) -> bool:
-    """Whether jit_args ask for FlashInfer's variant of attention sinks, the only one that has a counterpart: C++ for its kernels is not for ours.
-
-    Raises:
-        NotImplementedError: another variant.
-    """
-    if jit_args is None:
-        return False
-    name = jit_args[11] if len(jit_args) > 11 else None
-    if name != "AttentionSink":
-        not_supported(f"jit_args of the variant {name!r}")
-    return True
 
 
 def run_rows(

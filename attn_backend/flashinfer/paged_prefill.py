@@ -173,7 +173,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-            args: sinks and sm_scale, if the wrapper is for sinks.
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
             enable_pdl, use_fp16_softmax: not used.
@@ -187,10 +187,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
-        sinks = self._take(args, sinks)
+        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -49,7 +50,7 @@ class Heads:
 @dataclass(frozen=True, eq=False)
 class Logits:
     """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item
-    scoring.
+    scoring. own: a variant, in the place of all others, whose arguments runs are given.
     """
 
     soft_cap: float = 0.0
@@ -58,13 +59,18 @@ class Logits:
     mask_indptr: Tensor | None = None
     prefix_len: Tensor | None = None
     token_pos_in_items: Tensor | None = None
+    own: Variant | None = None
 
     def variant(self, heads: Heads, has_scales: bool = False) -> Variant | None:
         """None: what every kernel can do (a soft cap alone). has_scales: runs are given a scale of each request."""
+        if self.own is not None:
+            return self.own
         return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, has_scales)
 
     def args(self, num_qo_heads: int, device: torch.device, has_scales: bool = False) -> Args | None:
         """The arguments of the variant; of the scales of requests what stands for them until a run."""
+        if self.own is not None:
+            return None
         args: dict[str, Tensor | float | int] = {"sm_scales": _one_on(device)} if has_scales else {}
         if self.pos.alibi:
             args["slopes"] = alibi_slopes_on(num_qo_heads, device)
@@ -81,6 +87,19 @@ class Logits:
 def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> Logits:
     """Logits without tensors: kept, as they are the same from step to step."""
     return Logits(soft_cap or 0.0, pos)
+
+
+@lru_cache(maxsize=64)
+def _with_plain_cache(heads: Heads) -> Heads:
+    instead = "keys that are rotated before they are cached need none of it"
+    warnings.warn(f"RoPE over K and V of {heads.kv_dtype}: each run copies all of them to {heads.dtype}; {instead}", stacklevel=2)
+    return replace(heads, kv_dtype=None)
+
+
+@lru_cache(maxsize=64)
+def logits_of(variant: Variant) -> Logits:
+    """What a variant does, and nothing beside it."""
+    return Logits(own=variant)
 
 
 @lru_cache(maxsize=64)
@@ -120,6 +139,7 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
+        self._widens = False  # the cache, before each run: kernels do not turn keys of 8 bits
 
     @property
     def max_rows(self) -> int:
@@ -149,8 +169,10 @@ class PlannedAttention:
             num_levels, batch = len(composition.levels), max(level.batch_size for level in composition.levels)
         has_scales = self._with_scales
         variant = logits.variant(heads, has_scales)
-        if heads.kv_dtype is not None and logits.pos.rope is not None:
-            not_supported(f"pos_encoding_mode = 'ROPE_LLAMA' with kv_data_type = {heads.kv_dtype}")
+        planned = composition, heads, logits, batch_invariant
+        self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
+        if self._widens:
+            heads = _with_plain_cache(heads)
         made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
         if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
@@ -158,7 +180,7 @@ class PlannedAttention:
         self._args = None if variant is None else logits.args(heads.num_qo_heads, self.device, has_scales)
         self._soft_cap = logits.soft_cap if variant is None else 0.0
         attention.plan(composition, variant_args=self._args)
-        self._planned = composition, heads, logits, batch_invariant
+        self._planned = planned
 
     def _make(
         self, made_for: tuple[object, ...], variant: Variant | None, heads: Heads, num_levels: int, batch: int, rows: int | None, batch_invariant: bool
@@ -206,9 +228,10 @@ class PlannedAttention:
         return_lse: bool = False,
         v_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
+        args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. scales: sm_scale, and a factor of each request or of all. lse is to base 2, or e.
+        """Runs the last plan. scales: sm_scale, and a factor of each request or of all. args: of a variant of the caller's. lse is to base 2, or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -216,12 +239,15 @@ class PlannedAttention:
         attention = self._attention
         if attention is None or self._planned is None:
             raise ValueError("run() before a successful plan()")
+        if self._widens:
+            kv = KVCache.unchecked(kv.k.to(q.dtype), kv.v.to(q.dtype))
         sm_scale, of_requests = scales
         rows = q.shape[0]
         needs_sinks, needs_scales = sinks is not None and not self._with_sinks, of_requests is not None and not self._with_scales
         if rows > attention.max_rows or needs_sinks or needs_scales:
             attention = self._plan_again(rows, needs_sinks, needs_scales)
-        args = self._args
+        if args is None:
+            args = self._args
         if of_requests is not None:
             args = {**(args or {}), "sm_scales": of_requests}
         if not return_lse:

@@ -144,7 +144,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim].
-            args: sinks and sm_scale, if the wrapper is for sinks.
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             enable_pdl: not used.
 
         Returns:
@@ -155,10 +155,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         """
         refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         self._check_run(q)
-        sinks = self._take(args)
+        sinks, own = self._take(args)
         kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
         scales = self._scales(q_scale, k_scale)
-        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

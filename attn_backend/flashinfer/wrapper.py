@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..metadata import BSRView, Composition
-from .arguments import Scale, Scales, check_kv_layout, is_number, scaled
+from .arguments import Scale, Scales, alibi_slopes_on, check_kv_layout, is_number, scaled
 from .features import not_supported
-from .planned_attention import Heads, Logits, PlannedAttention
+from .jit_variants import has_sinks, jit_variant
+from .planned_attention import Args, Heads, Logits, PlannedAttention, logits_of
 
 BACKENDS = ("auto", "fa2", "fa3")
 
@@ -27,7 +29,14 @@ class Wrapper:
     _rows: int | None  # None: not known to the host
     _batch_invariant = False
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+    ) -> None:
         if backend not in BACKENDS:
             not_supported(f"backend = {backend!r}")
         self._kv_layout = check_kv_layout(kv_layout)
@@ -41,6 +50,8 @@ class Wrapper:
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         self._is_planned = False
         self._sm_scale: Scale | None = None
+        self._jit = jit_variant(jit_args)
+        self._has_sinks = has_sinks(jit_args)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -65,12 +76,32 @@ class Wrapper:
         """Plans what is known."""
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
             self._planned.with_scales()
+        if self._has_sinks:
+            self._planned.with_sinks()
+        if self._jit is not None:
+            logits = logits_of(self._jit.variant)
         self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
         self._is_planned = True
 
+    def _tensors_of_plan(self) -> dict[str, Tensor | None]:
+        """Those that FlashInfer gives to a variant of jit_args by itself, if it names them."""
+        return {"maybe_alibi_slopes": alibi_slopes_on(self._heads.num_qo_heads, self.device)}
+
+    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> tuple[Tensor | None, Args | None]:
+        """What a run is given behind q, K and V, as jit_args want it: (sinks, sm_scale), or the variant's arguments. Returns the sinks and the latter."""
+        if self._jit is not None:
+            return sinks, self._jit.args(args, self._tensors_of_plan())
+        if not args:
+            return sinks, None
+        if not self._has_sinks or len(args) > 2:
+            not_supported("the argument args")
+        if len(args) > 1:
+            self._sm_scale = float(args[1])
+        return args[0], None
+
     def _scales(self, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
-        """sm_scale of the plan times the scales of a run."""
-        scale = self._sm_scale
+        """sm_scale of the plan times the scales of a run. A variant of jit_args scales by itself."""
+        scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
         if q_scale is None and k_scale is None and type(scale) is float:

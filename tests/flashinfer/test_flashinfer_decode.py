@@ -222,7 +222,6 @@ def plan(**options: object) -> None:
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, kv_cache_sf=BATCH.cache), "the argument kv_cache_sf"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)), r"k_scale as a tensor of shape \[2\]"),
         (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), backend="trtllm-gen"), "backend = 'trtllm-gen'"),
-        (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=[1]), "jit_args"),
     ],
 )
 def test_refusals(error: type[Exception], call: object, message: str) -> None:
