@@ -211,7 +211,7 @@ class Attention:
         """
         level = -1  # that is looked at
         try:
-            levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels)
+            levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind_to_plan(variant_args, len(levels))
             errors = 0
             for level, view in enumerate(levels):

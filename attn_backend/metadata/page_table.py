@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,6 +80,32 @@ class PageTable:
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)
+
+    def in_pages_of(self, page_size: int) -> PageTable:
+        """The same tokens of a cache that is divided into smaller pages: page p of 64 tokens is the pages 4 p .. 4 p + 3 of 16. Made by a few torch operators
+        on the table's device, of what its tensors hold now.
+
+        Raises:
+            ValueError: a page_size that does not divide this one.
+        """
+        parts = self.page_size // check_int("page_size", page_size, 1)
+        if parts * page_size != self.page_size:
+            refuse("page_size", page_size, f"a divisor of {self.page_size}")
+        if parts == 1:
+            return self
+        assert self.indices is not None  # pages of a ragged tensor have one token
+        if self.rows is not None:
+            return replace(self, page_size=page_size, entry_step=page_size)  # slots say where tokens are
+        places = torch.arange(parts, dtype=torch.int32, device=self.device)
+        indices = (self.indices.unsqueeze(-1) * parts + places).flatten(-2)
+        if self.indptr is None:
+            return replace(self, page_size=page_size, indices=indices)
+        kv_lens = self.kv_lens
+        if kv_lens is None:
+            assert self.last_page_len is not None
+            pages = self.indptr[1:] - self.indptr[:-1]
+            kv_lens = torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
+        return replace(self, page_size=page_size, indices=indices, indptr=self.indptr * parts, last_page_len=None, kv_lens=kv_lens)
 
     @property
     def form(self) -> str:
