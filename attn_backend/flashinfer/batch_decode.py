@@ -25,7 +25,7 @@ from .arguments import (
 )
 from .features import not_supported, refuse_given
 from .planned_attention import heads_of, plain_logits
-from .wrapper import Wrapper
+from .wrapper import Wrapper, keeps_splits
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -122,7 +122,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             window_left: tokens that a query sees before its own; -1: all.
             logits_soft_cap: cap * tanh(logit / cap) if above 0.
             sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read when a run's kernel runs.
-            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             q_len_per_req: queries of each request, its last tokens; they see each other as causal attention does.
             block_tables, seq_lens: not used.
 
@@ -135,7 +135,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             refuse("q_len_per_req", q_len_per_req, "at least 1")
         if q_len_per_req > 1 and not self._use_tensor_cores:
             refuse("q_len_per_req", q_len_per_req, "1 without use_tensor_cores=True")
-        if fixed_split_size is not None and not self._use_tensor_cores:
+        if keeps_splits(fixed_split_size, False) and not self._use_tensor_cores:
             refuse("fixed_split_size", fixed_split_size, "None without use_tensor_cores=True")
         if data_type is not None:
             q_data_type = data_type if q_data_type is None else q_data_type
@@ -156,7 +156,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._heads = heads
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan

@@ -15,6 +15,7 @@ from .features import refuse_given
 from .masks import items_of, pack_custom_mask
 from .page import get_seq_lens
 from .planned_attention import heads_of
+from .wrapper import keeps_splits
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
@@ -111,7 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len: int32 [batch_size]: the page tables.
             custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of its own. With a mask `causal` does not count.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
-            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 
         Raises:
@@ -144,7 +145,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan

@@ -17,9 +17,10 @@ from ..kernels.attention import Attention
 from ..kernels.attention_config import MAX_CPU_HEAD_DIM
 from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..metadata import BSRView, Composition, KVCache
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scales, alibi_slopes_on, element_types
+from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, Scales, alibi_slopes_on, element_types, is_number
 from .features import not_supported
 
 LOG2_E = math.log2(math.e)
@@ -226,7 +227,7 @@ class PlannedAttention:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
-        v_scale: float | Tensor | None = None,
+        v_scale: Scale | None = None,
         sinks: Tensor | None = None,
         args: Args | None = None,
         lse_to_base_2: bool = True,
@@ -241,6 +242,8 @@ class PlannedAttention:
             raise ValueError("run() before a successful plan()")
         if self._widens:
             kv = KVCache.unchecked(kv.k.to(q.dtype), kv.v.to(q.dtype))
+        if v_scale is not None:
+            kv, v_scale = _with_scale(kv, v_scale)
         sm_scale, of_requests = scales
         rows = q.shape[0]
         needs_sinks, needs_scales = sinks is not None and not self._with_sinks, of_requests is not None and not self._with_scales
@@ -273,6 +276,18 @@ class PlannedAttention:
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
+
+
+def _with_scale(kv: KVCache, v_scale: Scale) -> tuple[KVCache, Scale | None]:
+    """The cache with the scale of V, where kernels take one; and what is left for the output to be multiplied by, None for 1."""
+    if is_number(v_scale):
+        v_scale = float(v_scale)
+        if v_scale == 1.0:
+            return kv, None
+    is_taken = v_scale > 0 if isinstance(v_scale, float) else v_scale.dtype == torch.float32 and v_scale.numel() == 1
+    if is_taken and kv.dtype in FLOAT8_DTYPES:
+        return KVCache.unchecked(kv.k, kv.v, None, v_scale), None
+    return kv, v_scale
 
 
 def _room(wanted: int, least: int) -> int:

@@ -14,6 +14,7 @@ from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
 from .planned_attention import heads_of
+from .wrapper import keeps_splits
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
@@ -118,7 +119,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan

@@ -107,3 +107,8 @@ class Wrapper:
         if q_scale is None and k_scale is None and type(scale) is float:
             return scale, None
         return scaled(scale, q_scale=q_scale, k_scale=k_scale)
+
+
+def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+    """Whether a request's parts are not to depend on its batch; engines that want nothing of it say -1."""
+    return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
