@@ -37,6 +37,22 @@ def check(case: case_tensors.Case) -> None:
     case_tensors.check_padding(case)
 
 
+def test_room_grows(device: torch.device) -> None:
+    case = case_tensors.build(Spec((1, 70, 3), (300, 200, 130), dtype=torch.bfloat16), device)
+    small = Attention(8, 2, 64, device=device, max_rows=8, max_batch=2, num_ctas=37, cascade=False)
+    with pytest.raises(ValueError, match="max_batch = 2"):
+        small.plan(case.view)
+    assert small.with_room(max_rows=3, max_batch=2) is small
+    large = small.with_room(max_rows=case.rows, max_batch=3)
+    assert (large.max_rows, large.max_batch, large.max_levels, small.max_batch) == (74, 3, 1, 2)
+    large.plan(case.view)
+    assert large.schedule().num_ctas == 37
+    case.run(large, out=case.out, lse=case.lse)
+    check(case)
+    with pytest.raises(ValueError, match="max_rows is -1"):
+        small.with_room(max_rows=-1)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_csr_with_lengths(device: torch.device, page_size: int) -> None:
     """Requests own pages beyond their lengths, which hold NaN and are shared with others: the same bits as without them."""
