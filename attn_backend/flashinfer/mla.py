@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..kernels.manifest import HeadDims
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.structure import refuse
+from ..metadata.structure import dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
 from .features import missing, not_supported, refuse_given
 from .planned_attention import heads_of, plain_logits
@@ -169,13 +170,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        if profiler_buffer is not None or o_scale is not None or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
         self._check_planned()
         dims, dtype = self._heads.head_dims, self._heads.dtype
-        _check_columns("q_nope", q_nope, dims.v, dtype)
-        _check_columns("q_pe", q_pe, dims.qk - dims.v, dtype)
-        _check_columns("ckv_cache", ckv_cache, dims.v, dtype)
-        _check_columns("kpe_cache", kpe_cache, dims.qk - dims.v, dtype)
+        is_planned = q_nope.dtype == q_pe.dtype == ckv_cache.dtype == kpe_cache.dtype == dtype
+        if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
+            _refuse_columns(dims, dtype, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
         q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache)
@@ -222,9 +223,11 @@ class Kernels:
         return []
 
 
-def _check_columns(name: str, tensor: Tensor, columns: int, dtype: torch.dtype) -> None:
-    if tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
-        refuse(name, tensor, f"a {str(dtype).removeprefix('torch.')} tensor [..., ..., {columns}], as planned")
+def _refuse_columns(dims: HeadDims, dtype: torch.dtype, **tensors: Tensor) -> NoReturn:
+    for (name, tensor), columns in zip(tensors.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
+        if tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
+            refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
+    raise AssertionError("one of them is another")
 
 
 def _latent_cache(cache: Tensor, columns: int) -> KVCache:
@@ -235,16 +238,17 @@ def _latent_cache(cache: Tensor, columns: int) -> KVCache:
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:
-    """The tensor [..., left's and right's columns] of which these are the two parts; None where they are not."""
-    (*outer, width), more = left.shape, right.shape[-1]
+    """The tensor [rows, columns, widths of both] of which these are the two parts; None where they are not."""
+    (rows, columns, width), more = left.shape, right.shape[2]
     if more == 0:
         return left
     steps, of_right = left.stride(), right.stride()
-    is_behind = right.data_ptr() == left.data_ptr() + width * left.element_size() and right.shape[:-1] == left.shape[:-1]
-    if not is_behind or steps[-1] != 1 or of_right[-1] != 1 or any(a != b and size > 1 for size, a, b in zip(outer, steps, of_right, strict=False)):
+    if right.data_ptr() != left.data_ptr() + width * left.element_size() or right.shape[:2] != left.shape[:2] or steps[2] != 1 or of_right[2] != 1:
+        return None
+    if (steps[0] != of_right[0] and rows > 1) or (steps[1] != of_right[1] and columns > 1):
         return None
     try:
-        return left.as_strided((*outer, width + more), steps)
+        return left.as_strided((rows, columns, width + more), steps)
     except RuntimeError:  # left's memory ends: another tensor's lies right behind it
         return None
 
