@@ -337,6 +337,8 @@ def fast_decode_plan(
         kv_data_type=kv_data_type,
         data_type=data_type,
         sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
         non_blocking=non_blocking,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,

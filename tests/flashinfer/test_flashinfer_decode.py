@@ -177,6 +177,14 @@ def test_views_of_a_cache_end_with_it() -> None:
     assert len(arguments._views) == kept
 
 
+def test_fast_plan_has_every_option() -> None:
+    batch = make_batch([1] * 3, [40, 7, 100])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3, "window_left": 20, "logits_soft_cap": 3.0, "sm_scale": 0.2}
+    flashinfer.fast_decode_plan(wrapper, *batch.tables(), *batch.shape, 5, **options)  # type: ignore[arg-type]
+    check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True, rope=(2.0, 5e3), window_left=20, soft_cap=3.0, sm_scale=0.2))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_requests(device: str) -> None:
     """In a plan, and in runs of a plan that knew of none; beside a soft cap, which takes the scaled logits."""
