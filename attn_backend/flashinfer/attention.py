@@ -111,7 +111,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks, sm_scale)`, sinks float32 [num_qo_heads].
 
     Args:
-        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode: not used: those of the plan count. window_left: of plans that say none.
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used: those of the plan count.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.

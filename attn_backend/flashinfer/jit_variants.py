@@ -56,7 +56,11 @@ _BEFORE = """
   struct math {
     static constexpr float log2e = 1.44269504088896340736f;
     static constexpr float loge2 = 0.69314718055994530942f;
+#if defined(__CUDACC_RTC__)
+    static constexpr float inf = __builtin_bit_cast(float, 0x7f800000u);
+#else
     static constexpr float inf = __builtin_huge_valf();
+#endif
     ATTN_HD static float ptx_exp2(float x) { return ::attn::exp2(x); }
     ATTN_HD static float ptx_log2(float x) { return ::attn::log2(x); }
     ATTN_HD static float ptx_rcp(float x) { return 1.0f / x; }
