@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import attention, cascade, decode, logits_processor, mla, page, pod, prefill, quantization, rope, sampling, sparse, triton, utils
+from . import attention, cascade, decode, jit, logits_processor, mla, page, pod, prefill, quantization, rope, sampling, sparse, triton, utils
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -108,6 +108,7 @@ __all__ = [
     "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "jit",
     "logits_processor",
     "merge_state",
     "merge_state_in_place",

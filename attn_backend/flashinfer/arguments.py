@@ -17,6 +17,8 @@ from .features import not_supported
 
 PagedKV = Tensor | tuple[Tensor, Tensor]
 DType = str | torch.dtype
+Scale = float | Tensor
+Scales = tuple[float, Tensor | None]  # a number, and a factor of each request or of all: float32 [batch] or [1]
 
 _POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -143,30 +145,33 @@ def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
     return KVCache.from_ragged(k.transpose(0, 1), v.transpose(0, 1)) if kv_layout == "HND" else KVCache.from_ragged(k, v)
 
 
-def number(name: str, value: float | Tensor) -> float:
-    """A scale as a number.
+def is_number(scale: object) -> bool:
+    """Whether a scale is known to the host: a number, or a tensor of one element on the host."""
+    return not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
+
+
+def scaled(sm_scale: Scale, **scales: Scale | None) -> Scales:
+    """sm_scale, which may be a tensor of one element for each request, times the scales that are given.
+
+    Returns:
+        The product of the numbers, and that of the tensors, which are read when a kernel runs.
 
     Raises:
-        NotImplementedError: a tensor on a GPU, which would have to be waited for, or one of several elements: the kernels take a number.
+        NotImplementedError: a tensor of other elements, for each head for example.
     """
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type != "cpu" or value.numel() != 1:
-        not_supported(f"{name} as a tensor of shape {list(value.shape)} on {value.device}")
-    return float(value)
-
-
-def scaled(sm_scale: float | Tensor, **scales: float | Tensor | None) -> float:
-    """sm_scale times the scales that are given.
-
-    Raises:
-        NotImplementedError: as of `number`.
-    """
-    product = number("sm_scale", sm_scale)
-    for name, scale in scales.items():
-        if scale is not None:
-            product *= number(name, scale)
-    return product
+    product, tensors = 1.0, None
+    for name, scale in (("sm_scale", sm_scale), *scales.items()):
+        if scale is None:
+            continue
+        if is_number(scale):
+            product *= float(scale)
+            continue
+        assert isinstance(scale, Tensor)
+        if scale.numel() != 1 and (name != "sm_scale" or scale.ndim != 1):
+            not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
+        factor = scale.reshape(-1).to(torch.float32)
+        tensors = factor if tensors is None else tensors * factor
+    return product, tensors
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +187,7 @@ def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
 
 def rows_of(qo_indptr: Tensor) -> int | None:
     """Where qo_indptr ends; None if that would wait for a device."""
-    return int(qo_indptr[-1]) if qo_indptr.device.type == "cpu" else None
+    return int(qo_indptr.numpy().item(-1)) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
 
 
 def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
@@ -191,7 +196,7 @@ def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tenso
 
 def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     """Where an indptr on the host starts, and the same from 0. One on a device is taken to start at 0: nothing waits for it."""
-    first = int(indptr[0]) if indptr.device.type == "cpu" else 0
+    first = int(indptr.numpy().item(0)) if indptr.is_cpu else 0
     return first, indptr - first if first else indptr
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView
+from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, check_kv_layout, csr_on_device, element_types, from_zero, on_device, paged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, Scale, from_zero, on_device, paged_cache, rows_of
 from .batch_prefill import run_rows
 from .features import not_supported, refuse_given
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .planned_attention import PlannedAttention, heads_of, plain_logits
+from .wrapper import Wrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
 
-class BatchAttention:
+class BatchAttention(Wrapper):
     """Decodes, chunks and prompts of a batch over a paged cache; `plan` once a step, `run` once a layer.
 
     Args:
@@ -28,9 +29,8 @@ class BatchAttention:
     """
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
-        self._kv_layout = check_kv_layout(kv_layout)
         self._device = torch.device(device)
-        self._planned: PlannedAttention | None = None
+        super().__init__(torch.empty(0, dtype=torch.uint8), kv_layout)  # on which device, plans say
 
     def plan(
         self,
@@ -44,7 +44,7 @@ class BatchAttention:
         head_dim_vo: int,
         page_size: int,
         causal: bool = False,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         logits_soft_cap: float | None = None,
         q_data_type: DType = torch.bfloat16,
         kv_data_type: DType = torch.bfloat16,
@@ -60,16 +60,17 @@ class BatchAttention:
         """
         refuse_given(use_profiler=use_profiler)
         device = kv_indices.device if self._device.type == "cpu" or kv_indices.device.type != "cpu" or not torch.cuda.is_available() else self._device
-        if self._planned is None or self._planned.device != device:
-            self._planned = PlannedAttention(device)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), *element_types(q_data_type, kv_data_type))
+        if self.device != device:
+            self.device, self._planned = device, PlannedAttention(device)
+        self._heads = heads_of(device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type)
         self._first_row, qo_indptr = from_zero(qo_indptr)
         first, kv_indptr = from_zero(kv_indptr)
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
-        last_page_len = (kv_len_arr - 1) % page_size + 1
-        table = csr_on_device(kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len, page_size, device)
-        view = BSRView(on_device(qo_indptr, device, True), table, causal=causal)
-        self._planned.plan(view, self._heads, Logits(self._soft_cap), rows=rows_of(qo_indptr))
+        self._rows = rows_of(qo_indptr)
+        kv_indices = kv_indices[first:] if first else kv_indices
+        indptr, indices, kv_lens = (on_device(tensor, device, True) for tensor in (kv_indptr, kv_indices, kv_len_arr))
+        table = PageTable.csr(indptr, indices, None, page_size, kv_lens=kv_lens)
+        self._plan_view(BSRView(on_device(qo_indptr, device, True), table, causal=causal), plain_logits(self._soft_cap))
 
     def run(
         self,
@@ -97,13 +98,11 @@ class BatchAttention:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
-        if self._planned is None:
-            raise ValueError("run() before a successful plan()")
+        self._check_planned()
         if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
-        scale = scaled(self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale, k_scale=k_scale)
         kv = paged_cache(kv_cache, self._kv_layout)
-        result = run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        result = run_rows(self._planned, self._first_row, q, kv, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
         assert isinstance(result, tuple)
         return result
 
@@ -112,7 +111,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks, sm_scale)`, sinks float32 [num_qo_heads].
 
     Args:
-        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode: not used: those of the plan count. window_left: of plans that say none.
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used: those of the plan count.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.

@@ -6,7 +6,6 @@ import warnings
 from functools import partialmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
@@ -15,24 +14,21 @@ from .arguments import (
     DType,
     PagedKV,
     PosEncoding,
+    Scale,
     buffer_length,
-    check_kv_layout,
     copy_if_other,
-    element_types,
     from_zero,
     indptr_of_equal,
     on_device,
     paged_cache,
     pos_encoding,
-    scaled,
 )
 from .features import not_supported, refuse_given
-from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .planned_attention import heads_of, plain_logits
+from .wrapper import Wrapper, keeps_splits
 
-_BACKENDS = ("auto", "fa2", "fa3")
 
-
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """q_len_per_req queries of each request over a paged cache; `plan` once a step, `run` once a layer.
 
     The workspace buffer says which device is used, and nothing more: this package allocates what it needs, once. `plan` neither copies tensors that are on
@@ -63,18 +59,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        refuse_given(jit_args=jit_args)
-        self._kv_layout = check_kv_layout(kv_layout)
-        if backend not in _BACKENDS:
-            not_supported(f"backend = {backend!r}")
-        self._backend = "fa2" if backend == "auto" else backend
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
-        # Engines hand these on, from one wrapper to another; nothing lies in them.
-        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._use_cuda_graph = use_cuda_graph
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
-        self._fixed_batch_size = 0
         # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
         self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
@@ -86,15 +72,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             if length != self._fixed_batch_size + 1:
                 refuse("len(paged_kv_indptr_buffer)", length, f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer")
         self._q_len_per_req: int | None = None
-        self._planned = PlannedAttention(self.device, use_cuda_graph)
+        self._rows = 0
 
     @property
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
 
     # What engines compare with what they planned.
     @property
@@ -104,10 +86,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
     @property
     def _logits_soft_cap(self) -> float:
         return self._logits_options[2] or 0.0
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
-        self._float_workspace_buffer = float_workspace_buffer
 
     def plan(
         self,
@@ -125,7 +103,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_data_type: DType | None = None,
         o_data_type: DType | None = None,
         data_type: DType | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
@@ -143,8 +121,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 host.
             window_left: tokens that a query sees before its own; -1: all.
             logits_soft_cap: cap * tanh(logit / cap) if above 0.
-            sm_scale: default head_dim ** -0.5.
-            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+            sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read when a run's kernel runs.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             q_len_per_req: queries of each request, its last tokens; they see each other as causal attention does.
             block_tables, seq_lens: not used.
 
@@ -157,14 +135,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             refuse("q_len_per_req", q_len_per_req, "at least 1")
         if q_len_per_req > 1 and not self._use_tensor_cores:
             refuse("q_len_per_req", q_len_per_req, "1 without use_tensor_cores=True")
-        if fixed_split_size is not None and not self._use_tensor_cores:
+        if keeps_splits(fixed_split_size, False) and not self._use_tensor_cores:
             refuse("fixed_split_size", fixed_split_size, "None without use_tensor_cores=True")
         if data_type is not None:
             q_data_type = data_type if q_data_type is None else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        types = element_types(q_data_type or "float16", kv_data_type, o_data_type)
-        heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *types)
-        batch_size = len(last_page_len)
+        heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type or "float16", kv_data_type, o_data_type)
+        batch_size = last_page_len.shape[0]
         if q_len_per_req > 1:
             self._check_kv_lens(indptr, last_page_len, page_size, q_len_per_req)
         if self._use_cuda_graph:
@@ -175,11 +152,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._paged_kv_indices_buf = on_device(indices[first:] if first else indices, self.device, non_blocking)
             self._paged_kv_last_page_len_buf = on_device(last_page_len, self.device, non_blocking)
         self._q_len_per_req = q_len_per_req
-        self._batch_size = batch_size
+        self._batch_size, self._rows = batch_size, batch_size * q_len_per_req
         self._heads = heads
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
@@ -187,11 +164,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         """Plans the batch that is known."""
         self._logits_options = (pos, window_left, logits_soft_cap)
-        logits = Logits(logits_soft_cap or 0.0, pos)
-        q_len = self._q_len_per_req or 1
-        qo_indptr = indptr_of_equal(self._batch_size, q_len, self.device)
+        qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
         view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
-        self._planned.plan(view, self._heads, logits, rows=self._batch_size * q_len, batch_invariant=self._batch_invariant)
+        self._plan_view(view, plain_logits(logits_soft_cap, pos))
 
     def _copy_to_buffers(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, batch_size: int, q_len: int, non_blocking: bool) -> None:
         if self._q_len_per_req not in (None, q_len):
@@ -246,21 +221,19 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        if args or skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
-            refuse_given(args=args or None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         self._check_run(q, window_left, q_len_per_req)
-        scale = self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
-        if q_scale is not None or k_scale is not None:
-            scale = scaled(scale, q_scale=q_scale, k_scale=k_scale)
+        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return self._planned.run(q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        scales = self._scales(q_scale, k_scale)
+        return self._planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 
     def _check_run(self, q: Tensor, window_left: int | None, q_len_per_req: int | None) -> None:
-        if self._q_len_per_req is None:
-            raise ValueError("run() before a successful plan()")
-        if q.shape[0] != self._batch_size * self._q_len_per_req:
+        self._check_planned()
+        if q.shape[0] != self._rows:
             must_be = f"batch_size * q_len_per_req = {self._batch_size} * {self._q_len_per_req}, as planned"
             refuse("q.shape[0]", q.shape[0], must_be)
         if window_left is not None and window_left != self._logits_options[1]:
@@ -287,19 +260,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with other options than the plan's, which is then made again. For code that was written before `run`."""
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
-        if self._q_len_per_req is not None and (pos, window_left, logits_soft_cap) != self._logits_options:
+        if self._is_planned and (pos, window_left, logits_soft_cap) != self._logits_options:
             self._plan_logits(pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
-
-    def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
-        """Bytes of the two workspace buffers that a plan needs: none."""
-        return 0, 0
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -371,6 +337,8 @@ def fast_decode_plan(
         kv_data_type=kv_data_type,
         data_type=data_type,
         sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
         non_blocking=non_blocking,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,

@@ -9,47 +9,26 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import refuse
-from .arguments import PosEncoding, check_kv_layout
-from .features import not_supported
-from .planned_attention import Heads, Logits, PlannedAttention
-
-BACKENDS = ("auto", "fa2", "fa3")
+from .arguments import PosEncoding, Scale, Scales
+from .planned_attention import Logits, PlannedAttention, plain_logits
+from .wrapper import Wrapper
 
 
-class BatchPrefill:
+class BatchPrefill(Wrapper):
     """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes, and the options that `forward` may change."""
 
     # Of the last plan.
-    _heads: Heads
     _table: PageTable
     _qo_indptr: Tensor
     _first_row: int
     _items: tuple[Tensor | None, Tensor | None]
-    _batch_invariant: bool
-    _sm_scale: float | None
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
-        self._kv_layout = check_kv_layout(kv_layout)
-        if backend not in BACKENDS:
-            not_supported(f"backend = {backend!r}")
-        self._backend = "fa2" if backend == "auto" else backend
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
-        # Engines hand these on, from one wrapper to another and to Kernels.plan; nothing lies in them.
-        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._use_cuda_graph = use_cuda_graph
-        self._planned = PlannedAttention(self.device, use_cuda_graph)
-        self._has_sinks = has_sinks(jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._custom_mask_buf: Any = None
         self._mask_indptr_buf: Any = None
-        self._rows: int | None = None
-        self._fixed_batch_size = 0
-        self._is_planned = False
+        self._rows = None
         self._max_total_num_rows: int | None = None  # with which CUDA graphs were captured; engines read and write it
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
 
     @property
     def _cached_module(self) -> Kernels | None:
@@ -68,17 +47,6 @@ class BatchPrefill:
     @property
     def _logits_soft_cap(self) -> float:
         return self._options[3] or 0.0
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
-        self._float_workspace_buffer = float_workspace_buffer
-
-    def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
-        """Bytes of the two workspace buffers that a plan needs: none."""
-        return 0, 0
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
 
     def _check_fixed(self, batch_size: int, qo_indptr: Tensor) -> None:
         """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the first plan."""
@@ -112,29 +80,19 @@ class BatchPrefill:
         self._options = (causal, pos, window_left, logits_soft_cap)
         packed, mask_indptr = self._mask
         prefix_len, token_pos_in_items = self._items
-        logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
-        if self._has_sinks:
-            self._planned.with_sinks()
-        view = BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1))
-        self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
-        self._is_planned = True
+        if packed is None and prefix_len is None:
+            logits = plain_logits(logits_soft_cap, pos)
+        else:
+            logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
+        self._plan_view(BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1)), logits)
 
-    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> Tensor | None:
-        """What a run is given behind q, K and V if the wrapper is for sinks: (sinks, sm_scale). Returns the sinks."""
-        if not args:
-            return sinks
-        if not self._has_sinks or len(args) > 2:
-            not_supported("the argument args")
-        self._sm_scale = float(args[1]) if len(args) > 1 else self._sm_scale
-        taken: Tensor = args[0]
-        return taken
-
-    def _scale(self) -> float:
-        return self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
+    def _tensors_of_plan(self) -> dict[str, Tensor | None]:
+        packed, mask_indptr = self._mask
+        masks = {} if packed is None else {"maybe_custom_mask": packed, "maybe_mask_indptr": mask_indptr}
+        return super()._tensors_of_plan() | masks
 
     def _check_run(self, q: Tensor, window_left: int | None = None) -> None:
-        if not self._is_planned:
-            raise ValueError("run() before a successful plan()")
+        self._check_planned()
         if self._rows is not None and q.shape[0] != self._first_row + self._rows:
             refuse("q.shape[0]", q.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
         if window_left is not None and window_left != self._options[2]:
@@ -145,7 +103,7 @@ class BatchPrefill:
         if self._is_planned and causal != self._options[0]:
             self._plan_logits(causal, *self._options[1:])
 
-    def _plan_as(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
+    def _plan_as(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None, sm_scale: Scale | None) -> None:
         """For `forward`, whose options replace the plan's."""
         if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
             self._plan_logits(causal, pos, window_left, logits_soft_cap)
@@ -197,26 +155,12 @@ class Kernels:
         return []
 
 
-def has_sinks(jit_args: list[Any] | None) -> bool:
-    """Whether jit_args ask for FlashInfer's variant of attention sinks, the only one that has a counterpart: C++ for its kernels is not for ours.
-
-    Raises:
-        NotImplementedError: another variant.
-    """
-    if jit_args is None:
-        return False
-    name = jit_args[11] if len(jit_args) > 11 else None
-    if name != "AttentionSink":
-        not_supported(f"jit_args of the variant {name!r}")
-    return True
-
-
 def run_rows(
     planned: PlannedAttention,
     first_row: int,
     q: Tensor,
     kv: KVCache,
-    sm_scale: float,
+    scales: Scales,
     *,
     out: Tensor | None,
     lse: Tensor | None,
@@ -225,8 +169,8 @@ def run_rows(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """planned.run of the rows of q from first_row on. Those before are no request's: their output is 0."""
     if not first_row:
-        return planned.run(q, kv, sm_scale, out=out, lse=lse, return_lse=return_lse, **options)
+        return planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, **options)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
-    planned.run(q[first_row:], kv, sm_scale, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
+    planned.run(q[first_row:], kv, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
     return (out, lse) if return_lse and lse is not None else out

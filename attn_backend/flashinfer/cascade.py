@@ -6,15 +6,15 @@ from torch import Tensor
 
 from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
-from ..metadata import Composition, PageTable
+from ..metadata import BSRView, Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import NO_POS_ENCODING, DType, PagedKV, check_kv_layout, copy_if_other, element_types, from_zero, on_device, paged_cache, pos_encoding, rows_of
+from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
-from .batch_prefill import run_rows
 from .features import not_supported
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .planned_attention import heads_of, plain_logits
 from .prefill import single_prefill_with_kv_cache
+from .wrapper import Wrapper
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -53,7 +53,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return merge_all(v, s.float(), log2=True)
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(Wrapper):
     """Prefixes shared by runs of consecutive rows: a page table for each level, the most shared first. One launch for all levels.
 
     `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the other wrappers find them by themselves.
@@ -82,10 +82,8 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         if not 1 <= num_levels <= 8:
             refuse("num_levels", num_levels, "1 .. 8")
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._num_levels = num_levels
-        self._kv_layout = check_kv_layout(kv_layout)
-        self.device = float_workspace_buffer.device
-        self._use_cuda_graph = use_cuda_graph
         self._buffers: list[tuple[Tensor, ...]] = []
         if use_cuda_graph:
             arrays = {
@@ -98,15 +96,6 @@ class MultiLevelCascadeAttentionWrapper:
                 if array is None or len(array) != num_levels:
                     refuse(name, array, f"a list of {num_levels} tensors if use_cuda_graph")
             self._buffers = list(zip(*(array for array in arrays.values() if array is not None), strict=True))
-        self._planned = PlannedAttention(self.device, use_cuda_graph)
-        self._is_planned = False
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
-        """Accepted; the buffers are not used."""
 
     def plan(
         self,
@@ -121,7 +110,7 @@ class MultiLevelCascadeAttentionWrapper:
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         rope_scale: float | None = None,
@@ -135,7 +124,7 @@ class MultiLevelCascadeAttentionWrapper:
             qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its prefixes. All end at the same row.
             paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its page tables.
             causal: of the last level, what each request has for itself.
-            window_left: -1 with several levels.
+            window_left: of each level by itself, as in FlashInfer: tokens before a query's place among those of the level.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -149,24 +138,21 @@ class MultiLevelCascadeAttentionWrapper:
         for name, array in arrays.items():
             if len(array) != self._num_levels:
                 refuse(f"len({name})", len(array), f"num_levels = {self._num_levels}")
-        if self._num_levels > 1 and window_left >= 0:
-            not_supported(f"window_left = {window_left} with several levels")
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
         if self._num_levels > 1 and pos != NO_POS_ENCODING:
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *element_types(q_data_type, kv_data_type))
+        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type)
         self._sm_scale = sm_scale
-        rows = rows_of(qo_indptr_arr[-1])
-        if rows is None and self._use_cuda_graph and not self._is_planned:
-            rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
-        qo_indptrs, tables = [], []
+        self._rows = rows_of(qo_indptr_arr[-1])
+        if self._rows is None and self._use_cuda_graph and not self._is_planned:
+            self._rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
+        levels = []
         for level, parts in enumerate(zip(*arrays.values(), strict=True)):
             qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, *parts)
-            qo_indptrs.append(qo_indptr)
-            tables.append(PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size))
-        composition = Composition.cascade(qo_indptrs, tables, causal=causal, window_left=max(window_left, -1))
-        self._planned.plan(composition, self._heads, Logits(logits_soft_cap or 0.0, pos), rows=rows)
-        self._is_planned = True
+            table = PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size)
+            is_last = level == self._num_levels - 1
+            levels.append(BSRView(qo_indptr, table, causal=causal and is_last, window_left=max(window_left, -1)))
+        self._plan_view(Composition(levels), plain_logits(logits_soft_cap, pos))
 
     begin_forward = plan
 
@@ -189,18 +175,12 @@ class MultiLevelCascadeAttentionWrapper:
         Raises:
             ValueError: an argument that is wrong, or no plan yet.
         """
-        if not self._is_planned:
-            raise ValueError("run() before a successful plan()")
-        kv = paged_cache(paged_kv_cache, self._kv_layout)
-        scale = self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
-        out = run_rows(self._planned, 0, q, kv, scale, out=None, lse=None, return_lse=False)
+        self._check_planned()
+        out = self._planned.run(q, paged_cache(paged_kv_cache, self._kv_layout), self._scales())
         assert isinstance(out, Tensor)
         return out
 
     forward = run
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
+from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache, scaled
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
-from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+from .jit.attention import JitModule
+from .planned_attention import Logits, heads_of
+from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request
+from .utils import MaskMode
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",
@@ -37,7 +39,7 @@ def single_decode_with_kv_cache(
     v_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
+    sm_scale: Scale | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
@@ -57,13 +59,24 @@ def single_decode_with_kv_cache(
     check_kv_layout(kv_layout)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
-    dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[0], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype))
-    attention = attention_of_call(q.device, heads, logits)
-    table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
-    attention.plan(BSRView(indptr_of_equal(1, 1, q.device), table, causal=True, window_left=max(window_left, -1)), heads, logits, rows=1)
-    scale = scaled(dims.qk**-0.5 if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
-    result = attention.run(q.unsqueeze(0), kv, scale, return_lse=return_lse, v_scale=v_scale)
+    heads = heads_of(q.device, q.shape[0], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
+    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
+    result = single_request(q.unsqueeze(0), kv, heads, logits, True, window_left, scales, return_lse, v_scale=v_scale)
+    return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
+
+
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: JitModule, q: Tensor, k: Tensor, v: Tensor, *args: Any, kv_layout: str = "NHD", window_left: int = -1, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """single_decode_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+    masked = MaskMode.CAUSAL.value
+    result = single_prefill_with_kv_cache_with_jit_module(
+        jit_module, q.unsqueeze(0), k, v, *args, kv_layout=kv_layout, mask_mode=masked, window_left=window_left, return_lse=return_lse
+    )
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 
 
@@ -79,7 +92,6 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
 
 
 cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
-single_decode_with_kv_cache_with_jit_module = missing("single_decode_with_kv_cache_with_jit_module")
 trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
 xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..kernels.manifest import HeadDims
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.structure import refuse
-from .arguments import buffer_length, copy_if_other, element_type, number, on_device, rows_of
-from .batch_prefill import BACKENDS
+from ..metadata.structure import dtype_name, refuse
+from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
 from .features import missing, not_supported, refuse_given
-from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .planned_attention import heads_of, plain_logits
+from .wrapper import Wrapper
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(Wrapper):
     """Queries of a batch over paged latents; `plan` once a step, `run` once a layer. Prefills that are not absorbed: BatchPrefillWithRaggedKVCacheWrapper.
 
     The workspace buffer says which device is used, and nothing more. `plan` does not wait for the device.
@@ -49,31 +50,20 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        if backend not in BACKENDS:
-            not_supported(f"backend = {backend!r}")
-        self._backend = "fa2" if backend == "auto" else backend
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
-        # Engines hand these on to Kernels.plan; nothing lies in them.
-        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._use_cuda_graph = use_cuda_graph
-        self._planned = PlannedAttention(self.device, use_cuda_graph)
+        super().__init__(float_workspace_buffer, use_cuda_graph=use_cuda_graph, backend=backend)
         # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
         self._kv_indices_buf: Any = kv_indices
         self._kv_len_arr_buf: Any = kv_len_arr
-        self._last_page_len: Any = None
         if use_cuda_graph:
             batch_size = buffer_length("qo_indptr", qo_indptr) - 1
             buffer_length("kv_indices", kv_indices)
             for name, buffer, length in (("kv_indptr", kv_indptr, batch_size + 1), ("kv_len_arr", kv_len_arr, batch_size)):
                 if buffer_length(name, buffer) != length:
                     refuse(f"len({name})", buffer_length(name, buffer), f"{length}, as qo_indptr has {batch_size + 1}")
-            self._last_page_len = torch.ones(batch_size, dtype=torch.int32, device=self.device)
-        self._rows: int | None = None
-        self._heads: Heads | None = None
-        self._sm_scale = 1.0
+            self._fixed_batch_size = batch_size
+        self._rows = None
         self._page_size = 1
         self._causal = False
         self._has_warned = False
@@ -81,7 +71,7 @@ class BatchMLAPagedAttentionWrapper:
     @property
     def _cached_module(self) -> Kernels | None:
         """What engines call in the place of `plan`; None before the first one."""
-        return None if self._heads is None else Kernels(self)
+        return Kernels(self) if self._is_planned else None
 
     def plan(
         self,
@@ -94,7 +84,7 @@ class BatchMLAPagedAttentionWrapper:
         head_dim_kpe: int,
         page_size: int,
         causal: bool,
-        sm_scale: float,
+        sm_scale: Scale,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
         use_profiler: bool = False,
@@ -113,33 +103,36 @@ class BatchMLAPagedAttentionWrapper:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(use_profiler=use_profiler)
-        dtype = element_type(q_data_type, kv_data_type)
-        heads = Heads(num_heads, 1, check_head_dims(head_dim_ckv + head_dim_kpe, head_dim_ckv, self.device), dtype)
-        batch_size = len(qo_indptr) - 1
+        if kv_data_type != q_data_type:
+            not_supported(f"kv_data_type = {kv_data_type} with q_data_type = {q_data_type}")
+        heads = heads_of(self.device, num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, q_data_type, kv_data_type)
+        batch_size = qo_indptr.shape[0] - 1
+        if kv_indptr.shape[0] != batch_size + 1:
+            kv_indptr = kv_indptr[: batch_size + 1]
         self._rows = rows_of(qo_indptr)
-        kv_indptr, kv_indices, kv_lens = (on_device(tensor, self.device, True) for tensor in (kv_indptr, kv_indices, kv_len_arr))
-        indptr, indices, last_page_len = _exact_pages(kv_indptr, kv_indices, kv_lens, page_size)
         if self._use_cuda_graph:
-            if batch_size != len(self._kv_len_arr_buf):
-                refuse("batch_size", batch_size, f"{len(self._kv_len_arr_buf)}, that of the buffers, with use_cuda_graph=True")
-            if len(indices) > len(self._kv_indices_buf):
-                refuse("len(kv_indices)", len(indices), f"at most {len(self._kv_indices_buf)}, that of the buffer kv_indices")
-            if self._heads is None and self._rows is None:
+            if batch_size != self._fixed_batch_size:
+                refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
+            num_pages = kv_indices.shape[0]
+            if num_pages > self._kv_indices_buf.shape[0]:
+                refuse("len(kv_indices)", num_pages, f"at most {self._kv_indices_buf.shape[0]}, that of the buffer kv_indices")
+            if not self._is_planned and self._rows is None:
                 self._rows = int(qo_indptr[-1])  # waits for the device, once: the workspace is made for so many rows
             copy_if_other(self._qo_indptr_buf, qo_indptr, True)
-            copy_if_other(self._kv_len_arr_buf, kv_lens, True)
-            for buffer, tensor in ((self._kv_indptr_buf, indptr), (self._kv_indices_buf[: len(indices)], indices), (self._last_page_len, last_page_len)):
-                buffer.copy_(tensor)
+            copy_if_other(self._kv_indptr_buf, kv_indptr, True)
+            copy_if_other(self._kv_indices_buf[:num_pages], kv_indices, True)
+            copy_if_other(self._kv_len_arr_buf, kv_len_arr, True)
         else:
-            self._qo_indptr_buf, self._kv_len_arr_buf = on_device(qo_indptr, self.device, True), kv_lens
-            self._kv_indptr_buf, self._kv_indices_buf, self._last_page_len = indptr, indices, last_page_len
-        self._page_size, self._causal, self._sm_scale = page_size, bool(causal), number("sm_scale", sm_scale)
-        self._plan_buffers(heads)
-        self._heads = heads
+            self._qo_indptr_buf = on_device(qo_indptr, self.device, True)
+            self._kv_indptr_buf = on_device(kv_indptr, self.device, True)
+            self._kv_indices_buf = on_device(kv_indices, self.device, True)
+            self._kv_len_arr_buf = on_device(kv_len_arr, self.device, True)
+        self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
+        self._plan_buffers()
 
-    def _plan_buffers(self, heads: Heads) -> None:
-        table = PageTable.csr(self._kv_indptr_buf, self._kv_indices_buf, self._last_page_len, self._page_size)
-        self._planned.plan(BSRView(self._qo_indptr_buf, table, causal=self._causal), heads, Logits(), rows=self._rows)
+    def _plan_buffers(self) -> None:
+        table = PageTable.csr(self._kv_indptr_buf, self._kv_indices_buf, None, self._page_size, kv_lens=self._kv_len_arr_buf)
+        self._plan_view(BSRView(self._qo_indptr_buf, table, causal=self._causal), plain_logits(None))
 
     def run(
         self,
@@ -177,14 +170,13 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
-        if self._heads is None:
-            raise ValueError("run() before a successful plan()")
+        if profiler_buffer is not None or o_scale is not None or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        self._check_planned()
         dims, dtype = self._heads.head_dims, self._heads.dtype
-        named = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
-        for (name, tensor), width in zip(named.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
-            if tensor.ndim != 3 or tensor.shape[2] != width or tensor.dtype != dtype:
-                refuse(name, tensor, f"a {str(dtype).removeprefix('torch.')} tensor [..., ..., {width}], as planned")
+        is_planned = q_nope.dtype == q_pe.dtype == ckv_cache.dtype == kpe_cache.dtype == dtype
+        if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
+            _refuse_columns(dims, dtype, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
         q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache)
@@ -196,12 +188,11 @@ class BatchMLAPagedAttentionWrapper:
                 warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=2)
                 self._has_warned = True
             cache = torch.cat((ckv_cache, kpe_cache), -1)
-        k = cache.unsqueeze(2)
-        kv = KVCache.unchecked(k, k[..., : dims.v])
+        kv = _latent_cache(cache, dims.v)
         if q is None:
             q = torch.cat((q_nope, q_pe), -1)
         wants_lse = return_lse or lse is not None
-        found = self._planned.run(q, kv, self._sm_scale, out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
+        found = self._planned.run(q, kv, self._scales(), out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
         return found[0] if wants_lse and not return_lse else found
 
 
@@ -215,7 +206,7 @@ class Kernels:
         self, _float_workspace: Tensor, _int_workspace: Tensor, _pinned_int_workspace: Tensor, qo_indptr_host: Tensor, _kv_indptr_host: Tensor,
         _kv_lens_host: Tensor, num_heads: int, head_dim_ckv: int, causal: bool, *_options: int,
     ) -> list[int]:  # fmt: skip
-        """Plans what lies in the wrapper's buffers, which the caller has filled, with as many pages for each request as its length needs.
+        """Plans what lies in the wrapper's buffers, which the caller has filled.
 
         Returns:
             What engines keep as the plan's description: nothing.
@@ -225,42 +216,41 @@ class Kernels:
         """
         wrapper = self._wrapper
         heads = wrapper._heads
-        assert heads is not None
         if (num_heads, head_dim_ckv) != (heads.num_qo_heads, heads.head_dims.v):
             refuse("(num_heads, head_dim_ckv)", (num_heads, head_dim_ckv), f"{(heads.num_qo_heads, heads.head_dims.v)}, those of the first plan")
-        indptr = wrapper._kv_indptr_buf
-        wrapper._last_page_len.copy_(wrapper._kv_len_arr_buf - (indptr[1:] - indptr[:-1] - 1) * wrapper._page_size)
-        wrapper._rows, wrapper._causal = int(qo_indptr_host[-1]), bool(causal)
-        wrapper._plan_buffers(heads)
+        wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
+        wrapper._plan_buffers()
         return []
 
 
-def _exact_pages(kv_indptr: Tensor, kv_indices: Tensor, kv_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The indptr, indices and last page lengths of requests whose lengths count, and whose pages begin at kv_indptr: FlashInfer lets a request have more pages
-    than it needs."""
-    batch_size = len(kv_lens)
-    num_pages = (kv_lens + page_size - 1) // page_size
-    indptr = torch.zeros(batch_size + 1, dtype=torch.int32, device=kv_lens.device)
-    torch.cumsum(num_pages, 0, dtype=torch.int32, out=indptr[1:])
-    last_page_len = (kv_lens - (num_pages - 1) * page_size).to(torch.int32)
-    if batch_size == 0 or len(kv_indices) == 0:
-        return indptr, kv_indices, last_page_len
-    entry = torch.arange(len(kv_indices), dtype=torch.int32, device=kv_lens.device)
-    request = torch.searchsorted(indptr[1:], entry, right=True).clamp_(max=batch_size - 1)
-    found = kv_indptr[request] + (entry - indptr[request])
-    return indptr, kv_indices[found.clamp_(0, len(kv_indices) - 1).long()], last_page_len
+def _refuse_columns(dims: HeadDims, dtype: torch.dtype, **tensors: Tensor) -> NoReturn:
+    for (name, tensor), columns in zip(tensors.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
+        if tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
+            refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
+    raise AssertionError("one of them is another")
+
+
+def _latent_cache(cache: Tensor, columns: int) -> KVCache:
+    """KVCache.from_latent, in less time: Attention.run checks what it is given."""
+    (pages, page_size, width), (page_step, step, _) = cache.shape, cache.stride()
+    k = cache.as_strided((pages, page_size, 1, width), (page_step, step, width, 1))
+    return KVCache.unchecked(k, k.as_strided((pages, page_size, 1, columns), (page_step, step, columns, 1)))
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:
-    """The tensor [..., left's and right's columns] of which these are the two parts; None where they are not."""
-    width = left.shape[-1]
-    if right.shape[-1] == 0:
+    """The tensor [rows, columns, widths of both] of which these are the two parts; None where they are not."""
+    (rows, columns, width), more = left.shape, right.shape[2]
+    if more == 0:
         return left
-    same_steps = all(size <= 1 or of_left == of_right for size, of_left, of_right in zip(left.shape[:-1], left.stride(), right.stride(), strict=False))
-    is_behind = right.data_ptr() == left.data_ptr() + width * left.element_size() and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    if not same_steps or not is_behind or left.shape[:-1] != right.shape[:-1] or left.stride(-1) != 1 or right.stride(-1) != 1:
+    steps, of_right = left.stride(), right.stride()
+    if right.data_ptr() != left.data_ptr() + width * left.element_size() or right.shape[:2] != left.shape[:2] or steps[2] != 1 or of_right[2] != 1:
         return None
-    return left.as_strided((*left.shape[:-1], width + right.shape[-1]), left.stride())
+    if (steps[0] != of_right[0] and rows > 1) or (steps[1] != of_right[1] and columns > 1):
+        return None
+    try:
+        return left.as_strided((rows, columns, width + more), steps)
+    except RuntimeError:  # left's memory ends: another tensor's lies right behind it
+        return None
 
 
 trtllm_batch_decode_sparse_mla_dsv4 = missing("mla.trtllm_batch_decode_sparse_mla_dsv4")

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_types, from_zero, on_device, paged_cache, pos_encoding, rows_of, scaled
+from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import Heads, check_head_dims
+from .planned_attention import heads_of
+from .wrapper import keeps_splits
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
@@ -83,7 +84,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         rope_scale: float | None = None,
@@ -111,15 +112,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len: int32 [batch_size]: the page tables.
             custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of its own. With a mask `causal` does not count.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
-            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
-        types = element_types(q_data_type, kv_data_type, o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), *types)
-        batch_size = len(qo_indptr) - 1
+        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
+        batch_size = qo_indptr.shape[0] - 1
         self._first_row, qo_indptr = from_zero(qo_indptr)
         self._rows = rows_of(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
@@ -145,7 +145,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
@@ -174,7 +174,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-            args: sinks and sm_scale, if the wrapper is for sinks.
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
             enable_pdl, use_fp16_softmax: not used.
@@ -188,12 +188,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
-        sinks = self._take(args, sinks)
-        scale = self._scale()
-        if q_scale is not None or k_scale is not None:
-            scale = scaled(scale, q_scale=q_scale, k_scale=k_scale)
+        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
+        scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -208,7 +206,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         v_scale: float | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from ..kernels.attention import Attention
 from ..kernels.attention_config import MAX_CPU_HEAD_DIM
 from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..metadata import BSRView, Composition, KVCache
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import NO_POS_ENCODING, PosEncoding, alibi_slopes_on, number
+from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, Scales, alibi_slopes_on, element_types, is_number
 from .features import not_supported
 
 LOG2_E = math.log2(math.e)
@@ -40,16 +42,16 @@ class Heads:
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
 
-    @property
-    def head_dim(self) -> int:
-        """Columns of Q and K."""
-        return self.head_dims.qk
+    @cached_property
+    def default_scale(self) -> float:
+        """sm_scale where none is given."""
+        return float(self.head_dims.qk**-0.5)
 
 
 @dataclass(frozen=True, eq=False)
 class Logits:
     """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item
-    scoring.
+    scoring. own: a variant, in the place of all others, whose arguments runs are given.
     """
 
     soft_cap: float = 0.0
@@ -58,14 +60,19 @@ class Logits:
     mask_indptr: Tensor | None = None
     prefix_len: Tensor | None = None
     token_pos_in_items: Tensor | None = None
+    own: Variant | None = None
 
-    def variant(self, heads: Heads) -> Variant | None:
-        """None: what every kernel can do (a soft cap alone)."""
-        return _variant(self.pos, heads.head_dim, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0)
+    def variant(self, heads: Heads, has_scales: bool = False) -> Variant | None:
+        """None: what every kernel can do (a soft cap alone). has_scales: runs are given a scale of each request."""
+        if self.own is not None:
+            return self.own
+        return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, has_scales)
 
-    def args(self, num_qo_heads: int, device: torch.device) -> Args | None:
-        """The arguments of the variant."""
-        args: dict[str, Tensor | float | int] = {}
+    def args(self, num_qo_heads: int, device: torch.device, has_scales: bool = False) -> Args | None:
+        """The arguments of the variant; of the scales of requests what stands for them until a run."""
+        if self.own is not None:
+            return None
+        args: dict[str, Tensor | float | int] = {"sm_scales": _one_on(device)} if has_scales else {}
         if self.pos.alibi:
             args["slopes"] = alibi_slopes_on(num_qo_heads, device)
         if self.packed_mask is not None and self.mask_indptr is not None:
@@ -77,9 +84,34 @@ class Logits:
         return args or None
 
 
+@lru_cache(maxsize=256)
+def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> Logits:
+    """Logits without tensors: kept, as they are the same from step to step."""
+    return Logits(soft_cap or 0.0, pos)
+
+
+@lru_cache(maxsize=64)
+def _with_plain_cache(heads: Heads) -> Heads:
+    instead = "keys that are rotated before they are cached need none of it"
+    warnings.warn(f"RoPE over K and V of {heads.kv_dtype}: each run copies all of them to {heads.dtype}; {instead}", stacklevel=2)
+    return replace(heads, kv_dtype=None)
+
+
+@lru_cache(maxsize=64)
+def logits_of(variant: Variant) -> Logits:
+    """What a variant does, and nothing beside it."""
+    return Logits(own=variant)
+
+
+@lru_cache(maxsize=64)
+def _one_on(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
 @lru_cache
-def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool) -> Variant | None:
-    parts = [builtin.alibi()] if pos.alibi else []
+def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool, has_scales: bool) -> Variant | None:
+    parts = [builtin.request_scale()] if has_scales else []
+    parts += [builtin.alibi()] if pos.alibi else []
     if pos.rope is not None:
         scale, theta = pos.rope
         parts.append(builtin.rope(builtin.rope_frequencies(head_dim, theta) / scale))
@@ -104,9 +136,11 @@ class PlannedAttention:
         self._attention: Attention | None = None
         self._made_for: tuple[object, ...] = ()
         self._with_sinks = False
+        self._with_scales = False  # of requests
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
+        self._widens = False  # the cache, before each run: kernels do not turn keys of 8 bits
 
     @property
     def max_rows(self) -> int:
@@ -117,6 +151,10 @@ class PlannedAttention:
         """Runs will be given sinks."""
         self._with_sinks = True
 
+    def with_scales(self) -> None:
+        """Runs will be given a scale of each request."""
+        self._with_scales = True
+
     def plan(self, composition: Composition | BSRView, heads: Heads, logits: Logits, *, rows: int | None, batch_invariant: bool = False) -> None:
         """Plans on the current stream; never waits for it.
 
@@ -126,19 +164,24 @@ class PlannedAttention:
         Raises:
             ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may hold this one.
         """
-        levels = (composition,) if isinstance(composition, BSRView) else composition.levels
-        variant = logits.variant(heads)
-        if heads.kv_dtype is not None and logits.pos.rope is not None:
-            not_supported(f"pos_encoding_mode = 'ROPE_LLAMA' with kv_data_type = {heads.kv_dtype}")
-        made_for = (heads, variant, self._with_sinks, len(levels), batch_invariant)
-        batch = max(level.batch_size for level in levels)
+        if isinstance(composition, BSRView):
+            num_levels, batch = 1, composition.batch_size
+        else:
+            num_levels, batch = len(composition.levels), max(level.batch_size for level in composition.levels)
+        has_scales = self._with_scales
+        variant = logits.variant(heads, has_scales)
+        planned = composition, heads, logits, batch_invariant
+        self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
+        if self._widens:
+            heads = _with_plain_cache(heads)
+        made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
         if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
-            attention = self._make(made_for, variant, heads, len(levels), batch, rows, batch_invariant)
-        self._args = logits.args(heads.num_qo_heads, self.device)
+            attention = self._make(made_for, variant, heads, num_levels, batch, rows, batch_invariant)
+        self._args = None if variant is None else logits.args(heads.num_qo_heads, self.device, has_scales)
         self._soft_cap = logits.soft_cap if variant is None else 0.0
         attention.plan(composition, variant_args=self._args)
-        self._planned = composition, heads, logits, batch_invariant
+        self._planned = planned
 
     def _make(
         self, made_for: tuple[object, ...], variant: Variant | None, heads: Heads, num_levels: int, batch: int, rows: int | None, batch_invariant: bool
@@ -179,16 +222,17 @@ class PlannedAttention:
         self,
         q: Tensor,
         kv: KVCache,
-        sm_scale: float | Tensor,
+        scales: Scales,
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
-        v_scale: float | Tensor | None = None,
+        v_scale: Scale | None = None,
         sinks: Tensor | None = None,
+        args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. lse is to base 2, or e.
+        """Runs the last plan. scales: sm_scale, and a factor of each request or of all. args: of a variant of the caller's. lse is to base 2, or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -196,23 +240,24 @@ class PlannedAttention:
         attention = self._attention
         if attention is None or self._planned is None:
             raise ValueError("run() before a successful plan()")
+        if self._widens:
+            kv = KVCache.unchecked(kv.k.to(q.dtype), kv.v.to(q.dtype))
+        if v_scale is not None:
+            kv, v_scale = _with_scale(kv, v_scale)
+        sm_scale, of_requests = scales
         rows = q.shape[0]
-        if rows > attention.max_rows or (sinks is not None and not self._with_sinks):
-            attention = self._plan_again(rows, sinks)
-        if out is None:
-            out = torch.empty((*q.shape[:-1], attention.head_dim_v), dtype=q.dtype, device=q.device)
-        if return_lse and lse is None:
+        needs_sinks, needs_scales = sinks is not None and not self._with_sinks, of_requests is not None and not self._with_scales
+        if rows > attention.max_rows or needs_sinks or needs_scales:
+            attention = self._plan_again(rows, needs_sinks, needs_scales)
+        if args is None:
+            args = self._args
+        if of_requests is not None:
+            args = {**(args or {}), "sm_scales": of_requests}
+        if not return_lse:
+            lse = None
+        elif lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attention.run(
-            q,
-            kv,
-            out=out,
-            lse=lse if return_lse else None,
-            sm_scale=number("sm_scale", sm_scale),
-            logits_soft_cap=self._soft_cap,
-            variant_args=self._args,
-            sinks=sinks,
-        )
+        out = attention.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks)
         if v_scale is not None:
             out.mul_(v_scale)
         if not return_lse:
@@ -220,16 +265,29 @@ class PlannedAttention:
         assert lse is not None
         return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
 
-    def _plan_again(self, rows: int, sinks: Tensor | None) -> Attention:
-        """The last plan, with room for these rows, and for sinks."""
+    def _plan_again(self, rows: int, needs_sinks: bool, needs_scales: bool) -> Attention:
+        """The last plan, with room for these rows, and for what a run is given for the first time."""
         assert self._planned is not None
         composition, heads, logits, batch_invariant = self._planned
-        if sinks is not None and not self._with_sinks:
-            self._with_sinks = True
-            self._made_for, self._attention = (), None  # also of a fixed one: no graph has captured a run with sinks
+        if needs_sinks or needs_scales:
+            self._with_sinks |= needs_sinks
+            self._with_scales |= needs_scales
+            self._made_for, self._attention = (), None  # also of a fixed one: no graph has captured such a run
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
+
+
+def _with_scale(kv: KVCache, v_scale: Scale) -> tuple[KVCache, Scale | None]:
+    """The cache with the scale of V, where kernels take one; and what is left for the output to be multiplied by, None for 1."""
+    if is_number(v_scale):
+        v_scale = float(v_scale)
+        if v_scale == 1.0:
+            return kv, None
+    is_taken = v_scale > 0 if isinstance(v_scale, float) else v_scale.dtype == torch.float32 and v_scale.numel() == 1
+    if is_taken and kv.dtype in FLOAT8_DTYPES:
+        return KVCache.unchecked(kv.k, kv.v, None, v_scale), None
+    return kv, v_scale
 
 
 def _room(wanted: int, least: int) -> int:
@@ -245,15 +303,30 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def attention_of_call(device: torch.device, heads: Heads, logits: Logits) -> PlannedAttention:
+def attention_of_call(device: torch.device, heads: Heads, logits: Logits, has_scales: bool) -> PlannedAttention:
     """For a call that plans and runs: this thread's, for the current stream and for what it is made for, the latest of which are kept."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, heads, logits.variant(heads))
+    key = (device, stream, heads, logits.variant(heads, has_scales))
     attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
     _kept.of_calls[key] = attention
+    if has_scales:
+        attention.with_scales()
     if len(_kept.of_calls) > _KEPT_PER_THREAD:
         _kept.of_calls.popitem(last=False)
     return attention
+
+
+@lru_cache(maxsize=256)
+def heads_of(
+    device: torch.device, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int | None, q_data_type: DType,
+    kv_data_type: DType | None = None, o_data_type: DType | None = None,
+) -> Heads:  # fmt: skip
+    """What a plan says of heads. Kept: plans say the same from step to step.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
+    """
+    return Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), *element_types(q_data_type, kv_data_type, o_data_type))
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:

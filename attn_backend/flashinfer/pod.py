@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from .arguments import DType, PagedKV
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
-from .features import not_supported, refuse_given
+from .features import refuse_given
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .prefill import single_prefill_with_kv_cache
 
@@ -65,22 +67,10 @@ class PODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan."""
-        self._decode.plan(
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            data_type=data_type,
-            sm_scale=sm_scale,
-            non_blocking=non_blocking,
-        )
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        options: dict[str, Any] = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
+        options |= {"rope_scale": rope_scale, "rope_theta": rope_theta, "sm_scale": sm_scale, "non_blocking": non_blocking}
+        self._decode.plan(indptr, indices, last_page_len, *shape, pos_encoding_mode, window_left, **options)
 
     begin_forward = plan
 
@@ -137,6 +127,8 @@ class PODWithPagedKVCacheWrapper:
             pos_encoding_mode=pos_encoding_mode_p,
             sm_scale=sm_scale_p,
             window_left=window_left_p,
+            rope_scale=rope_scale_p,
+            rope_theta=rope_theta_p,
         )
         out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out_p, Tensor)
@@ -156,6 +148,8 @@ class BatchPODWithPagedKVCacheWrapper:
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._plan_prefill: Callable[..., None]
+        self._has_mask = False
         self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     @property
@@ -187,32 +181,24 @@ class BatchPODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Plans the prefills (arguments ..._p, as of BatchPrefillWithPagedKVCacheWrapper.plan) and the decodes (..._d)."""
-        dtype = q_data_type or data_type or "float16"
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._decode.plan(
-            qo_indptr_d,
-            kv_indptr_d,
-            kv_indices_d,
-            last_page_len_d,
-            *shape,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            sm_scale=sm_scale,
-            q_data_type=dtype,
-            kv_data_type=kv_data_type or data_type,
-        )
-        self._prefill.plan(
-            qo_indptr_p,
-            kv_indptr_p,
-            kv_indices_p,
-            last_page_len_p,
-            *shape,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            sm_scale=sm_scale,
-            q_data_type=dtype,
-            kv_data_type=kv_data_type or data_type,
-        )
+        options: dict[str, Any] = {
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_qk": head_dim,
+            "page_size": page_size,
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+            "q_data_type": q_data_type or data_type or "float16",
+            "kv_data_type": kv_data_type or data_type,
+            "non_blocking": non_blocking,
+        }
+        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options)
+        self._plan_prefill = partial(self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options)
+        self._plan_prefill()
+        self._has_mask = False
 
     begin_forward = plan
 
@@ -232,13 +218,16 @@ class BatchPODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
     ) -> tuple[Any, Any]:
-        """The prefills and the decodes; causal_p is the prefills'. The first run with another one than before plans them again.
+        """The prefills and the decodes; causal_p and the masks are the prefills'. A run with a mask, and the first one with another causal_p than before, plans
+        them again.
 
         Returns:
             (output of the prefills, output of the decodes); with return_lse ((outputs), (lse of both, float32 [rows, num_qo_heads], to base 2)).
         """
-        if custom_mask_p is not None or packed_custom_mask_p is not None:
-            not_supported("custom_mask_p of BatchPODWithPagedKVCacheWrapper")
+        has_mask = custom_mask_p is not None or packed_custom_mask_p is not None
+        if has_mask or self._has_mask:
+            self._plan_prefill(custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
+        self._has_mask = has_mask
         self._prefill.set_causal(causal_p)
         result_p = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse)
         result_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView, PageTable
-from .arguments import check_kv_layout, element_types, indptr_of_equal, pos_encoding, ragged_cache, scaled
-from .batch_prefill import BACKENDS
+from ..metadata import BSRView, KVCache, PageTable
+from .arguments import Scale, Scales, alibi_slopes_on, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache, scaled
 from .features import missing, not_supported, refuse_given
+from .jit.attention import JitModule
 from .masks import pack_single_mask
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Heads, Logits, attention_of_call, check_head_dims
+from .planned_attention import Heads, Logits, attention_of_call, heads_of, logits_of
 from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .utils import MaskMode
+from .wrapper import BACKENDS
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -43,7 +46,7 @@ def single_prefill_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
+    sm_scale: Scale | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     rope_scale: float | None = None,
@@ -75,24 +78,52 @@ def single_prefill_with_kv_cache(
     packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
-    dims = check_head_dims(q.shape[-1], kv.v.shape[-1], q.device)
-    heads = Heads(q.shape[1], kv.num_kv_heads, dims, *element_types(q.dtype, k.dtype, o_dtype))
-    attention = attention_of_call(q.device, heads, logits)
-    view = BSRView(
-        indptr_of_equal(1, q.shape[0], q.device),
-        PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device)),
-        causal=causal and packed is None,
-        window_left=max(window_left, -1),
-    )
-    attention.plan(view, heads, logits, rows=q.shape[0])
-    scale = scaled(dims.qk**-0.5 if sm_scale is None else sm_scale, k_scale=k_scale)
-    return attention.run(q, kv, scale, return_lse=return_lse, v_scale=v_scale)
+    heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype)
+    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, k_scale=k_scale)
+    return single_request(q, kv, heads, logits, causal and packed is None, window_left, scales, return_lse, v_scale=v_scale)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
 
+
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: JitModule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """single_prefill_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first. mask_mode: MaskMode.CAUSAL.value, or
+    others, which leave it to the variant.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+    own = jit_module.variant
+    kv = ragged_cache(k, v, check_kv_layout(kv_layout))
+    heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
+    slopes = {"maybe_alibi_slopes": alibi_slopes_on(heads.num_qo_heads, q.device)}
+    return single_request(
+        q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, (1.0, None), return_lse, args=own.args(args, slopes)
+    )
+
+
+def single_request(
+    q: Tensor, kv: KVCache, heads: Heads, logits: Logits, causal: bool, window_left: int, scales: Scales, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Plans and runs one request."""
+    attention = attention_of_call(q.device, heads, logits, scales[1] is not None)
+    table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
+    view = BSRView(indptr_of_equal(1, q.shape[0], q.device), table, causal=causal, window_left=max(window_left, -1))
+    attention.plan(view, heads, logits, rows=q.shape[0])
+    return attention.run(q, kv, scales, return_lse=return_lse, **options)
+
+
 fmha_varlen = missing("fmha_varlen")
-single_prefill_with_kv_cache_with_jit_module = missing("single_prefill_with_kv_cache_with_jit_module")
 trtllm_batch_context_with_kv_cache = missing("trtllm_batch_context_with_kv_cache")
 trtllm_fmha_v2_prefill = missing("trtllm_fmha_v2_prefill")
 trtllm_ragged_attention_deepseek = missing("trtllm_ragged_attention_deepseek")

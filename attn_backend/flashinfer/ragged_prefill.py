@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, buffer_length, copy_if_other, element_types, from_zero, on_device, pos_encoding, ragged_cache, rows_of, scaled
+from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding, ragged_cache, rows_of
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
 from .masks import items_of, pack_custom_mask
-from .planned_attention import Heads, check_head_dims
+from .planned_attention import heads_of
+from .wrapper import keeps_splits
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
@@ -67,7 +68,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         q_data_type: DType = "float16",
@@ -97,10 +98,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(v_indptr=v_indptr, o_indptr=o_indptr)
-        types = element_types(q_data_type, kv_data_type, o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, self.device), *types)
-        batch_size = len(qo_indptr) - 1
-        if len(kv_indptr) != batch_size + 1:
+        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
+        batch_size = qo_indptr.shape[0] - 1
+        if kv_indptr.shape[0] != batch_size + 1:
             refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")
         self._first_row, qo_indptr = from_zero(qo_indptr)
         self._first_token, kv_indptr = from_zero(kv_indptr)
@@ -119,7 +119,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
-        self._batch_invariant = fixed_split_size is not None or disable_split_kv
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
         self._plan_logits(causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap)
 
     begin_forward = plan
@@ -145,7 +145,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim].
-            args: sinks and sm_scale, if the wrapper is for sinks.
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             enable_pdl: not used.
 
         Returns:
@@ -156,10 +156,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         """
         refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         self._check_run(q)
-        sinks = self._take(args)
+        sinks, own = self._take(args)
         kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
-        scale = scaled(self._scale(), q_scale=q_scale, k_scale=k_scale)
-        return run_rows(self._planned, self._first_row, q, kv, scale, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks)
+        scales = self._scales(q_scale, k_scale)
+        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -173,7 +173,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,

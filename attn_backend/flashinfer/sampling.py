@@ -192,7 +192,7 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: b
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    return kernels.top_p_renorm_probs(probs.float(), _of_rows("top_p", top_p, probs.shape[0])).to(probs.dtype)
+    return kernels.top_p_renorm_probs(probs, _of_rows("top_p", top_p, probs.shape[0]))
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
@@ -201,7 +201,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    return kernels.top_k_renorm_probs(probs.float(), _whole(_of_rows("top_k", top_k, probs.shape[0]))).to(probs.dtype)
+    return kernels.top_k_renorm_probs(probs, _whole(_of_rows("top_k", top_k, probs.shape[0])))
 
 
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:

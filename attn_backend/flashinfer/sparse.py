@@ -10,15 +10,14 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache
 from ..metadata.structure import refuse
-from .arguments import DType, PosEncoding, csr_on_device, element_types, on_device, pos_encoding
+from .arguments import DType, PosEncoding, Scale, csr_on_device, on_device, pos_encoding
 from .features import not_supported, refuse_given
 from .masks import pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
+from .planned_attention import Logits, heads_of, plain_logits
+from .wrapper import Wrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
-
-_BACKENDS = ("auto", "fa2", "fa3")
 
 
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
@@ -31,24 +30,16 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     return torch.cat(rows) if rows else mask.reshape(-1)
 
 
-class _Sparse:
+class _Sparse(Wrapper):
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        if backend not in _BACKENDS:
-            not_supported(f"backend = {backend!r}")
-        self.device = float_workspace_buffer.device
-        self._planned = PlannedAttention(self.device)
-        self._sm_scale: float | None = None
+        super().__init__(float_workspace_buffer, backend=backend)
 
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
+    run: Any  # of the subclass
 
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
-
-    def _scale(self) -> float:
-        return self._heads.head_dim**-0.5 if self._sm_scale is None else self._sm_scale
-
-    _heads: Heads
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: Scale | None = None, **_more: Any) -> Any:
+        """`run`, for code that was written before it."""
+        self._sm_scale = sm_scale
+        return self.run(q, k, v)
 
 
 class BlockSparseAttentionWrapper(_Sparse):
@@ -79,7 +70,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         q_data_type: DType = "float16",
@@ -102,9 +93,9 @@ class BlockSparseAttentionWrapper(_Sparse):
         refuse_given(block_mask=block_mask)
         if N % C:
             refuse("N", N, f"a multiple of C = {C}")
-        types = element_types(q_data_type, kv_data_type, None if o_data_type == "float16" else o_data_type)
-        self._heads = Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim, None, self.device), *types)
-        self._sm_scale, self._page_size, self._num_tokens = sm_scale, C, N
+        o_data_type = None if o_data_type == "float16" else o_data_type
+        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type)
+        self._rows, self._sm_scale, self._page_size, self._num_tokens = M, sm_scale, C, N
         block_rows = len(indptr) - 1
         qo_indptr = (torch.arange(block_rows + 1, dtype=torch.int32, device=indptr.device) * R).clamp_(max=M)
         last_page_len = torch.full((block_rows,), C, dtype=torch.int32, device=indptr.device)
@@ -115,7 +106,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         logits = Logits(logits_soft_cap or 0.0, _pos_encoding(pos_encoding_mode), packed, mask_indptr)
         table = csr_on_device(indptr, indices, last_page_len, C, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None)
-        self._planned.plan(view, self._heads, logits, rows=M)
+        self._plan_view(view, logits)
 
     begin_forward = plan
 
@@ -141,15 +132,9 @@ class BlockSparseAttentionWrapper(_Sparse):
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
-        if self._planned.max_rows == 0:
-            raise ValueError("run() before a successful plan()")
+        self._check_planned()
         kv = KVCache.from_slots(k, v, self._page_size)
-        return self._planned.run(q, kv, self._scale(), out=out, lse=lse, return_lse=return_lse)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: float | None = None, **_more: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`run`, for code that was written before it."""
-        self._sm_scale = sm_scale
-        return self.run(q, k, v)
+        return self._planned.run(q, kv, self._scales(), out=out, lse=lse, return_lse=return_lse)
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):
@@ -175,7 +160,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: Scale | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
@@ -199,7 +184,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         group_size = num_qo_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         # Each (head, block row) is a request, whose pages are tokens of a cache with one head.
-        self._heads = Heads(group_size, 1, check_head_dims(head_dim, None, self.device), *element_types(q_data_type, kv_data_type))
+        self._heads = heads_of(self.device, group_size, 1, head_dim, None, q_data_type, kv_data_type)
         self._sm_scale = sm_scale
         is_seen = block_mask_map.bool()
         qo_indptr = _indptr_of(block_row_sz.flatten())
@@ -214,8 +199,8 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         last_page_len = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=kv_indptr.device)
         table = csr_on_device(kv_indptr, kv_indices, last_page_len, 1, self.device, non_blocking)
         view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal)
-        logits = Logits(logits_soft_cap or 0.0, _pos_encoding(pos_encoding_mode))
-        self._planned.plan(view, self._heads, logits, rows=int(qo_indptr[-1]))
+        self._rows = int(qo_indptr[-1])
+        self._plan_view(view, plain_logits(logits_soft_cap, _pos_encoding(pos_encoding_mode)))
 
     begin_forward = plan
 
@@ -237,13 +222,12 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         Raises:
             ValueError: an argument that is wrong, or no plan yet.
         """
-        if self._planned.max_rows == 0:
-            raise ValueError("run() before a successful plan()")
+        self._check_planned()
         heads, qo_len, head_dim = q.shape
         by_kv_head = (self._num_kv_heads, heads // self._num_kv_heads, qo_len)
         rows = q.reshape(*by_kv_head, head_dim).transpose(1, 2).reshape(-1, by_kv_head[1], head_dim)
         kv = KVCache.from_slots(k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim))
-        result = self._planned.run(rows, kv, self._scale(), return_lse=return_lse)
+        result = self._planned.run(rows, kv, self._scales(), return_lse=return_lse)
         out_rows, lse_rows = result if isinstance(result, tuple) else (result, None)
         by_head = out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim).transpose(1, 2).reshape(q.shape)
         out = by_head if out is None else out.copy_(by_head)
@@ -251,11 +235,6 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
             return out
         lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
         return out, lse_by_head if lse is None else lse.copy_(lse_by_head)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: float | None = None, **_more: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`run`, for code that was written before it."""
-        self._sm_scale = sm_scale
-        return self.run(q, k, v)
 
 
 def _indptr_of(lengths: Tensor) -> Tensor:

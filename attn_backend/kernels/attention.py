@@ -128,6 +128,11 @@ class Attention:
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
         self._sm_scale = dims.qk**-0.5
+        self._options = {
+            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": dims.qk, "head_dim_v": dims.v, "dtype": dtype, "kv_dtype": kv_dtype,
+            "device": device, "max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels, "num_ctas": num_ctas or None, "cascade": cascade,
+            "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks,
+        }  # fmt: skip
         check_types(bool, "True or False", sinks=sinks)
         self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype)
         if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
@@ -184,6 +189,21 @@ class Attention:
         """Bytes of device memory that this object holds."""
         return sum(t.numel() * t.element_size() for t in (self._schedule, self._partial_o, self._partial_lse, self._row_ranges))
 
+    def with_room(self, *, max_rows: int = 0, max_batch: int = 0, max_levels: int = 0) -> Attention:
+        """Another Attention like this one, with room for at least so much, for batches that outgrow this one; this one if it has the room. It has a workspace
+        of its own and no plan yet. CUDA graphs that captured this one go on with this one, which must live as long as they.
+
+        Raises:
+            ValueError: what the constructor refuses. RuntimeError: a CUDA graph is being captured, and there is not the room.
+        """
+        wanted = {"max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels}
+        larger = {name: value for name, value in wanted.items() if check_int(name, value, 0) > getattr(self, name)}
+        if not larger:
+            return self
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{', '.join(larger)} must have grown before the CUDA graph is captured: a workspace cannot be allocated in it")
+        return Attention(**(self._options | larger))  # type: ignore[arg-type]
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copy.copy, copy.deepcopy and pickle.
 
@@ -211,7 +231,7 @@ class Attention:
         """
         level = -1  # that is looked at
         try:
-            levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels)
+            levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind_to_plan(variant_args, len(levels))
             errors = 0
             for level, view in enumerate(levels):

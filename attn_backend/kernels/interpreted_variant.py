@@ -174,10 +174,15 @@ def _slots_of(table: PageTable, request: int) -> Tensor:
     """int64 [tokens]: page * page_size + place of each token of a request."""
     if table.indptr is not None:
         begin, end = (int(table.indptr[i]) for i in (request, request + 1))
-        if table.indices is None or table.last_page_len is None:
+        if table.indices is None:
             return torch.arange(begin, end)
         pages = table.indices[begin:end]
-        kv_len = (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
+        if table.last_page_len is None:
+            assert table.kv_lens is not None
+            kv_len = int(table.kv_lens[request])
+            pages = pages[: -(-kv_len // table.page_size)]
+        else:
+            kv_len = (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
     else:
         assert table.indices is not None
         assert table.kv_lens is not None

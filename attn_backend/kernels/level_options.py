@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
 
 from ..metadata import BSRView, Composition
+from ..metadata.checks import check_values
 from ..metadata.structure import check_plain, refuse
 from .structs import pack
 
@@ -56,9 +58,24 @@ def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def levels_of(composition: object, max_levels: int) -> Sequence[BSRView]:
+def levels_of(composition: object, max_levels: int, max_rows: int) -> Sequence[BSRView]:
+    """The levels of a composition, all with the cache's page size."""
     if not isinstance(composition, Composition):
         refuse("composition", composition, "a Composition or a BSRView")
     if len(composition.levels) > max_levels:
         refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
-    return composition.levels
+    page_size = composition.page_size
+    if all(view.table.page_size == page_size for view in composition.levels):
+        return composition.levels
+    return [_in_pages_of(page_size, level, view, max_rows) for level, view in enumerate(composition.levels)]
+
+
+def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BSRView:
+    if view.table.page_size == page_size:
+        return view
+    if view.device.type == "cpu":  # while the values are those of the caller
+        try:
+            check_values(view, max_rows)
+        except ValueError as error:
+            raise ValueError(f"levels[{level}]: {error}") from None
+    return replace(view, table=view.table.in_pages_of(page_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -288,6 +288,12 @@ def sample_from_probs(
     return samples
 
 
+def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.Tensor:
+    if not isinstance(probs, torch.Tensor) or probs.dtype not in (torch.float16, torch.bfloat16):
+        return _write_rows("kRenorm", row_ctas, probs=probs, **filters)
+    return _write_rows("kRenorm", row_ctas, probs=check_plain("probs", probs).float(), **filters).to(probs.dtype)
+
+
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
     """softmax(logits / temperature): float32 [batch, vocab]. Temperature 0 of a row: its most likely tokens, equally. A row that cannot be sampled: zeros.
 
@@ -307,21 +313,23 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities (float32 [batch, vocab]) that top-k keeps, normalised, and zeros. A row that cannot be sampled: zeros.
+    """The probabilities that top-k keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or float16 [batch, vocab], the last two by a copy in
+    float32. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("kRenorm", row_ctas, probs=probs, top_k=top_k)
+    return _renormalised(probs, row_ctas, top_k=top_k)
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities (float32 [batch, vocab]) that top-p keeps, normalised, and zeros. A row that cannot be sampled: zeros.
+    """The probabilities that top-p keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or float16 [batch, vocab], the last two by a copy in
+    float32. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    return _write_rows("kRenorm", row_ctas, probs=probs, top_p=top_p)
+    return _renormalised(probs, row_ctas, top_p=top_p)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
     elif table.form == "csr":
         used = _present(table.indices)[: int(_present(table.indptr)[-1])]
         wrong = _wrong_ids(used, num_pages)
+        if table.kv_lens is not None and wrong.any():
+            wrong &= _is_used(table, len(used))
         if wrong.any():
             entry = _first(wrong)
             refuse(f"kv_indices[{entry}]", used[entry].item(), _must_be(num_pages))
@@ -81,12 +83,27 @@ def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
 
 
 def _check_csr(table: PageTable) -> None:
-    indptr, indices, last_page_len = _present(table.indptr), _present(table.indices), _present(table.last_page_len)
+    indptr, indices = _present(table.indptr), _present(table.indices)
     _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
+    if table.kv_lens is not None:
+        room = (indptr[1:] - indptr[:-1]) * table.page_size
+        wrong = (table.kv_lens < 0) | (table.kv_lens > room)
+        if wrong.any():
+            request = _first(wrong)
+            refuse(f"kv_lens[{request}]", table.kv_lens[request].item(), f"0 .. {room[request].item()}, what the pages of the request hold")
+        return
+    last_page_len = _present(table.last_page_len)
     wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
     if wrong.any():
         request = _first(wrong)
         refuse(f"kv_last_page_len[{request}]", last_page_len[request].item(), f"1 .. page_size = {table.page_size}")
+
+
+def _is_used(table: PageTable, num_entries: int) -> Tensor:
+    """bool [num_entries]: which entries of a CSR table with kv_lens a request uses."""
+    indptr, entry = _present(table.indptr).long(), torch.arange(num_entries)
+    request = torch.searchsorted(indptr, entry, right=True) - 1
+    return (entry - indptr[request]) * table.page_size < _present(table.kv_lens)[request]
 
 
 def _check_block_table(table: PageTable) -> None:

@@ -83,10 +83,13 @@ class Composition:
     a row that appears twice in one level, or a page that a row sees in two levels, is the caller's error.
 
     Args:
-        levels: 1 .. MAX_LEVELS views, all with the same page size, on the same device; any sequence, kept as a tuple.
+        levels: 1 .. MAX_LEVELS views on the same device; any sequence, kept as a tuple. Their page sizes are multiples of the smallest, which is that of the
+            cache: page p of a level of 64 tokens is the pages 4 p .. 4 p + 3 of a cache of 16. A plan makes the smaller page tables, with a few torch
+            operators.
 
     Raises:
-        ValueError: no level or too many, something that is no BSRView, or levels of different page sizes or on different devices; names the level.
+        ValueError: no level or too many, something that is no BSRView, or levels whose page sizes do not divide one another or on different devices; names
+            the level.
     """
 
     levels: Sequence[BSRView]
@@ -202,11 +205,16 @@ class Composition:
         for i, level in enumerate(self.levels):
             if not isinstance(level, BSRView):
                 refuse(f"levels[{i}]", level, "a BSRView")
-        page_size = self.levels[0].table.page_size
+        page_size = self.page_size
         for i, level in enumerate(self.levels):
             check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
-            if level.table.page_size != page_size:
-                refuse(f"levels[{i}].table.page_size", level.table.page_size, f"{page_size}, that of levels[0]")
+            if level.table.page_size % page_size != 0:
+                refuse(f"levels[{i}].table.page_size", level.table.page_size, f"a multiple of {page_size}, the smallest of the levels")
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of the smallest pages: those of the cache."""
+        return min(level.table.page_size for level in self.levels)
 
 
 def _int32(values: list[int], table: PageTable) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,18 +30,21 @@ class PageTable:
     entry_step: int = 1  # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
 
     @classmethod
-    def csr(cls, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int) -> PageTable:
+    def csr(
+        cls, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor | None, page_size: int, *, kv_lens: Tensor | None = None
+    ) -> PageTable:  # fmt: skip
         """Request i owns the pages kv_indices[kv_indptr[i]:kv_indptr[i+1]].
 
         Args:
             kv_indptr: int32 or int64 [batch + 1].
             kv_indices: int32 [at least kv_indptr[-1]], page ids.
-            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page. None: kv_lens says more.
             page_size: tokens.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, in the place of kv_last_page_len: a request may own more pages than it uses.
         """
-        indptr_tensor("kv_indptr", kv_indptr)  # what is None would make a table of another form
-        index_tensor("kv_indices", kv_indices, INT32, "[pages]")
-        return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len)
+        if kv_indptr is None or kv_indices is None:  # would make a table of another form
+            refuse("kv_indptr" if kv_indptr is None else "kv_indices", None, "a tensor")
+        return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens)
 
     @classmethod
     def block_table(cls, block_table: Tensor, kv_lens: Tensor, page_size: int) -> PageTable:
@@ -77,6 +80,32 @@ class PageTable:
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)
+
+    def in_pages_of(self, page_size: int) -> PageTable:
+        """The same tokens of a cache that is divided into smaller pages: page p of 64 tokens is the pages 4 p .. 4 p + 3 of 16. Made by a few torch operators
+        on the table's device, of what its tensors hold now.
+
+        Raises:
+            ValueError: a page_size that does not divide this one.
+        """
+        parts = self.page_size // check_int("page_size", page_size, 1)
+        if parts * page_size != self.page_size:
+            refuse("page_size", page_size, f"a divisor of {self.page_size}")
+        if parts == 1:
+            return self
+        assert self.indices is not None  # pages of a ragged tensor have one token
+        if self.rows is not None:
+            return replace(self, page_size=page_size, entry_step=page_size)  # slots say where tokens are
+        places = torch.arange(parts, dtype=torch.int32, device=self.device)
+        indices = (self.indices.unsqueeze(-1) * parts + places).flatten(-2)
+        if self.indptr is None:
+            return replace(self, page_size=page_size, indices=indices)
+        kv_lens = self.kv_lens
+        if kv_lens is None:
+            assert self.last_page_len is not None
+            pages = self.indptr[1:] - self.indptr[:-1]
+            kv_lens = torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
+        return replace(self, page_size=page_size, indices=indices, indptr=self.indptr * parts, last_page_len=None, kv_lens=kv_lens)
 
     @property
     def form(self) -> str:
@@ -121,9 +150,12 @@ class PageTable:
 def _check_csr(table: PageTable) -> None:
     indptr = indptr_tensor("kv_indptr", table.indptr)
     indices = index_tensor("kv_indices", table.indices, INT32, "[pages]")
-    last_page_len = index_tensor("kv_last_page_len", table.last_page_len, INT32_OR_INT64, "[batch]", indptr.shape[0] - 1)
+    name, lengths = ("kv_last_page_len", table.last_page_len) if table.kv_lens is None else ("kv_lens", table.kv_lens)
+    lengths = index_tensor(name, lengths, INT32_OR_INT64, "[batch]", indptr.shape[0] - 1)
+    if table.kv_lens is not None and table.last_page_len is not None:
+        refuse("kv_last_page_len", table.last_page_len, "None where kv_lens is given")
     check_same_device("kv_indices", indices, "kv_indptr", indptr.device)
-    check_same_device("kv_last_page_len", last_page_len, "kv_indptr", indptr.device)
+    check_same_device(name, lengths, "kv_indptr", indptr.device)
 
 
 def _check_block_table(table: PageTable) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "multi_item_scoring",
     "position_temperature",
     "prefix_lm",
+    "request_scale",
     "rope",
     "rope_at",
     "rope_frequencies",
@@ -246,6 +247,21 @@ def position_temperature(scales: Tensor | None = None) -> Variant:
         return score * scales[q_idx]  # type: ignore[index]
 
     return Variant.from_functions(position_temperature, tensors=[Param("scales", torch.float32, 1, table)])
+
+
+def request_scale(sm_scales: Tensor | None = None) -> Variant:
+    """s * sm_scales[b]: a softmax scale of each request, beside `sm_scale` of the run, which is one for all (1 there makes this the whole). Combine it first:
+    what follows, a soft cap or a bias, then takes the scaled score.
+
+    Args:
+        sm_scales: float32 [batch]; or [1], one for all that lies on the device.
+    """
+    table = sm_scales
+
+    def request_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * sm_scales[b]  # type: ignore[index]
+
+    return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, table)])
 
 
 def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:

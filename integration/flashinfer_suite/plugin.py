@@ -5,6 +5,7 @@ FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, results (a file)
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,12 +58,21 @@ def _declarations() -> ModuleType:
     return module
 
 
+def _found(name: str) -> ModuleType | None:
+    """A module of this package, if it has it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
 def _stand_in_for_jit() -> None:
     """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
     names = ("jit", "jit.utils", "jit.attention", "jit.attention.variants", "fp4_quantization", "cutile", "cutile.cutile_common")
     for name in (*names, "quantization.nvfp4_quantization_utils"):
         full = f"{ours.__name__}.{name}"
-        if "." not in name and importlib.util.find_spec(full):
+        if (found := _found(full)) is not None:
+            found.__dict__["__getattr__"] = partial(_Absent.__getattr__, _Absent(full))
             continue
         module: Any = _declarations() if name.endswith("variants") else _Absent(full)
         module.__path__ = []

@@ -177,6 +177,31 @@ def test_views_of_a_cache_end_with_it() -> None:
     assert len(arguments._views) == kept
 
 
+def test_fast_plan_has_every_option() -> None:
+    batch = make_batch([1] * 3, [40, 7, 100])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3, "window_left": 20, "logits_soft_cap": 3.0, "sm_scale": 0.2}
+    flashinfer.fast_decode_plan(wrapper, *batch.tables(), *batch.shape, 5, **options)  # type: ignore[arg-type]
+    check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True, rope=(2.0, 5e3), window_left=20, soft_cap=3.0, sm_scale=0.2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_of_requests(device: str) -> None:
+    """In a plan, and in runs of a plan that knew of none; beside a soft cap, which takes the scaled logits."""
+    batch = make_batch([1] * 3, [40, 7, 100], device=device)
+    scales = torch.tensor([0.05, 0.3, 0.11], device=device)
+    expected = [batch.expected(sm_scale=float(scale), soft_cap=2.0) for scale in scales]
+    of_each = tuple(torch.cat([parts[which][i : i + 1] for i, parts in enumerate(expected)]) for which in (0, 1))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=scales, logits_soft_cap=2.0)
+    check(wrapper.run(batch.q, batch.cache, return_lse=True), of_each)
+    check(wrapper.run(batch.q, batch.cache, k_scale=torch.tensor(2.0, device=device), q_scale=0.5, return_lse=True), of_each)
+    wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=0.2)
+    check(wrapper.run(batch.q, batch.cache), batch.expected(sm_scale=0.2))
+    if device == "cuda":  # on a CPU it is a number
+        check(wrapper.run(batch.q, batch.cache, k_scale=torch.tensor([0.5], device=device)), batch.expected(sm_scale=0.1))
+
+
 BATCH = make_batch([1] * 2, [4, 6])
 WRAPPER = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
 WRAPPER.plan(*BATCH.tables(), *BATCH.shape, 5)
@@ -203,9 +228,8 @@ def plan(**options: object) -> None:
         (NotImplementedError, lambda: plan(window_right=1), "window_right = 1"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache.to(torch.int8)), "a KV-cache of torch.int8"),
         (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, kv_cache_sf=BATCH.cache), "the argument kv_cache_sf"),
-        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)), r"k_scale as a tensor of shape \[2\] on cpu"),
+        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)), r"k_scale as a tensor of shape \[2\]"),
         (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), backend="trtllm-gen"), "backend = 'trtllm-gen'"),
-        (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=[1]), "jit_args"),
     ],
 )
 def test_refusals(error: type[Exception], call: object, message: str) -> None:

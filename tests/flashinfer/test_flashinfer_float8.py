@@ -71,13 +71,32 @@ def test_append(device: str) -> None:
             assert torch.equal(at, torch.stack([k[token], v[token]]).to(DTYPES[0]).float())
 
 
+def test_rope_copies_the_cache() -> None:
+    batch, meaning = make_float8([1, 1], [7, 30], DTYPES[0], "cpu")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    with pytest.warns(UserWarning, match="each run copies all of them to torch.float16"):
+        wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, pos_encoding_mode="ROPE_LLAMA", kv_data_type=DTYPES[0], rope_theta=5e3)
+    check(wrapper.run(batch.q, batch.cache, return_lse=True, **SCALES), meaning.expected(causal=True, rope=(1.0, 5e3)))
+
+
+def test_scales_that_kernels_do_not_take() -> None:
+    """Negative ones, and a tensor on the host of a cache of 16 bits."""
+    batch, meaning = make_float8([1, 1], [7, 30], DTYPES[0], "cpu")
+    o, lse = meaning.expected(causal=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, kv_data_type=DTYPES[0])
+    check(wrapper.run(batch.q, batch.cache, k_scale=0.5, v_scale=-0.25, return_lse=True), (-o, lse))
+    plain = make_batch([1, 1], [7, 30])
+    wrapper.plan(*plain.tables(), *plain.shape, plain.page_size)
+    check(wrapper.run(plain.q, plain.cache, v_scale=torch.tensor([0.5])), (plain.expected(causal=True)[0] / 2, lse))
+
+
 def test_what_there_is_not() -> None:
     batch, _ = make_float8([1], [7], DTYPES[0], "cpu")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     for options, message in (
         ({"q_data_type": DTYPES[0]}, "q_data_type = torch.float8_e4m3fn"),
         ({"q_data_type": torch.float16, "o_data_type": DTYPES[0]}, "o_data_type = torch.float8_e4m3fn"),
-        ({"q_data_type": torch.float16, "pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode = 'ROPE_LLAMA' with kv_data_type = torch.float8_e4m3fn"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, kv_data_type=DTYPES[0], **options)

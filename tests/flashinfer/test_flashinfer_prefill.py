@@ -225,11 +225,6 @@ def plan(**options: Any) -> Any:
         (NotImplementedError, lambda: plan(o_data_type="bfloat16"), "o_data_type = torch.bfloat16"),
         (NotImplementedError, lambda: plan().run(BATCH.q, BATCH.cache, torch.ones(4)), "the argument args"),
         (NotImplementedError, lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend="cudnn"), "backend = 'cudnn'"),
-        (
-            NotImplementedError,
-            lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=[None] * 11 + ["FlashSigmoid", ""]),
-            "jit_args of the variant 'FlashSigmoid'",
-        ),
         (NotImplementedError, lambda: flashinfer.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, scale_q=torch.ones(4)), "the argument scale_q"),
     ],
 )

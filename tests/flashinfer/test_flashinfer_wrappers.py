@@ -122,6 +122,44 @@ def test_prefill_and_decodes(device: str) -> None:
     check((out_d, lse_d), decodes.expected(causal=True))
 
 
+def test_rope_and_masks_of_prefills_and_decodes() -> None:
+    prompt, decodes = make_batch([9], [30]), make_batch([1] * 4, KV_LENS, seed=1)
+    pod = flashinfer.PODWithPagedKVCacheWrapper(workspace("cpu"))
+    pod.plan(*decodes.tables(), *decodes.shape, 5, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0, rope_theta=5e3)
+    rope_p = {"pos_encoding_mode_p": "ROPE_LLAMA", "rope_scale_p": 4.0, "rope_theta_p": 3e3}
+    out_p, out_d = pod.run(prompt.q, prompt.k, prompt.v, decodes.q, decodes.cache, causal_p=True, **rope_p)
+    check(out_p, prompt.expected(causal=True, rope=(4.0, 3e3)))
+    check(out_d, decodes.expected(causal=True, rope=(2.0, 5e3)))
+    both = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace("cpu"))
+    tables = prompt.qo_indptr, *prompt.tables(), decodes.qo_indptr, *decodes.tables()
+    both.plan(*tables, *decodes.shape, 5, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0, rope_theta=5e3)
+    mask = torch.rand(9, 30) < 0.6
+    mask[:, 0] = True
+    for custom_mask in (None, mask, None):
+        out_p, out_d = both.run(prompt.q, prompt.cache, decodes.q, decodes.cache, None if custom_mask is None else custom_mask.flatten(), causal_p=True)
+        check(out_p, prompt.expected(causal=True, masks=[custom_mask], rope=(2.0, 5e3)))
+        check(out_d, decodes.expected(causal=True, rope=(2.0, 5e3)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_windows_of_a_cascade(device: str) -> None:
+    """Each level's own, as in FlashInfer: two wrappers with this window, whose states are merged."""
+    shared, unique = make_batch([6], [40], device=device), make_batch([2, 4], [9, 30], device=device)
+    cache = torch.cat((shared.cache, unique.cache))
+    indices = unique.page_indices + len(shared.cache)
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device))
+    lengths = [shared.last_page_len, unique.last_page_len]
+    arrays = [shared.qo_indptr, unique.qo_indptr], [shared.page_indptr, unique.page_indptr], [shared.page_indices, indices], lengths
+    cascade.plan(*arrays, *unique.shape, 5, causal=True, window_left=12)
+    states = []
+    for qo_indptr, indptr, own, last, causal in zip(*arrays, (False, True), strict=True):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(qo_indptr, indptr, own, last, *unique.shape, 5, causal=causal, window_left=12)
+        states += wrapper.run(unique.q, cache, return_lse=True)
+    expected, _ = flashinfer.merge_state(*states)
+    torch.testing.assert_close(cascade.run(unique.q, cache), expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_block_sparse(device: str, has_mask: bool) -> None:

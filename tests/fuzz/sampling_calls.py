@@ -305,7 +305,7 @@ def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
             value = parameters.values[parameter][i]
             _check_row(name, rows[i], row, value)
 
-    kinds: Kinds = {first: TensorArgument(dtypes=(torch.float32,) if of_probs else FLOATS, leads=True), **parameters.kinds}
+    kinds: Kinds = {first: TensorArgument(dtypes=FLOATS, leads=True), **parameters.kinds}
     return Call(name, getattr(attn_backend, name), {first: with_row_stride(rng, rows, device), **parameters.arguments}, kinds, check, public=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
 
@@ -34,6 +35,41 @@ def run(spec: Spec, device: torch.device, num_ctas: int | None = None) -> case_t
 def check(case: case_tensors.Case) -> None:
     case_tensors.check(case, case.out, case.lse)
     case_tensors.check_padding(case)
+
+
+def test_room_grows(device: torch.device) -> None:
+    case = case_tensors.build(Spec((1, 70, 3), (300, 200, 130), dtype=torch.bfloat16), device)
+    small = Attention(8, 2, 64, device=device, max_rows=8, max_batch=2, num_ctas=37, cascade=False)
+    with pytest.raises(ValueError, match="max_batch = 2"):
+        small.plan(case.view)
+    assert small.with_room(max_rows=3, max_batch=2) is small
+    large = small.with_room(max_rows=case.rows, max_batch=3)
+    assert (large.max_rows, large.max_batch, large.max_levels, small.max_batch) == (74, 3, 1, 2)
+    large.plan(case.view)
+    assert large.schedule().num_ctas == 37
+    case.run(large, out=case.out, lse=case.lse)
+    check(case)
+    with pytest.raises(ValueError, match="max_rows is -1"):
+        small.with_room(max_rows=-1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_csr_with_lengths(device: torch.device, page_size: int) -> None:
+    """Requests own pages beyond their lengths, which hold NaN and are shared with others: the same bits as without them."""
+    case = case_tensors.build(Spec((1, 5, 40, 1), (70, 5, 130, 0), page_size=page_size, sharing=0.5), device)
+    attention = case.attention()
+    attention.plan(case.view)
+    expected = case.run(attention)
+    table = case.view.table
+    ends = [] if table.indptr is None else table.indptr.tolist()
+    assert table.indices is not None
+    spare = torch.full((2,), int(table.indices[0]), dtype=torch.int32, device=device)
+    indices = torch.cat([torch.cat((table.indices[begin:end], spare)) for begin, end in itertools.pairwise(ends)])
+    indptr = torch.tensor([end + 2 * i for i, end in enumerate(ends)], dtype=torch.int32, device=device)
+    lens = torch.tensor(case.spec.kv_lens, dtype=torch.int64, device=device)
+    view = replace(case.view, table=PageTable.csr(indptr, indices, None, page_size, kv_lens=lens))
+    attention.plan(view)
+    assert case.run(attention)[: case.rows].equal(expected[: case.rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -27,7 +27,7 @@ from compositions import (
     views_with_row,
 )
 
-from attn_backend import BSRView, Composition
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 from attn_backend.metadata.composition import MAX_LEVELS
 
 SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
@@ -388,3 +388,57 @@ def test_row_list_that_is_too_short(device: torch.device) -> None:
         attention.run(torch.ones(8, 8, 64, dtype=torch.bfloat16, device=device), memory.kv)
         with pytest.raises(ValueError, match=r"\brows\b"):
             attention.raise_for_errors()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["csr", "csr_lens", "block_table", "token_slots"])
+def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: str) -> None:
+    """A prefix in pages of 64 and what each request has for itself in pages of 16, of one cache: as if all pages had 16 tokens, and as one level has it."""
+
+    def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    generator = torch.Generator().manual_seed(7)
+    cache = torch.randn(40, 2, 16, 2, 64, generator=generator).to(device, torch.bfloat16)
+    kv = KVCache.from_tensor(cache if layout == "NHD" else cache.transpose(2, 3).contiguous(), layout)
+    q = torch.randn(4, 8, 64, generator=generator).to(device, torch.bfloat16)
+    large, tokens = [7, 0, 3], 2 * 64 + 41  # the prefix
+    small = [4 * page + part for page in large for part in range(4)]
+    own, lens = [[20, 21], [38, 5], [10, 11]], [17, 32, 1]
+    prefix = {
+        "csr": lambda: PageTable.csr(ints([0, 3]), ints([*large, -5]), ints([41], torch.int64), 64),
+        "csr_lens": lambda: PageTable.csr(ints([0, 4]), ints([*large, 9]), None, 64, kv_lens=ints([tokens])),
+        "block_table": lambda: PageTable.block_table(ints([[*large, -1]]), ints([tokens]), 64),
+        "token_slots": lambda: PageTable.token_slots(ints([[0] * 192, [64 * large[i // 64] + i % 64 for i in range(192)]]), ints([1]), ints([tokens]), 64),
+    }[form]()
+    suffix = PageTable.block_table(ints(own), ints(lens), 16)
+    rows, of_own = ints([0, 4]), ints([0, 1, 3, 4])
+    attention = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, max_levels=2)
+    results = []
+    for table in (prefix, PageTable.block_table(ints([small]), ints([tokens]), 16)):
+        attention.plan(Composition.cascade([rows, of_own], [table, suffix]))
+        attention.raise_for_errors()
+        results.append(attention.run(q, kv, return_lse=True))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+    # One level, in pages of one token: the prefix ends inside of a page.
+    def slots_of(pages: list[int], length: int) -> list[int]:
+        return [16 * pages[i // 16] + i % 16 for i in range(length)]
+
+    slots = [slots_of(small, tokens) + slots_of(pages, length) for pages, length in zip(own, lens, strict=True)]
+    padded = [row + [0] * (tokens + 32 - len(row)) for row in slots]
+    whole = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3)
+    whole.plan(BSRView(of_own, PageTable.block_table(ints(padded), ints([len(row) for row in slots]), 1)))
+    expected = whole.run(q, KVCache.from_slots(kv.k.reshape(-1, 2, 64), kv.v.reshape(-1, 2, 64)), return_lse=True)
+    torch.testing.assert_close(results[0][0], expected[0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(results[0][1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_values_of_larger_pages() -> None:
+    indptr, one = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([65], dtype=torch.int32)
+    large = BSRView(indptr, PageTable.csr(indptr, torch.tensor([0], dtype=torch.int32), one, 64), causal=False)
+    small = BSRView(indptr, PageTable.csr(indptr, torch.tensor([5], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 16))
+    attention = Attention(8, 2, 64, device="cpu", max_rows=4, max_batch=3, max_levels=2)
+    with pytest.raises(ValueError, match=r"^levels\[0\]: kv_last_page_len\[0\] is 65, must be 1 .. page_size = 64"):
+        attention.plan(Composition([large, small]))

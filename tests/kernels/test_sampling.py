@@ -302,6 +302,17 @@ def test_renormalised_probabilities(device: torch.device, vocab: int) -> None:
         assert torch.equal(masked[i][kept_k], logits[i].float()[kept_k])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_renormalised_probabilities_of_16_bits(device: torch.device, dtype: torch.dtype) -> None:
+    probs = torch.softmax(torch.randn(4, 700, generator=torch.Generator().manual_seed(10)), -1).to(device, dtype)
+    for found, exact in (
+        (top_k_renorm_probs(probs, 9), top_k_renorm_probs(probs.float(), 9)),
+        (top_p_renorm_probs(probs, 0.6), top_p_renorm_probs(probs.float(), 0.6)),
+    ):
+        assert torch.equal(found, exact.to(dtype))
+        assert 0 < int((found > 0).sum()) < 700
+
+
 def test_probabilities_that_are_none(device: torch.device) -> None:
     probs = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.5, -0.1], [NAN, 0.5], [INF, 0.5], [1e-40, 1e-41], [0.0, 2.0]], device=device)
     samples = sample_from_probs(probs)

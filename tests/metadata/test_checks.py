@@ -24,6 +24,10 @@ def csr(indptr: list[int], indices: list[int], last: list[int], page_size: int =
     return PageTable.csr(ints(indptr), ints(indices), ints(last), page_size)
 
 
+def csr_of_lens(indptr: list[int], indices: list[int], lens: list[int], page_size: int = 4) -> PageTable:
+    return PageTable.csr(ints(indptr), ints(indices), None, page_size, kv_lens=ints(lens))
+
+
 def block_table(kv_lens: list[int], entries: list[list[int]], page_size: int = 4) -> PageTable:
     return PageTable.block_table(ints(entries), ints(kv_lens), page_size)
 
@@ -48,6 +52,10 @@ GOOD = csr([0, 1, 3], [0, 1, 2], [4, 1])
         (QO, csr([0, 1, 3], [0, 1, 2], [4, 0]), r"kv_last_page_len\[1\] is 0, must be 1 .. page_size = 4"),
         (QO, csr([0, 1, 3], [0, 1, 2], [5, 1]), r"kv_last_page_len\[0\] is 5, must be 1 .. page_size = 4"),
         (QO, csr([0, 1, 3], [0, -1, 2], [4, 1]), r"kv_indices\[1\] is -1, must be 0 or more"),
+        (QO, csr_of_lens([0, 1, 4], [0, 1, 2], [4, 1]), r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices"),
+        (QO, csr_of_lens([0, 1, 3], [0, 1, 2], [4, -1]), r"kv_lens\[1\] is -1, must be 0 .. 8, what the pages of the request hold"),
+        (QO, csr_of_lens([0, 1, 3], [0, 1, 2], [5, 8]), r"kv_lens\[0\] is 5, must be 0 .. 4, what the pages of the request hold"),
+        (QO, csr_of_lens([0, 1, 3], [0, 1, -2], [4, 5]), r"kv_indices\[2\] is -2, must be 0 or more"),
         (QO, block_table([-1, 3], [[0], [0]]), r"kv_lens\[0\] is -1, must be at least 0"),
         (QO, block_table([0, 9], [[0, 1], [0, 1]]), r"kv_lens\[1\] is 9, must be at most 8, what a row of block_table holds: 2 pages of 4 tokens"),
         (QO, block_table([1, 5], [[0, -1], [0, -1]]), r"block_table: page 1 of request 1 is -1, must be 0 or more"),
@@ -70,6 +78,8 @@ def test_refuses(qo_indptr: list[int], table: PageTable, message: str, dtype: to
     [
         GOOD,
         csr([0, 0, 2], [3, 0, -9], [-1, 4]),  # a request without pages has no last page; entries beyond the last are not used
+        csr_of_lens([0, 2, 5], [3, -1, 0, 1, -9], [4, 7]),  # nor are a request's pages behind its length
+        csr_of_lens([0, 1, 1], [-3], [0, 0]),
         block_table([0, 8], [[-1, -1], [7, 0]]),
         block_table([4, 0], [[2, -1], [-1, -1]]),
         block_table([0, 0], [[], []]),

@@ -16,7 +16,20 @@ QO_INDPTR = torch.tensor([0, 1, 2], dtype=torch.int32)
 VIEW = BSRView(QO_INDPTR, TABLE)
 ROWS = torch.tensor([1, 0], dtype=torch.int32)
 PAGED = PageTable.csr(torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 16)
+ODD = PageTable.csr(torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 24)
 TREE_TABLE = PageTable.ragged(torch.arange(7, dtype=torch.int32))  # six nodes of one token
+
+
+def test_page_sizes() -> None:
+    assert Composition((VIEW, VIEW, BSRView(QO_INDPTR, PAGED))).page_size == 1
+    parts = PAGED.in_pages_of(4)
+    assert parts.indices is not None
+    assert parts.indptr is not None
+    assert parts.kv_lens is not None
+    assert (parts.page_size, parts.indices.tolist(), parts.indptr.tolist(), parts.kv_lens.tolist()) == (4, [*range(8)], [0, 4, 8], [1, 1])
+    assert PAGED.in_pages_of(16) is PAGED
+    with pytest.raises(ValueError, match=r"page_size is 5, must be a divisor of 16"):
+        PAGED.in_pages_of(5)
 
 
 def test_defaults() -> None:
@@ -61,7 +74,7 @@ def chain(nodes: int) -> Composition:
         (r"levels\[1\]", lambda: Composition((VIEW, TABLE))),
         (r"levels\[1\]\.qo_indptr", lambda: Composition((VIEW, BSRView(QO_INDPTR.to("meta"), PageTable.ragged(QO_INDPTR.to("meta")))))),
         (r"len\(levels\)", lambda: Composition((VIEW,) * (MAX_LEVELS + 1))),
-        (r"levels\[2\]\.table\.page_size", lambda: Composition((VIEW, VIEW, BSRView(QO_INDPTR, PAGED)))),
+        (r"levels\[2\]\.table\.page_size", lambda: Composition((BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, ODD)))),
         ("qo_indptrs", lambda: Composition.cascade([], [])),
         ("qo_indptrs", lambda: Composition.cascade(QO_INDPTR, [TABLE])),
         ("tables", lambda: Composition.cascade([QO_INDPTR], TABLE)),
@@ -72,7 +85,7 @@ def chain(nodes: int) -> Composition:
         (r"levels\[1\]: causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal="no")),
         ("window_left", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], window_left=3)),
         (r"levels\[0\]: window_left", lambda: Composition.cascade([QO_INDPTR], [TABLE], window_left=-3)),
-        (r"levels\[1\]\.table\.page_size", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, PAGED])),
+        (r"levels\[1\]\.table\.page_size", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [PAGED, ODD])),
         (r"len\(levels\)", lambda: Composition.cascade([QO_INDPTR] * (MAX_LEVELS + 1), [TABLE] * (MAX_LEVELS + 1))),
         ("table", lambda: Composition.tree([-1, 0], None, [0])),
         (r"len\(parents\)", lambda: Composition.tree([-1], TABLE, [0])),

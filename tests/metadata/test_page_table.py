@@ -26,6 +26,18 @@ def test_csr_keeps_its_tensors() -> None:
     assert table.device == torch.device("cpu")
 
 
+def test_csr_with_lengths_keeps_them() -> None:
+    lens = ints(7, 0, dtype=torch.int64)
+    table = PageTable.csr(ints(0, 2, 5), ints(4, 2, 0, 1, 9), None, 16, kv_lens=lens)
+    assert (table.form, table.batch_size) == ("csr", 2)
+    assert table.kv_lens is lens
+    assert table.last_page_len is None
+    with pytest.raises(ValueError, match=r"^kv_last_page_len is .*, must be None where kv_lens is given"):
+        PageTable.csr(ints(0, 2, 5), ints(4, 2, 0, 1, 9), ints(1, 1), 16, kv_lens=lens)
+    with pytest.raises(ValueError, match=r"^kv_lens is .*, must be "):
+        PageTable.csr(ints(0, 2, 5), ints(4, 2, 0, 1, 9), None, 16, kv_lens=ints(1, 2, 3))
+
+
 def test_block_table_keeps_its_tensors() -> None:
     wide = torch.zeros(2, 20, dtype=torch.int32)
     table = PageTable.block_table(wide[:, :8], ints(3, 70), 16)

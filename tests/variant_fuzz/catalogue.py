@@ -225,6 +225,12 @@ def scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
     return {"scales": torch.from_numpy(rng.uniform(0.2, 1.5, sizes.longest)).float()}
 
 
+def sm_scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
+    """One of each request, or one for all."""
+    count = sizes.batch if rng.random() < 0.8 else 0
+    return {"sm_scales": torch.from_numpy(rng.uniform(0.2, 1.5, max(count, 1))).float()}
+
+
 def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
     """A bit for each pair of a query and a token, or of two queries; a query sees itself."""
 
@@ -270,6 +276,7 @@ def _builtins() -> list[Entry]:
         _entry("multi_item_scoring", builtin.multi_item_scoring(), items),
         _entry("temperature", builtin.temperature(0.1, 50)),
         _entry("position_temperature", builtin.position_temperature(), scales),
+        _entry("request_scale", builtin.request_scale(), sm_scales),
         _entry("custom_mask", builtin.custom_mask(), bits(square=False)),
         _entry("tree_mask", builtin.tree_mask(), bits(square=True)),
         _entry("rope", builtin.rope(builtin.llama3_frequencies(64, original_max_position_embeddings=256))),

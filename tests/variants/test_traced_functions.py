@@ -41,6 +41,7 @@ BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
     "multi_item_scoring": (builtin.multi_item_scoring(), {"prefix_len": torch.tensor([10, 20, 30], dtype=torch.int32), "token_pos_in_items": ITEMS}),
     "temperature": (builtin.temperature(0.1, 20), {}),
     "position_temperature": (builtin.position_temperature(), {"scales": floats(LENGTH)}),
+    "request_scale": (builtin.request_scale(), {"sm_scales": floats(B)}),
     "custom_mask": (builtin.custom_mask(), packed(square=False)),
     "tree_mask": (builtin.tree_mask(), packed(square=True)),
     "combined": (

@@ -1,0 +1,114 @@
+"""What all wrappers have in common: what engines read of them, and a PlannedAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metadata import BSRView, Composition
+from .arguments import Scale, Scales, alibi_slopes_on, check_kv_layout, is_number, scaled
+from .features import not_supported
+from .jit_variants import has_sinks, jit_variant
+from .planned_attention import Args, Heads, Logits, PlannedAttention, logits_of
+
+BACKENDS = ("auto", "fa2", "fa3")
+
+
+class Wrapper:
+    """A wrapper over the kernels of this package. The workspace buffer says which device is used, and nothing more.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    # Of the last plan.
+    _heads: Heads
+    _rows: int | None  # None: not known to the host
+    _batch_invariant = False
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+    ) -> None:
+        if backend not in BACKENDS:
+            not_supported(f"backend = {backend!r}")
+        self._kv_layout = check_kv_layout(kv_layout)
+        self._backend = "fa2" if backend == "auto" else backend
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        # Engines hand these on, from one wrapper to another and to Kernels.plan; nothing lies in them.
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._use_cuda_graph = use_cuda_graph
+        self._fixed_batch_size = 0
+        self._planned = PlannedAttention(self.device, use_cuda_graph)
+        self._is_planned = False
+        self._sm_scale: Scale | None = None
+        self._jit = jit_variant(jit_args)
+        self._has_sinks = has_sinks(jit_args)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None, *_more: Any, **_options: Any) -> None:
+        """Accepted; the buffers are not used."""
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
+        """Bytes of the two workspace buffers that a plan needs: none."""
+        return 0, 0
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+    def _check_planned(self) -> None:
+        if not self._is_planned:
+            raise ValueError("run() before a successful plan()")
+
+    def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
+        """Plans what is known."""
+        if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
+            self._planned.with_scales()
+        if self._has_sinks:
+            self._planned.with_sinks()
+        if self._jit is not None:
+            logits = logits_of(self._jit.variant)
+        self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
+        self._is_planned = True
+
+    def _tensors_of_plan(self) -> dict[str, Tensor | None]:
+        """Those that FlashInfer gives to a variant of jit_args by itself, if it names them."""
+        return {"maybe_alibi_slopes": alibi_slopes_on(self._heads.num_qo_heads, self.device)}
+
+    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> tuple[Tensor | None, Args | None]:
+        """What a run is given behind q, K and V, as jit_args want it: (sinks, sm_scale), or the variant's arguments. Returns the sinks and the latter."""
+        if self._jit is not None:
+            return sinks, self._jit.args(args, self._tensors_of_plan())
+        if not args:
+            return sinks, None
+        if not self._has_sinks or len(args) > 2:
+            not_supported("the argument args")
+        if len(args) > 1:
+            self._sm_scale = float(args[1])
+        return args[0], None
+
+    def _scales(self, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
+        """sm_scale of the plan times the scales of a run. A variant of jit_args scales by itself."""
+        scale = self._sm_scale if self._jit is None else 1.0
+        if scale is None:
+            scale = self._heads.default_scale
+        if q_scale is None and k_scale is None and type(scale) is float:
+            return scale, None
+        return scaled(scale, q_scale=q_scale, k_scale=k_scale)
+
+
+def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+    """Whether a request's parts are not to depend on its batch; engines that want nothing of it say -1."""
+    return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)

@@ -1,0 +1,3 @@
+from attn_backend.flashinfer.jit import *  # noqa: F403
+
+from . import attention  # noqa: F401

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.jit.attention import *  # noqa: F403
