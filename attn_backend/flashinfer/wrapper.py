@@ -15,6 +15,7 @@ from .jit_variants import has_sinks, jit_variant
 from .planned_attention import Args, Heads, Logits, PlannedAttention, logits_of
 
 BACKENDS = ("auto", "fa2", "fa3")
+_ALIGNMENT = 16  # of FlashInfer's workspace buffers
 
 
 class Wrapper:
@@ -28,6 +29,7 @@ class Wrapper:
     _heads: Heads
     _rows: int | None  # None: not known to the host
     _batch_invariant = False
+    _plan_info: Sequence[int] | None = None  # callers ask whether there is one; FlashInfer's kernels are told by it what plan decided
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class Wrapper:
         self._float_workspace_buffer = float_workspace_buffer
 
     def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
-        """Bytes of the two workspace buffers that a plan needs: none."""
-        return 0, 0
+        """Bytes of the two workspace buffers that a plan needs: none, but code that allocates them expects some."""
+        return _ALIGNMENT, _ALIGNMENT
 
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
@@ -82,6 +84,7 @@ class Wrapper:
             logits = logits_of(self._jit.variant)
         self._planned.plan(view, self._heads, logits, rows=self._rows, batch_invariant=self._batch_invariant)
         self._is_planned = True
+        self._plan_info = ()
 
     def _tensors_of_plan(self) -> dict[str, Tensor | None]:
         """Those that FlashInfer gives to a variant of jit_args by itself, if it names them."""

@@ -169,9 +169,7 @@ def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype)
         slots = torch.tensor([3, -1, 79, 80, 16, 31, 0], dtype=[torch.int32, torch.int64][seed % 2])
         k_scale, v_scale = torch.rand(heads) + 0.1, 0.37
         shape = (5, heads, 16, head_dim)
-        written = [
-            KVCache.from_pair(*(torch.full(shape, 7.0).to(dtype) for _ in range(2)), layout="HND", k_scale=k_scale, v_scale=v_scale) for _ in range(2)
-        ]
+        written = [KVCache.from_pair(*(torch.full(shape, 7.0).to(dtype) for _ in range(2)), layout="HND", k_scale=k_scale, v_scale=v_scale) for _ in range(2)]
         append_kv(k, v, written[0], slots)
         params = _QkvParams(
             k=_rows(k), v=_rows(v), k_cache=_cache(written[1].k), v_cache=_cache(written[1].v), slots=_indices(slots), num_tokens=len(slots), num_pages=5,

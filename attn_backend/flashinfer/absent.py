@@ -1,0 +1,40 @@
+"""Modules of FlashInfer's that engines import from when they start, for products, mixtures of experts, communication: their names are there and refuse calls.
+
+A module or name that engines look for and can do without is not there, so that they do without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from .features import missing, not_supported
+
+# module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23)
+NAMES = {
+    "comm.mnnvl": ("CommBackend",),
+    "fp4_quantization": ("block_scale_interleave",),
+    "fused_moe": (
+        "convert_to_block_layout",
+        "trtllm_fp4_block_scale_moe",
+        "trtllm_fp4_block_scale_routed_moe",
+        "trtllm_mxint4_block_scale_moe",
+    ),
+    "fused_moe.core": ("_maybe_get_cached_w3_w1_permute_indices", "get_w2_permute_indices_with_cache"),
+    "gemm": ("fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise"),
+}
+
+
+class CommBackend:
+    """A base of engines' classes.
+
+    Raises:
+        NotImplementedError: when one is made.
+    """
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> NoReturn:
+        not_supported("comm.mnnvl.CommBackend")
+
+
+def names_of(module: str) -> dict[str, Any]:
+    """What the alias's module `flashinfer.<module>` has."""
+    return {name: CommBackend if name == "CommBackend" else missing(f"{module}.{name}") for name in NAMES[module]}

@@ -1,0 +1,9 @@
+"""flashinfer.jit.env: folders. vLLM names a folder of its own after FlashInfer's."""
+
+from __future__ import annotations
+
+from ...kernels.kernel_cache import cache_dir
+
+__all__ = ["FLASHINFER_WORKSPACE_DIR"]
+
+FLASHINFER_WORKSPACE_DIR = cache_dir() / "flashinfer"

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.autotuner import *  # noqa: F403

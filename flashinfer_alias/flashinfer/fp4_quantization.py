@@ -1,0 +1,3 @@
+from attn_backend.flashinfer.absent import names_of
+
+globals().update(names_of("fp4_quantization"))

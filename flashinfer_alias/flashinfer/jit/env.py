@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.jit.env import *  # noqa: F403
