@@ -15,6 +15,7 @@ from attn_backend import KVCache
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
+Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
 
 
@@ -43,30 +44,39 @@ def rounded_cache(kv: KVCache, dtype: torch.dtype, k_scale: Tensor | float | Non
 
 
 class Float8Case:
-    """A case whose cache has dtype `dtype`, and scales of these forms.
+    """A case whose cache has dtype `dtype`, and scales of these forms. q_form: Q has this dtype, too, and a scale of this form.
 
     Attributes:
-        case: with the 8-bit cache.
+        case: with the 8-bit cache, and Q as it is given to kernels.
         dtype: of the cache.
+        options: of Attention.
+        run_options: of Attention.run.
     """
 
-    def __init__(self, spec: cases.Spec, device: torch.device | str, dtype: torch.dtype, k_form: str = "number", v_form: str = "number") -> None:
+    def __init__(
+        self, spec: cases.Spec, device: torch.device | str, dtype: torch.dtype, k_form: str = "number", v_form: str = "number", q_form: str | None = None
+    ) -> None:
         built = case_tensors.build(spec, device)
         rng = numpy.random.default_rng([spec.seed, 8])
         self.dtype = dtype
         self._k_scale, self._v_scale = (random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device) for form in (k_form, v_form))
-        self.case = replace(built, kv=rounded_cache(built.kv, dtype, self._k_scale, self._v_scale))
+        self._q_scale = None if q_form is None else random_scale(rng, q_form, 0, spec.num_kv_heads, built.device)
+        q = built.q if q_form is None else rounded(built.q, dtype)
+        self.case = replace(built, kv=rounded_cache(built.kv, dtype, self._k_scale, self._v_scale), q=q)
+        self.options = {"kv_dtype": dtype} | ({} if q_form is None else {"q_dtype": dtype})
+        self.run_options = {} if q_form is None else {"q_scale": self._q_scale}
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """float64 o and lse over what the 8-bit numbers stand for."""
         case, spec = self.case, self.case.spec
+        q = case.q.double().cpu() * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
         k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
         heads = case.q.shape[1]
         outputs, sums, begin = [torch.zeros(0, heads, v_slots.shape[-1], dtype=torch.float64)], [torch.zeros(0, heads, dtype=torch.float64)], 0
         for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
             k_scale, v_scale = (scale_of(scale, request, spec.num_kv_heads)[:, None] for scale in (self._k_scale, self._v_scale))
             o, lse = oracle.attention(
-                case.q[begin : begin + qo_len].double().cpu(),
+                q[begin : begin + qo_len],
                 k_slots[own.cpu()] * k_scale,
                 v_slots[own.cpu()] * v_scale,
                 sm_scale=spec.sm_scale,

@@ -389,6 +389,7 @@ __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[
 /// What all scores of a KV head are multiplied by.
 template <class Variant>
 __device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
+  if constexpr (Variant::kHasQueryScale) sm_scale *= variant.scales.q.of_all_requests(variant.kv_head);
   if constexpr (Variant::kHasScales) return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
   return sm_scale;
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from compositions import Shape, cascade_problem
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import DTYPES, SCALES, Float8Case, rounded_cache
+from float8_cases import DTYPES, Q_SCALES, SCALES, Float8Case, rounded_cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -26,9 +26,9 @@ BATCHES = (
 
 def run_and_check(problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object) -> str:
     case = problem.case
-    attention = DeviceAttention(emulated, case.attention(kernel=kernel, kv_dtype=problem.dtype, **options), kernel, seed)
+    attention = DeviceAttention(emulated, case.attention(kernel=kernel, **problem.options, **options), kernel, seed)
     attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse if wants_lse else None)  # type: ignore[arg-type]
+    case.run(attention, out=case.out, lse=case.lse if wants_lse else None, **problem.run_options)  # type: ignore[arg-type]
     lse = case.lse.clone()
     if not wants_lse:
         lse[: case.rows] = problem.expected()[1]
@@ -50,6 +50,21 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
         spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
         k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
         problem = Float8Case(spec, "cpu", kv_dtype, k_form, v_form)
+        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 128), (torch.bfloat16, 72), (torch.bfloat16, 256)]
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_of_8_bits(emulated: Path, kernel: str, dtype: torch.dtype, head_dim: int) -> None:
+    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+        rng = numpy.random.default_rng([number, head_dim, 84])
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=int(rng.choice([1, 3, 4])), head_dim=head_dim, dtype=dtype, seed=number)
+        spec = spec.with_(page_size=int(rng.choice([1, 3, 16, 64])), num_ctas=int(rng.choice([3, 11])), run_pages=int(rng.choice([1, 1000])), sharing=0.9)
+        spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
+        k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
+        problem = Float8Case(spec, "cpu", DTYPES[dtype == torch.float16], k_form, v_form, Q_SCALES[number % 3])
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
 
 

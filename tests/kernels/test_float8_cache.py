@@ -9,7 +9,7 @@ import pytest
 import torch
 import variant_sources
 from compositions import Shape, cascade_problem
-from float8_cases import DTYPES, SCALES, TOLERANCE, Float8Case, rounded_cache
+from float8_cases import DTYPES, Q_SCALES, SCALES, TOLERANCE, Float8Case, rounded_cache
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
@@ -20,9 +20,9 @@ HEAD_DIMS = (64, 72, 128, 256)
 
 def run(problem: Float8Case, **options: object) -> None:
     case = problem.case
-    attention = case.attention(kv_dtype=problem.dtype, **options)
+    attention = case.attention(**problem.options, **options)
     attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse)
+    case.run(attention, out=case.out, lse=case.lse, **problem.run_options)
     problem.check(case.out, case.lse)
     assert attention.schedule().errors == 0
 
@@ -34,7 +34,8 @@ def random_case(seed: int, device: torch.device) -> Float8Case:
     if spec.dtype == torch.float32 and device.type == "cuda":
         spec = spec.with_(dtype=torch.bfloat16)
     k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
-    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form)
+    q_form = None if seed % 3 else str(rng.choice(Q_SCALES))
+    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form, q_form)
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
@@ -66,6 +67,51 @@ def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, 
     if device.type == "cpu":
         spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=head_dim == 576, num_ctas=3)
         run(Float8Case(spec.with_(cache_form="pair"), device, DTYPES[0], "head", "number"))
+
+
+@pytest.mark.parametrize("q_form", Q_SCALES)
+def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str) -> None:
+    """Prompts and decodes; the output has 16 bits."""
+    options = {} if kernel is None else {"kernel": kernel}
+    for seed, head_dim in enumerate((64, 72, 128, 256)):
+        spec = cases.Spec((150, 1, 40, 3), (200, 90, 40, 300), num_kv_heads=2, group_size=1 + seed, head_dim=head_dim, num_ctas=5, seed=seed)
+        run(Float8Case(spec, device, DTYPES[seed % 2], SCALES[seed], "head", q_form), cascade=("always", False)[seed % 2], **options)
+
+
+def test_output_of_8_bit_queries(device: torch.device) -> None:
+    """Allocated in dtype, whichever the width of V is."""
+    for head_dim_v in (64, 32):
+        problem = Float8Case(cases.Spec((3,), (40,), head_dim=64, head_dim_v=head_dim_v, cache_form="pair"), device, DTYPES[0], q_form="number")
+        attention = problem.case.attention(**problem.options)
+        attention.plan(problem.case.view)
+        out = problem.case.run(attention, **problem.run_options)
+        assert (out.dtype, out.shape[2]) == (torch.bfloat16, head_dim_v)
+        problem.check(out, None)
+
+
+def test_refused_query_dtypes_and_scales(device: torch.device) -> None:
+    room = {"max_rows": 4, "max_batch": 4, "device": device}
+    for kv_dtype, q_dtype in ((None, DTYPES[0]), (DTYPES[0], DTYPES[1]), (DTYPES[0], torch.float16)):
+        with pytest.raises(ValueError, match=rf"q_dtype is {q_dtype}, must be None, dtype = torch.bfloat16, or kv_dtype if that is"):
+            Attention(4, 2, 64, kv_dtype=kv_dtype, q_dtype=q_dtype, **room)
+    problem = Float8Case(cases.Spec((2, 1), (40, 50), num_kv_heads=2, group_size=2), device, DTYPES[0], q_form="number")
+    case = problem.case
+    attention = case.attention(**problem.options)
+    attention.plan(case.view)
+    for scale in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
+        with pytest.raises(ValueError, match=r"q_scale is .*must be a number above 0 that a float32 holds, or a float32 tensor"):
+            case.run(attention, q_scale=scale)
+    for shape in ((3,), (2, 1), (2, 2)):
+        with pytest.raises(ValueError, match=r"q_scale.shape is .*must be \[\]"):
+            case.run(attention, q_scale=torch.ones(shape, device=device))
+    with pytest.raises(ValueError, match=r"q_scale.dtype is float64, must be float32"):
+        case.run(attention, q_scale=torch.ones(1, device=device).double())
+    with pytest.raises(ValueError, match=r"q.dtype is bfloat16, must be float8_e4m3fn"):
+        attention.run(case.q.bfloat16(), case.kv)
+    plain = case.attention(kv_dtype=problem.dtype)
+    plain.plan(case.view)
+    with pytest.raises(ValueError, match=r"q_scale is a tensor, must be None: q is not of 8 bits"):
+        plain.run(case.q.bfloat16(), case.kv, q_scale=torch.ones(1, device=device))
 
 
 def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:

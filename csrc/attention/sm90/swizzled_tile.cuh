@@ -53,6 +53,10 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
 template <class Traits>
 constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
 
+/// Whether Q of 8 bits becomes Element when it is loaded.
+template <class Traits>
+constexpr bool kWidensQuery = Traits::kHasFloat8Query;
+
 template <class Traits>
 using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
 
