@@ -73,6 +73,7 @@ class _Passed(ctypes.Structure):
         ("uses_softmax", ctypes.c_int64),
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
+        ("padding", ctypes.c_int64),  # what follows lies at a multiple of 16 bytes
         ("scales", AttentionScales),
         ("launched", ctypes.c_int64),
     )
@@ -174,6 +175,7 @@ class DeviceAttention:
             uses_softmax,
             len(params),
             params,
+            0,
             AttentionScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), KvScale.of(q_scale), of_dtypes[2], of_dtypes[1]),
             -1,
         )

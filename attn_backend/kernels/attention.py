@@ -343,8 +343,8 @@ class Attention:
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
-                options = {"sm_scale": sm_scale, "after_append": after_append, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale}
-                return self.run(q, kv, out=out, lse=lse, **options)
+                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale}
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, **more_options)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
