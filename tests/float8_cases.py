@@ -17,6 +17,9 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
+# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits behind the first, and sums of products 14 in all.
+MULTIPLIED_TOLERANCE = 3.5e-2
+MULTIPLIED_LSE_TOLERANCE = 5e-3
 
 
 def random_scale(rng: numpy.random.Generator, form: str, batch: int, num_kv_heads: int, device: torch.device) -> Tensor | float:
@@ -89,10 +92,17 @@ class Float8Case:
             begin += qo_len
         return torch.cat(outputs).to(case.q.device), torch.cat(sums).to(case.q.device)
 
-    def check(self, out: Tensor, lse: Tensor | None) -> None:
-        """Compares with the oracle; rows of padding must still be NaN."""
+    def is_multiplied(self) -> bool:
+        """Whether the Hopper kernel multiplies 8-bit elements."""
+        spec = self.case.spec
+        return self._q_scale is not None and self.dtype == torch.float8_e4m3fn and spec.head_dim == spec.columns_of_v and spec.head_dim in (64, 128)
+
+    def check(self, out: Tensor, lse: Tensor | None, kernel: str | None = None) -> None:
+        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or on a GPU any."""
         expected = self.expected()
-        case_tensors.check(self.case, out, lse, expected)
+        is_multiplied = self.is_multiplied() and (kernel == "hopper" or (kernel is None and out.is_cuda))
+        tolerance, tolerances = (MULTIPLIED_TOLERANCE, (MULTIPLIED_TOLERANCE, MULTIPLIED_LSE_TOLERANCE)) if is_multiplied else (TOLERANCE, ())
+        case_tensors.check(self.case, out, lse, expected, *tolerances)
         error = (out[: self.case.rows].double() - expected[0]).norm()
-        assert error <= TOLERANCE * expected[0].norm(), f"{float(error / expected[0].norm()):.2e} > {TOLERANCE}\n{self.case.spec}"
+        assert error <= tolerance * expected[0].norm(), f"{float(error / expected[0].norm()):.2e} > {tolerance}\n{self.case.spec}"
         case_tensors.check_padding(self.case)

@@ -32,7 +32,7 @@ def run_and_check(problem: Float8Case, emulated: Path, kernel: str, seed: int, w
     lse = case.lse.clone()
     if not wants_lse:
         lse[: case.rows] = problem.expected()[1]
-    problem.check(case.out, lse)
+    problem.check(case.out, lse, kernel)
     assert attention.schedule().errors == 0
     return attention.launched
 

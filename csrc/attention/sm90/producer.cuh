@@ -308,8 +308,8 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   ptx::mbarrier_expect(full, SharedMemory<Traits>::kTileRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns, head, row, 0,
-                  ptx::kKeepNormally);
+    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * QTile<Traits>::kBoxColumns, head, row,
+                  0, ptx::kKeepNormally);
   }
 }
 
@@ -338,7 +338,7 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
 #pragma unroll
     for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
       ptx::copy_box(q + block * QTile<Traits>::kBlockBytes + i * group_size.divisor * QTile<Traits>::kRowBytes,
-                    params.q_row, full, block * kBlockColumns, item.kv_head * group_size.divisor, row, 0,
+                    params.q_row, full, block * QTile<Traits>::kBoxColumns, item.kv_head * group_size.divisor, row, 0,
                     ptx::kKeepNormally);
     }
   }
