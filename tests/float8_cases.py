@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import case_tensors
 import cases
@@ -11,7 +13,7 @@ import oracle
 import torch
 from torch import Tensor
 
-from attn_backend import KVCache
+from attn_backend import Attention, BSRView, KVCache, PageTable
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
@@ -34,6 +36,35 @@ def scale_of(scale: Tensor | float | None, request: int, num_kv_heads: int) -> T
         return torch.full((num_kv_heads,), 1.0 if scale is None else scale, dtype=torch.float64)
     scale = scale.double().cpu()
     return (scale[request] if scale.ndim == 2 and scale.shape[0] > 1 else scale.flatten() if scale.ndim < 2 else scale[0]).expand(num_kv_heads)
+
+
+class Needle:
+    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a quarter. All numbers are e4m3's, probabilities up
+    to a power of 2 too: what differs from `expected` is lost in sums. V is 1, but for the needle in every other column: -1.
+
+    Attributes:
+        expected: float64 [head_dim], of each row.
+    """
+
+    def __init__(self, tokens: int, place: int, rows: int, head_dim: int, device: torch.device) -> None:
+        k, v = torch.zeros(tokens, 1, head_dim, device=device), torch.ones(tokens, 1, head_dim, device=device)
+        q = torch.zeros(rows, 1, head_dim, device=device)
+        q[:, :, 0], k[place, :, 0], v[place, :, ::2] = 1, 1, -1
+        weight = (tokens - 1) / 3
+        self.q = q.to(torch.float8_e4m3fn)
+        self.kv = KVCache.from_ragged(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn))
+        self.sm_scale = math.log(weight)
+        self.expected = torch.ones(head_dim, dtype=torch.float64, device=device)
+        self.expected[::2] = (tokens - 1 - weight) / (tokens - 1 + weight)
+        indptr = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (rows, tokens)]
+        self.view = BSRView(indptr[0], PageTable.ragged(indptr[1]), causal=False)
+        self.options = {"kv_dtype": torch.float8_e4m3fn, "q_dtype": torch.float8_e4m3fn, "max_rows": rows, "max_batch": 1, "num_ctas": 1, "device": device}
+
+    def attention(self, **options: Any) -> Attention:
+        return Attention(1, 1, self.q.shape[2], **(self.options | options))
+
+    def error(self, out: Tensor) -> float:
+        return float((out[:, 0].double() - self.expected).abs().max())
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,8 +100,8 @@ class Float8Case:
         self.options = {"kv_dtype": dtype} | ({} if q_form is None else {"q_dtype": dtype})
         self.run_options = {} if q_form is None else {"q_scale": self._q_scale}
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """float64 o and lse over what the 8-bit numbers stand for."""
+    def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        """float64 o and lse over what the 8-bit numbers stand for. changes: to what the oracle is told."""
         case, spec = self.case, self.case.spec
         q = case.q.double().cpu() * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
         k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
@@ -85,7 +116,7 @@ class Float8Case:
                 sm_scale=spec.sm_scale,
                 causal=spec.causal,
                 window_left=spec.window_left,
-                logits_soft_cap=spec.logits_soft_cap,
+                **{"logits_soft_cap": spec.logits_soft_cap, "request": request, "first_row": begin, **changes},
             )
             outputs.append(o)
             sums.append(lse)

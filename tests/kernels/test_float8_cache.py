@@ -9,7 +9,7 @@ import pytest
 import torch
 import variant_sources
 from compositions import Shape, cascade_problem
-from float8_cases import DTYPES, Q_SCALES, SCALES, TOLERANCE, Float8Case, rounded_cache
+from float8_cases import DTYPES, Q_SCALES, SCALES, TOLERANCE, Float8Case, Needle, rounded_cache
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
@@ -76,6 +76,16 @@ def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str
     for seed, head_dim in enumerate((64, 72, 128, 256)):
         spec = cases.Spec((150, 1, 40, 3), (200, 90, 40, 300), num_kv_heads=2, group_size=1 + seed, head_dim=head_dim, num_ctas=5, seed=seed)
         run(Float8Case(spec, device, DTYPES[seed % 2], SCALES[seed], "head", q_form), cascade=("always", False)[seed % 2], **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("place", [0, 60_000, 131_071])
+def test_a_needle_among_128k_tokens(device: torch.device, kernel: str | None, head_dim: int, place: int) -> None:
+    """Of one CTA's sum over all tokens little must be lost: tensor cores add products of 8 bits with about 14."""
+    needle = Needle(131_072, place, 128 if device.type == "cuda" else 3, head_dim, device)
+    attention = needle.attention(kernel=kernel)
+    attention.plan(needle.view)
+    assert needle.error(attention.run(needle.q, needle.kv, sm_scale=needle.sm_scale)) <= 1e-2
 
 
 def test_output_of_8_bit_queries(device: torch.device) -> None:
