@@ -39,17 +39,20 @@ def scale_of(scale: Tensor | float | None, request: int, num_kv_heads: int) -> T
 
 
 class Needle:
-    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a quarter. All numbers are e4m3's, probabilities up
-    to a power of 2 too: what differs from `expected` is lost in sums. V is 1, but for the needle in every other column: -1.
+    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a quarter. All numbers are e4m3's, probabilities
+    divided by the needle's, too: what differs from `expected` is lost in sums. V is VALUE, all of whose bits are set, but for the needle in every other
+    column: -VALUE.
 
     Attributes:
-        expected: float64 [head_dim], of each row.
+        expected: float64 [head_dim], of each row, divided by VALUE.
     """
 
+    VALUE = 1.875
+
     def __init__(self, tokens: int, place: int, rows: int, head_dim: int, device: torch.device) -> None:
-        k, v = torch.zeros(tokens, 1, head_dim, device=device), torch.ones(tokens, 1, head_dim, device=device)
+        k, v = torch.zeros(tokens, 1, head_dim, device=device), torch.full((tokens, 1, head_dim), self.VALUE, device=device)
         q = torch.zeros(rows, 1, head_dim, device=device)
-        q[:, :, 0], k[place, :, 0], v[place, :, ::2] = 1, 1, -1
+        q[:, :, 0], k[place, :, 0], v[place, :, ::2] = 1, 1, -self.VALUE
         weight = (tokens - 1) / 3
         self.q = q.to(torch.float8_e4m3fn)
         self.kv = KVCache.from_ragged(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn))
@@ -64,7 +67,7 @@ class Needle:
         return Attention(1, 1, self.q.shape[2], **(self.options | options))
 
     def error(self, out: Tensor) -> float:
-        return float((out[:, 0].double() - self.expected).abs().max())
+        return float((out[:, 0].double() / self.VALUE - self.expected).abs().max())
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
