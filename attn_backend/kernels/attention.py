@@ -442,7 +442,7 @@ def _tensor_or_number(q_scale: Scale) -> tuple[Tensor | None, float]:
         return None, 1.0
     if isinstance(q_scale, Tensor):
         return check_plain("q_scale", q_scale), 1.0
-    if isinstance(q_scale, bool) or not isinstance(q_scale, Real):
+    if isinstance(q_scale, bool) or not isinstance(q_scale, Real) or not 0 < q_scale <= _MAX_FLOAT:
         refuse("q_scale", q_scale, "a number above 0 that a float32 holds, or a float32 tensor")
     return None, float(q_scale)
 

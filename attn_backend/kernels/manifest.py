@@ -71,6 +71,7 @@ SHIPPED_HEAD_DIMS = {
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of which e4m3 Q and K are multiplied as they are, on Hopper
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,8 @@ def _attention_kernels() -> list[Kernel]:
         if element == "bf16":
             for dims in SHIPPED_FLOAT8_HEAD_DIMS:
                 made += attention_kernels(element, dims, ("standard",), "e4m3")
+            for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
+                made += attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

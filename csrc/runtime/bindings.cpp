@@ -187,8 +187,6 @@ KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const A
   const AttentionConfig& config = attention.config();
   if (!is_float8(config.q_dtype) && (scale.has_value() || value != 1.0))
     refuse("q_scale", scale.has_value() ? std::string("a tensor") : std::to_string(value), "None: q is not of 8 bits");
-  if (!(value > 0.0) || value > std::numeric_limits<float>::max())
-    refuse("q_scale", value, "a number above 0 that a float32 holds, or a float32 tensor");
   const KvScale made = kv_scale("q_scale", scale, value, device_of(config), config.num_kv_heads);
   if (made.is_of_requests())
     refuse("q_scale.shape", shape_of(scale.value()),

@@ -81,9 +81,7 @@ def test_a_needle(emulated: Path, rows: int, place: int) -> None:
 
 def test_8_bit_products_of_variants(emulated: Path) -> None:
     """Logits and a mask of a variant's own, which see scaled scores; a sink."""
-    slanted = replace(
-        variant_sources.slanted_oracle(0.03), mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0
-    )
+    slanted = replace(variant_sources.slanted_oracle(0.03), mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0)
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, page_size=16, seed=number)
         problem = Float8Case(spec, "cpu", DTYPES[0], "head", "request", "head")
