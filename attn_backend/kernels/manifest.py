@@ -333,7 +333,8 @@ def _attention_kernels() -> list[Kernel]:
             for dims in SHIPPED_FLOAT8_HEAD_DIMS:
                 made += attention_kernels(element, dims, ("standard",), "e4m3")
             for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
-                made += attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
+                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
+                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

@@ -23,7 +23,9 @@ def test_kernel_set_is_complete() -> None:
     merges = {"merge_bf16", "merge_f16", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
     everywhere = {"plan"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
-    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in shapes}
+    hopper = {
+        f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, "bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard"]
+    }
     assert set(manifest.kernels("sm_80")) == everywhere
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
