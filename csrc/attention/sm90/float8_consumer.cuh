@@ -62,8 +62,10 @@ struct Float8Consumer : Consumer<Traits> {
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
       if (multiplies(item)) {
-        run_item(item, place.slot);
-      } else if (item.kind == 0) {
+        run_items(place);
+        continue;
+      }
+      if (item.kind == 0) {
         run_mma_item(item, place.slot);
       } else {
         skip(item);
@@ -153,55 +155,21 @@ struct Float8Consumer : Consumer<Traits> {
     }
   }
 
-  __device__ __forceinline__ void run_item(const WorkItem& item, int q_slot) {
-    const int first_row = consumer_warp() * 16;
-    State state;
-    state.scale = scale(item);
-    const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
-    const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
-    int32_t token = item.first_token;
-    for (int left = item.num_kv_tiles; left > 0; --left, token += kTokens) {
-      const typename Shared::KvPlace keys = kv;
-      next_tile();
-      const typename Shared::KvPlace values = kv;
-      next_tile();
-      float s[1][kTokens / 8][4];
-      wait_for_tile(keys);
-      ptx::wgmma_fence();
-      multiply_keys(s, query(q_slot), keys.slot);
-      transpose(values, token, item.readable);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_fence_operand(s[0]);
-      free_tile(keys);
-
-      finish_scores(item, s, first_row, token, unmasked, rows);
-      float correction[2];
-      if (state.raise_maximum(0, s[0], correction, kSlack)) state.scale_output(0, correction);
-      exponentiate(state, s);
-      uint32_t p[kTokens / 32][4];
-      pack(s, p);
-
-      float partial[kVColumns / 8][4];
-      // All of V is transposed. And all products before these are done, so what they read may be written next.
-      sync_warpgroup();
-      ptx::wgmma_fence();
-      multiply_values(partial, p);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_fence_operand(partial);
+  __device__ __forceinline__ static void add(State& state, const float (&partial)[kVColumns / 8][4]) {
 #pragma unroll
-      for (int n = 0; n < kVColumns / 8; ++n) {
+    for (int n = 0; n < kVColumns / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state.o[0][n][i] += partial[n][i];
-      }
-      buffer ^= 1;
+      for (int i = 0; i < 4; ++i) state.o[0][n][i] += partial[n][i];
     }
+  }
 
-    // The warpgroup's products with Q are done: the rows of O go through the Q tile.
-    const float unshifted[2] = {1.0f / 256, 1.0f / 256};
+  /// Writes the warp's rows, through its rows of the Q tile.
+  __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
     static_assert(kShift == 8.0f, "2^-kShift");
-    state.scale_output(0, unshifted);
-    state.sum[0][0] *= unshifted[0];
-    state.sum[0][1] *= unshifted[1];
+    constexpr float kUnshifted[2] = {1.0f / 256, 1.0f / 256};
+    state.scale_output(0, kUnshifted);
+    state.sum[0][0] *= kUnshifted[0];
+    state.sum[0][1] *= kUnshifted[1];
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
                         shared.requests(item));
     if (is_box(target, first_row)) {
@@ -209,6 +177,69 @@ struct Float8Consumer : Consumer<Traits> {
     } else {
       write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
     }
+  }
+
+  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
+  /// there. The first Q K^T of an item is multiplied while the output of the item before is written.
+  __device__ __forceinline__ void run_items(typename Shared::QPlace& place) {
+    static_assert(Shared::kQSlots > 1, "Q of the next item comes early");
+    const int first_row = consumer_warp() * 16;
+    float s[1][kTokens / 8][4];
+    float partial[kVColumns / 8][4];
+    wait_for_tile(kv);
+    ptx::wgmma_fence();
+    multiply_keys(s, query(place.slot), kv.slot);
+
+    for (bool more = true; more;) {
+      const WorkItem& item = shared.item(place.slot);
+      State state;
+      state.scale = scale(item);
+      const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+      const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
+      int32_t token = item.first_token;
+      for (int left = item.num_kv_tiles;; token += kTokens) {
+        const typename Shared::KvPlace keys = kv;
+        next_tile();
+        transpose(kv, token, item.readable);
+        next_tile();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(s[0]);
+        free_tile(keys);
+
+        finish_scores(item, s, first_row, token, unmasked, rows);
+        float correction[2];
+        if (state.raise_maximum(0, s[0], correction, kSlack)) state.scale_output(0, correction);
+        exponentiate(state, s);
+        uint32_t p[kTokens / 32][4];
+        pack(s, p);
+
+        // All of V is transposed. And all products before these are done, so what they read may be written next.
+        sync_warpgroup();
+        ptx::wgmma_fence();
+        multiply_values(partial, p);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(partial);
+        add(state, partial);
+        buffer ^= 1;
+        if (--left == 0) break;
+        wait_for_tile(kv);
+        ptx::wgmma_fence();
+        multiply_keys(s, query(place.slot), kv.slot);
+      }
+
+      typename Shared::QPlace next = place;
+      next.next();
+      shared.wait_q_full(next);
+      more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
+      if (more) wait_for_tile(kv);
+      ptx::wgmma_fence();
+      // Without a next item these scores are not used, but a branch here would serialise the products.
+      multiply_keys(s, query(next.slot), kv.slot);
+      write(state, item, first_row, place.slot);
+      shared.free_q(place);
+      place = next;
+    }
+    ptx::wgmma_wait<0>();
   }
 };
 
