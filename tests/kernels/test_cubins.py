@@ -30,6 +30,16 @@ def test_kernel_set_is_complete() -> None:
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
 
+def test_names_say_what_kernels_are_for() -> None:
+    name = "attention_sm90_bf16_e4m3_q_d72_standard"
+    assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True) == name
+    assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q"
+    source = manifest.source_of(name, "sm_90a")
+    assert source is not None
+    assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3>" in source
+    assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
+
+
 def test_arch_of_capability() -> None:
     assert cubins.arch_of((9, 0)) == "sm_90a"
     assert cubins.arch_of((8, 0)) == cubins.arch_of((8, 9)) == cubins.arch_of((10, 0)) == "sm_80"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import variant_sources
 from compositions import Shape, cascade_problem
-from float8_cases import DTYPES, Q_SCALES, SCALES, TOLERANCE, Float8Case, Needle, rounded_cache
+from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, TOLERANCE, Float8Case, Needle, rounded_cache
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
@@ -219,6 +219,21 @@ def test_saturated_values(device: torch.device, dtype: torch.dtype) -> None:
     expected, expected_lse = oracle.attention(q.double(), k.double() * scale, v.double() * scale)
     assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
     assert (lse.double() - expected_lse).abs().max() <= 1e-3
+
+
+def test_saturated_queries(device: torch.device, kernel: str | None) -> None:
+    """All numbers at their limits."""
+    generator = torch.Generator(device).manual_seed(4)
+    shapes = ((40, 4, 128), (300, 2, 128), (300, 2, 128))
+    q, k, v = (torch.randn(shape, device=device, generator=generator).sign().mul(448).to(torch.float8_e4m3fn) for shape in shapes)
+    scale = 1 / 448
+    attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, device=device, max_rows=40, max_batch=1, kernel=kernel)
+    indptr = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (40, 300)]
+    attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
+    out, lse = attention.run(q, KVCache.from_ragged(k, v, k_scale=scale, v_scale=scale), q_scale=scale, return_lse=True)
+    expected, expected_lse = oracle.attention(q.double() * scale, k.double() * scale, v.double() * scale)
+    assert (out.double() - expected).norm() <= MULTIPLIED_TOLERANCE * expected.norm()
+    assert (lse.double() - expected_lse).abs().max() <= 5 * MULTIPLIED_LSE_TOLERANCE  # logits of 11
 
 
 def test_scales_are_read_when_the_kernel_runs(device: torch.device) -> None:
