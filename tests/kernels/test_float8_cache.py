@@ -221,6 +221,27 @@ def test_saturated_values(device: torch.device, dtype: torch.dtype) -> None:
     assert (lse.double() - expected_lse).abs().max() <= 1e-3
 
 
+def test_bits_of_8_bit_queries_do_not_depend_on_the_batch(device: torch.device, kernel: str | None) -> None:
+    generator = torch.Generator(device).manual_seed(5)
+    qo_lens, kv_lens = [150, 40, 1, 20], [200, 1300, 2500, 20]
+    q = torch.randn(sum(qo_lens), 4, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+    k, v = (torch.randn(sum(kv_lens), 2, 128, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+
+    def attend(requests: list[int]) -> torch.Tensor:
+        rows, own_k, own_v = (
+            torch.cat([x.view(torch.uint8).split(lens)[i] for i in requests]).view(x.dtype) for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens))
+        )
+        room = {"max_rows": len(q), "max_batch": 4, "batch_invariant": True, "kernel": kernel, "device": device}
+        attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, **room)
+        indptr = [torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for lens in (qo_lens, kv_lens)]
+        attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
+        return attention.run(rows, KVCache.from_ragged(own_k, own_v))
+
+    together = attend([0, 1, 2, 3]).split(qo_lens)
+    for request in range(4):
+        assert torch.equal(attend([request]), together[request])
+
+
 def test_saturated_queries(device: torch.device, kernel: str | None) -> None:
     """All numbers at their limits."""
     generator = torch.Generator(device).manual_seed(4)
