@@ -46,6 +46,12 @@ class KvScale(ctypes.Structure):
         return cls(scale.data_ptr(), 0.0, head_stride, scale.stride(0) if of_requests else 0, scale.shape[0] if of_requests else 1)
 
 
+class AttentionScales(ctypes.Structure):
+    """Of csrc/cache/kv_scales.h."""
+
+    _fields_ = (("k", KvScale), ("v", KvScale), ("q", KvScale), ("element", ctypes.c_int32), ("q_element", ctypes.c_int32))
+
+
 class KvScales(ctypes.Structure):
     """Of csrc/cache/kv_scales.h."""
 
@@ -62,19 +68,23 @@ class _Passed(ctypes.Structure):
         ("sizes", ctypes.c_int64 * 6),
         ("sm_scale", ctypes.c_double),
         ("dtype", ctypes.c_int64),
+        ("q_dtype", ctypes.c_int64),
         ("kv_dtype", ctypes.c_int64),
         ("uses_softmax", ctypes.c_int64),
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
-        ("scales", KvScales),
+        ("padding", ctypes.c_int64),  # what follows lies at a multiple of 16 bytes
+        ("scales", AttentionScales),
         ("launched", ctypes.c_int64),
     )
 
 
 def library(
-    folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None
-) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there.
+    folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None,
+    float8_q: bool = False,
+) -> ctypes.CDLL:  # fmt: skip
+    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there. float8_q: Q has the
+    dtype of the cache.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -88,10 +98,10 @@ def library(
         text, variant_type, name = "", manifest.VARIANTS[variant], variant
     kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(str(kv_dtype).removeprefix("torch."))
     for cubin, stem in design.cubins.items():
-        text += manifest.attention_source(stem, element, head_dim, variant_type, kv_element).replace("attention_kernel", f"{cubin}_kernel")
+        text += manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q).replace("attention_kernel", f"{cubin}_kernel")
     text += manifest.merge_source(element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in design.cubins)}}};\n"
-    name = manifest.attention_name(design.name, element, head_dim, name, kv_element)
+    name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q)
     made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p
     assert made.launched_offset() == _Passed.launched.offset
@@ -113,7 +123,7 @@ class DeviceAttention:
 
     def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
         dims = manifest.HeadDims(attention.head_dim, attention.head_dim_v)
-        self._library = library(folder, kernel, attention.dtype, dims, variant, attention.kv_dtype)
+        self._library = library(folder, kernel, attention.dtype, dims, variant, attention.kv_dtype, attention.q_dtype != attention.dtype)
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
@@ -138,6 +148,7 @@ class DeviceAttention:
         slope: float = 0.0,
         sinks: Tensor | None = None,
         variant_args: Mapping[str, Any] | None = None,
+        q_scale: Tensor | float | None = None,
     ) -> Tensor:
         """As Attention.run. slope: of "slanted" and "placed".
 
@@ -145,7 +156,7 @@ class DeviceAttention:
             emulation.DeviceError: a kernel does something wrong.
         """
         attention = self._attention
-        out = q.new_empty((*q.shape[:2], attention.head_dim_v)) if out is None else out
+        out = q.new_empty((*q.shape[:2], attention.head_dim_v), dtype=attention.dtype) if out is None else out
         config = attention._library.schedule_config(attention._handle)
         partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
         if isinstance(self._variant, Variant):
@@ -153,17 +164,19 @@ class DeviceAttention:
         else:
             params = struct.pack("f", slope if self._variant in TEST_VARIANTS else logits_soft_cap)
         uses_softmax = self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
+        of_dtypes = [values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]] for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)]
         passed = _Passed(
             (ctypes.c_void_p * 7)(*(None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse))),
             None if sinks is None else sinks.data_ptr(),
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
             (ctypes.c_int64 * 6)(q.shape[0], kv.k.shape[0], q.shape[2], self._levels[0].table.page_size, len(self._levels), kv.v.shape[3]),
             q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-            *(values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]] for dtype in (attention.dtype, attention.kv_dtype)),
+            *of_dtypes,
             uses_softmax,
             len(params),
             params,
-            KvScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), values_of("DataType")[(DTYPES | KV_DTYPES)[attention.kv_dtype]]),
+            0,
+            AttentionScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), KvScale.of(q_scale), of_dtypes[2], of_dtypes[1]),
             -1,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())

@@ -41,6 +41,7 @@ class Fault:
 DRAWS = ("tests/kernels/test_sampling_draws.py",)
 DEVICE = "tests/csrc/test_device_kernels.py"
 ATTENTION = "tests/csrc/test_attention_kernels.py"
+FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
@@ -312,6 +313,27 @@ FAULTS = (
         CUBINS,
     ),
     Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(code_address.recipe())\n", "", CUBINS),
+    Fault(
+        "8-bit products: wgmma reads a transposed V that no fence has followed",
+        "csrc/attention/sm90/float8_consumer.cuh",
+        "    ptx::fence_async_proxy();  // before wgmma reads it\n",
+        "",
+        FLOAT8_QUERIES,
+    ),
+    Fault(
+        "8-bit products: V is transposed to where it is still multiplied",
+        "csrc/attention/sm90/float8_consumer.cuh",
+        "        buffer ^= 1;\n",
+        "",
+        FLOAT8_QUERIES,
+    ),
+    Fault(
+        "8-bit products: a KV tile's P V is added to what its registers held",
+        "csrc/attention/sm90/float8_consumer.cuh",
+        "Transposed::columns(values, k), k > 0);",
+        "Transposed::columns(values, k), 1);",
+        FLOAT8_QUERIES,
+    ),
 )
 
 

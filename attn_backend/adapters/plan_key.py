@@ -24,7 +24,8 @@ class PlanKey(NamedTuple):
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
-        kv_dtype: of a cache whose elements are not those of Q; None: they are.
+        kv_dtype: of a cache whose elements are not those of the output; None: they are.
+        float8_q: whether Q has kv_dtype, too.
     """
 
     num_qo_heads: int
@@ -44,6 +45,7 @@ class PlanKey(NamedTuple):
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
     kv_dtype: torch.dtype | None = None
+    float8_q: bool = False
 
     @property
     def needs_variant(self) -> bool:

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
+from ..metadata.kv_cache import Scale
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import compiled, manifest
@@ -27,6 +28,7 @@ from .attention_config import (
     check_batch_invariant,
     check_heads,
     check_kv_dtype,
+    check_q_dtype,
     check_room,
     choose_design,
 )  # fmt: skip
@@ -57,6 +59,8 @@ class Attention:
         head_dim: columns of a head of Q and K: a multiple of 8 up to 256 on CUDA, up to 576 on a CPU.
         head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
+        q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies float8_e4m3fn as it is (heads of 64 and 128, under softmax,
+            row tiles of 32 rows and more) and rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones, instead of 0.3 %.
         kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied; on CUDA for heads of
             up to 256 columns.
         device: a CUDA device or "cpu".
@@ -103,6 +107,7 @@ class Attention:
         variant: Variant | None = None,
         sinks: bool = False,
         head_dim_v: int | None = None,
+        q_dtype: torch.dtype | None = None,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -114,6 +119,7 @@ class Attention:
         check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
+        q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype)
         num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
@@ -122,6 +128,7 @@ class Attention:
         self.head_dim_v = dims.v
         self.dtype = dtype
         self.kv_dtype = kv_dtype
+        self.q_dtype = q_dtype
         self.device = device
         self.max_rows = max_rows
         self.max_batch = max_batch
@@ -134,7 +141,7 @@ class Attention:
             "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks,
         }  # fmt: skip
         check_types(bool, "True or False", sinks=sinks)
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype)
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype)
         if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
             cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
@@ -149,6 +156,7 @@ class Attention:
             head_dim=dims.qk,
             head_dim_v=dims.v,
             dtype=values_of("DataType")[DTYPES[dtype]],
+            q_dtype=values_of("DataType")[(DTYPES | KV_DTYPES)[q_dtype]],
             kv_dtype=values_of("DataType")[(DTYPES | KV_DTYPES)[kv_dtype]],
             max_rows=max_rows,
             max_groups=max_batch,
@@ -165,12 +173,12 @@ class Attention:
             has_sinks=sinks,
         )
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, kv_dtype, dims, device, self._variant, sinks))
+            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, kv_dtype, dims, device, self._variant, sinks))
+            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
@@ -268,13 +276,14 @@ class Attention:
     def run(
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
         sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
-        variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+        variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def run(
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
         logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
+        q_scale: Scale = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def run(
@@ -290,11 +299,12 @@ class Attention:
         after_append: bool = False,
         variant_args: VariantArgs | None = None,
         sinks: Tensor | None = None,
+        q_scale: Scale = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
-            q: [rows, num_qo_heads, head_dim]; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
+            q: [rows, num_qo_heads, head_dim], of q_dtype; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
             out: [rows, num_qo_heads, head_dim_v], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
@@ -308,6 +318,8 @@ class Attention:
                 addresses, as they were: change what tensors hold, not which they are.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of exponentials of each row, once; lse includes it. Leave them out of states that are to be
                 merged with others.
+            q_scale: of a float8 q, whose elements stand for numbers that are larger by this factor; None: 1. A number above 0; or a float32 tensor of such,
+                [], [1] or [num_kv_heads], read when the kernel runs.
 
         Returns:
             out; with return_lse (out, lse).
@@ -320,13 +332,14 @@ class Attention:
             if lse is None and isinstance(q, Tensor):
                 lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             out = self.run(
-                q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args, sinks=sinks
-            )
+                q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args,
+                sinks=sinks, q_scale=q_scale,
+            )  # fmt: skip
             assert lse is not None  # what is no tensor was refused
             return out, lse
         if is_compiling():
             out = self._new_out(q) if out is None else out
-            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
+            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks, "q_scale": q_scale}
             return compiled.run(self._handle, q, kv, out, variant_args, options)
         try:
             # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
@@ -341,17 +354,18 @@ class Attention:
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
-            if sinks is None and kv.k_scale is None and kv.v_scale is None:
+            if sinks is None and q_scale is None and kv.k_scale is None and kv.v_scale is None:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values)
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number(q_scale))
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
-                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, after_append=after_append, variant_args=variant_args, sinks=sinks)
+                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale}
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, **more_options)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
@@ -371,7 +385,9 @@ class Attention:
         return out
 
     def _new_out(self, q: Tensor) -> Tensor:
-        return torch.empty_like(q) if self.head_dim_v == self.head_dim else q.new_empty((*q.shape[:-1], self.head_dim_v))
+        if self.head_dim_v == self.head_dim and self.q_dtype == self.dtype:
+            return torch.empty_like(q)
+        return q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self.dtype)
 
     def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
         """Gives what follows the variant's arguments."""
@@ -441,8 +457,19 @@ class _DebugAttention(Attention):
             self._in_use_until_done.release()
 
 
+def _tensor_or_number(q_scale: Scale) -> tuple[Tensor | None, float]:
+    """What the library is given, which checks the rest."""
+    if q_scale is None:
+        return None, 1.0
+    if isinstance(q_scale, Tensor):
+        return check_plain("q_scale", q_scale), 1.0
+    if isinstance(q_scale, bool) or not isinstance(q_scale, Real) or not 0 < q_scale <= _MAX_FLOAT:
+        refuse("q_scale", q_scale, "a number above 0 that a float32 holds, or a float32 tensor")
+    return None, float(q_scale)
+
+
 def _kernel_files(
-    design: manifest.Design | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device,
+    design: manifest.Design | None, dtype: torch.dtype, q_dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device,
     variant: AttentionVariant | None, sinks: bool,
 ) -> dict[str, str]:  # fmt: skip
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
@@ -452,7 +479,7 @@ def _kernel_files(
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        which = dims, "sinks" if sinks else "standard", KV_DTYPE_NAMES.get(kv_dtype)
+        which = dims, "sinks" if sinks else "standard", KV_DTYPE_NAMES.get(kv_dtype), q_dtype != dtype
         names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins.items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

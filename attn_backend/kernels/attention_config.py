@@ -61,6 +61,16 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
     return kv_dtype
 
 
+def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Q's dtype. kv_dtype: of check_kv_dtype()."""
+    if q_dtype is None:
+        return dtype
+    check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
+    if q_dtype != dtype and (q_dtype not in KV_DTYPES or q_dtype != kv_dtype):
+        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is torch.float8_e4m3fn or torch.float8_e5m2")
+    return q_dtype
+
+
 def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:
     """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
     on_cuda = device.type == "cuda"

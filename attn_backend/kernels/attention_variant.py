@@ -27,7 +27,7 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 class AttentionVariant:
     """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some. kv_dtype: of the cache; None:
-    dtype.
+    dtype. float8_q: Q has it, too.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim, or one that transforms K or V, of a
@@ -36,7 +36,7 @@ class AttentionVariant:
 
     def __init__(
         self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device,
-        sinks: bool = False, kv_dtype: torch.dtype | None = None,
+        sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False,
     ) -> None:  # fmt: skip
         from ..variants import Variant
 
@@ -49,6 +49,7 @@ class AttentionVariant:
         self._kv_element = KV_DTYPE_NAMES.get(kv_dtype) if kv_dtype is not None else None
         if self._kv_element is not None and (variant.has_key or variant.has_value):
             refuse("kv_dtype", kv_dtype, f"{dtype} under variant {variant.name}, which transforms K or V")
+        self._float8_q = float8_q
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._dims = dims
@@ -64,7 +65,7 @@ class AttentionVariant:
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element)
+            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q)
             self._options += " --sinks" if sinks else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
@@ -197,8 +198,7 @@ class AttentionVariant:
         if jit:
             return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
-        if self._kv_element is not None:
-            place += f" --kv-dtype {manifest.kv_dtype_of(self._kv_element)}"
+        place += manifest.float8_options(self._kv_element, self._float8_q and self._target != "cpu")
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 

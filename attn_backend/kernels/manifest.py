@@ -71,6 +71,7 @@ SHIPPED_HEAD_DIMS = {
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of which e4m3 Q and K are multiplied as they are, on Hopper
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,12 @@ class Kernel:
     source: str
 
 
-def attention_name(design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None) -> str:
-    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element."""
-    elements = element if kv_element is None else f"{element}_{kv_element}"
+def attention_name(
+    design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None, float8_q: bool = False
+) -> str:
+    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element. float8_q: Q has the
+    type of the cache, too."""
+    elements = element if kv_element is None else f"{element}_{kv_element}{'_q' if float8_q else ''}"
     return f"attention_{design}_{elements}_d{HeadDims.of(head_dim)}_{variant}"
 
 
@@ -167,15 +171,19 @@ def variant_place(name: str) -> str:
 
 
 def variant_kernels(
-    arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None
-) -> dict[str, Kernel]:
-    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some."""
+    arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None,
+    float8_q: bool = False,
+) -> dict[str, Kernel]:  # fmt: skip
+    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some. kv_element, float8_q: as in
+    attention_name()."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
     made = {
         kernel: Kernel(
-            attention_name(stem, element, head_dim, name, kv_element), (arch,), text + attention_source(stem, element, head_dim, variant_type, kv_element)
+            attention_name(stem, element, head_dim, name, kv_element, float8_q),
+            (arch,),
+            text + attention_source(stem, element, head_dim, variant_type, kv_element, float8_q),
         )
         for kernel, stem in design.cubins.items()
     }
@@ -186,12 +194,13 @@ def variant_kernels(
     return made
 
 
-def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None) -> str:
-    """design: of Design.cubins. kv_element: as in attention_name()."""
+def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None, float8_q: bool = False) -> str:
+    """design: of Design.cubins. kv_element, float8_q: as in attention_name()."""
     dims = HeadDims.of(head_dim)
     kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
-    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}>"
-    traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}>"
+    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}{', true' if float8_q else ''}>"
+    q_type = f", attn::{kv_type}" if float8_q else ""
+    traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}{q_type}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     return template.substitute(traits=traits, copier=copier)
 
@@ -268,13 +277,15 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 """)
 
 
-def attention_kernels(element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None) -> list[Kernel]:
-    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element: as in attention_name()."""
+def attention_kernels(
+    element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None, float8_q: bool = False
+) -> list[Kernel]:
+    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element, float8_q: as in attention_name()."""
     made = []
     for variant in variants:
         for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
-            name = attention_name(design, element, head_dim, variant, kv_element)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element)))
+            name = attention_name(design, element, head_dim, variant, kv_element, float8_q)
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element, float8_q)))
     return made
 
 
@@ -283,12 +294,13 @@ class _KernelShape(NamedTuple):
 
     element: str
     kv_element: str | None
+    float8_q: bool
     dims: HeadDims
 
 
 def _shape_of(name: str) -> _KernelShape | None:
-    shape = re.fullmatch(rf"attention_.*_({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)}))?_d(\d+(?:_\d+)?)_.*", name)
-    return None if shape is None else _KernelShape(shape[1], shape[2], HeadDims.parse(shape[3]))
+    shape = re.fullmatch(rf"attention_.*_({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)})(_q)?)?_d(\d+(?:_\d+)?)_.*", name)
+    return None if shape is None else _KernelShape(shape[1], shape[2], shape[3] is not None, HeadDims.parse(shape[4]))
 
 
 def compile_options(name: str) -> str:
@@ -296,7 +308,14 @@ def compile_options(name: str) -> str:
     shape = _shape_of(name)
     if shape is None:
         return ""
-    return f" --head-dim {shape.dims}" if shape.kv_element is None else f" --head-dim {shape.dims} --kv-dtype {kv_dtype_of(shape.kv_element)}"
+    return f" --head-dim {shape.dims}{float8_options(shape.kv_element, shape.float8_q)}"
+
+
+def float8_options(kv_element: str | None, float8_q: bool) -> str:
+    """Of `attn-backend compile`."""
+    if kv_element is None:
+        return ""
+    return f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
 
 
 def source_of(name: str, arch: str) -> str | None:
@@ -306,7 +325,7 @@ def source_of(name: str, arch: str) -> str | None:
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_on_cuda or (shape.kv_element is not None and not shape.dims.runs_over_float8):
         return None
-    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element)
+    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element, float8_q=shape.float8_q)
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
@@ -319,6 +338,9 @@ def _attention_kernels() -> list[Kernel]:
         if element == "bf16":
             for dims in SHIPPED_FLOAT8_HEAD_DIMS:
                 made += attention_kernels(element, dims, ("standard",), "e4m3")
+            for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
+                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
+                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
         made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
     return made
 

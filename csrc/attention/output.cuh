@@ -65,7 +65,7 @@ template <class Variant, int kRows, int kThreads, bool kManyLevels>
 __device__ __forceinline__ void write_requests(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                                int32_t group, int32_t kv_head, int thread, int32_t* requests) {
   if constexpr (Variant::kHasScales) {
-    const KvScales& scales = params.variant.as<typename Variant::Params>().scales;
+    const AttentionScales& scales = params.variant.as<typename Variant::Params>().scales;
     if (!scales.k.is_of_requests() && !scales.v.is_of_requests()) return;
     for (int row = thread; row < kRows; row += kThreads)
       requests[row] = score_row(params, rows, group, kv_head, row).request;

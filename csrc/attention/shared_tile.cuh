@@ -29,6 +29,9 @@ struct PermutedRows {
     return Tile::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
   }
 
+  /// Of 1-byte elements: the same.
+  __device__ __forceinline__ static uint32_t four_bytes(int lane) { return Tile::offset(lane / 4, 0) + lane % 4 * 4; }
+
   /// Matrices: upper left, upper right, lower left, lower right. The B operand when columns are its k dimension.
   __device__ __forceinline__ static uint32_t columns_first(int lane) {
     return Tile::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);

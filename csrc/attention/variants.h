@@ -110,6 +110,7 @@ struct VariantBase {
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
   static constexpr bool kHasScales = false;
+  static constexpr bool kHasQueryScale = false;
   static constexpr bool kIsStandard = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
@@ -128,17 +129,18 @@ struct WithSinks : Variant {
 };
 
 /// A variant over a cache whose numbers have scales: a row's scores are multiplied by K's before logits() sees them,
-/// its output by V's before output() does.
-template <class Variant>
+/// its output by V's before output() does. kOfQuery: Q is of 8 bits, too, and its scale multiplies scores.
+template <class Variant, bool kOfQuery = false>
 struct WithScales : Variant {
   static constexpr bool kHasScales = true;
+  static constexpr bool kHasQueryScale = kOfQuery;
 
   struct Params {
-    KvScales scales;
+    AttentionScales scales;
     typename Variant::Params variant;
   };
 
-  KvScales scales;
+  AttentionScales scales;
   int32_t kv_head;
 
   ATTN_HD WithScales(const Params& params, int32_t kv_head_)
@@ -146,15 +148,15 @@ struct WithScales : Variant {
 };
 
 /// Where the Params of the variant itself lie in those of WithScales.
-constexpr int32_t kScalesBytes = sizeof(KvScales);
+constexpr int32_t kScalesBytes = sizeof(AttentionScales);
 
 /// The variant that a cache's scales were added to.
 template <class Variant_>
 struct WithoutScales {
   using Variant = Variant_;
 };
-template <class Variant_>
-struct WithoutScales<WithScales<Variant_>> {
+template <class Variant_, bool kOfQuery>
+struct WithoutScales<WithScales<Variant_, kOfQuery>> {
   using Variant = Variant_;
 };
 

@@ -147,13 +147,14 @@ struct WarpState {
     return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
   }
 
-  /// Raises the maximum of row block b, and rescales its sum, if a score exceeds it by kSlack: probabilities up to
+  /// Raises the maximum of row block b, and rescales its sum, if a score exceeds it by `most`: probabilities up to
   /// 2^kSlack do not overflow, and the output is seldom rescaled. Returns whether it did (for the whole warp); then the
   /// output must be multiplied by `correction`.
   template <int kBlocks>
-  __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2]) {
+  __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2],
+                                                float most = kSlack) {
     float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
-    const float slack = __fdividef(kSlack, scale);
+    const float slack = __fdividef(most, scale);
     if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack))
       return false;
 #pragma unroll
@@ -389,6 +390,7 @@ __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[
 /// What all scores of a KV head are multiplied by.
 template <class Variant>
 __device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
+  if constexpr (Variant::kHasQueryScale) sm_scale *= variant.scales.q.of_all_requests(variant.kv_head);
   if constexpr (Variant::kHasScales) return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
   return sm_scale;
 }

@@ -1,4 +1,4 @@
-// What the numbers of an 8-bit cache are multiplied by.
+// What the numbers of an 8-bit cache, and of Q in 8 bits, are multiplied by.
 #pragma once
 
 #include "common/data_type.h"
@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// Scales of K or of V: one for all, or one for each KV head, request, or both.
+/// Scales of K, of V or of Q: one for all, or one for each KV head, request, or both.
 struct KvScale {
   const float* data;  // read when the kernel runs; nullptr: `value` for all
   float value;
@@ -32,6 +32,15 @@ struct alignas(16) KvScales {
   KvScale k;
   KvScale v;
   DataType element;  // of the cache
+};
+
+/// What attention over an 8-bit cache is given.
+struct alignas(16) AttentionScales {
+  KvScale k;
+  KvScale v;
+  KvScale q;           // of Q in 8 bits, not of requests; 1 of others
+  DataType element;    // of the cache
+  DataType q_element;  // of Q
 };
 
 }  // namespace attn

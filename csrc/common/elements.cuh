@@ -55,6 +55,15 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[2]) {
   }
 }
 
+/// Eight elements as Element.
+template <class Element, class KvElement>
+__device__ __forceinline__ uint4 widen_eight(const uint2& narrow) {
+  uint32_t low[2], high[2];
+  widen<Element, KvElement>(narrow.x, low);
+  widen<Element, KvElement>(narrow.y, high);
+  return make_uint4(low[0], low[1], high[0], high[1]);
+}
+
 /// The same as pairs (0, 2) and (1, 3).
 template <class Element, class KvElement>
 __device__ __forceinline__ void widen_apart(uint32_t word, uint32_t (&pairs)[2]) {

@@ -82,7 +82,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
 }
 
 /// The Params of the variant behind a cache's scales, as WithScales has them.
-VariantParams with_scales(const VariantParams& variant, const KvScales& scales) {
+VariantParams with_scales(const VariantParams& variant, const AttentionScales& scales) {
   VariantParams both{};
   std::memcpy(both.bytes, &scales, sizeof(scales));
   std::memcpy(both.bytes + kScalesBytes, variant.bytes, VariantParams::kBytes - kScalesBytes);
@@ -245,7 +245,7 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stre
   return errors;
 }
 
-uint32_t Attention::run(AttentionParams params, const KvScales& scales, driver::Stream stream) {
+uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, driver::Stream stream) {
   const bool has_scales = is_float8(config_.kv_dtype);
   params.schedule = schedule_;
   params.partial_o = partial_o_;
@@ -272,8 +272,9 @@ uint32_t Attention::run(AttentionParams params, const KvScales& scales, driver::
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype, config_.kv_dtype,
-                              config_.dims(),      attention_codes_,        merge_code_,   driver::encode};
+  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype,    config_.q_dtype,
+                              config_.kv_dtype,    config_.dims(),          attention_codes_, merge_code_,
+                              driver::encode};
   KernelArguments arguments;
   AttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);

@@ -22,8 +22,9 @@ struct AttentionConfig {
   int32_t num_kv_heads;
   int32_t head_dim;    // of Q and K
   int32_t head_dim_v;  // of V and O
-  DataType dtype;
-  DataType kv_dtype;  // of the cache: dtype, or of 8 bits
+  DataType dtype;      // of O
+  DataType q_dtype;    // of Q: dtype, or kv_dtype of 8 bits
+  DataType kv_dtype;   // of the cache: dtype, or of 8 bits
   int32_t max_rows;
   int32_t max_groups;  // row groups of one level
   int32_t max_levels;  // of a composition
@@ -111,9 +112,9 @@ class Attention {
   uint32_t plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
-  /// cache. Returns the ScheduleError
+  /// cache and of Q. Returns the ScheduleError
   /// bits on a CPU, 0 on CUDA.
-  uint32_t run(AttentionParams params, const KvScales& scales, driver::Stream stream);
+  uint32_t run(AttentionParams params, const AttentionScales& scales, driver::Stream stream);
 
   /// The variant's Params, of the runs that follow.
   void set_variant_params(const void* params, size_t bytes);

@@ -182,11 +182,23 @@ KvScale checked_scale(const char* name, const Optional<TensorView>& scale, doubl
   return made;
 }
 
-/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all.
+/// Of Q: for all requests.
+KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const Attention& attention) {
+  const AttentionConfig& config = attention.config();
+  if (!is_float8(config.q_dtype) && (scale.has_value() || value != 1.0))
+    refuse("q_scale", scale.has_value() ? std::string("a tensor") : std::to_string(value), "None: q is not of 8 bits");
+  const KvScale made = kv_scale("q_scale", scale, value, device_of(config), config.num_kv_heads);
+  if (made.is_of_requests())
+    refuse("q_scale.shape", shape_of(scale.value()),
+           "[], [1] or [num_kv_heads = " + std::to_string(config.num_kv_heads) + "]");
+  return made;
+}
+
+/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits.
 int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
                          Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
                          Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
-                         double k_value, double v_value) {
+                         double k_value, double v_value, Optional<TensorView> q_scale, double q_value) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -194,7 +206,7 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
   const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
       head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
-  check_rows("q", q, device, config.dtype, {"rows"}, heads, head_dim);
+  check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
   const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
   check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim_v);
   check_no_overlap("out", out);
@@ -249,8 +261,9 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
     params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   }
   params.after_append = after_append;
-  const KvScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
-                        checked_scale("kv.v_scale", v_scale, v_value, attention), config.kv_dtype};
+  const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
+                               checked_scale("kv.v_scale", v_scale, v_value, attention),
+                               checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, scales, current_stream(device));
 }
@@ -258,7 +271,7 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
   return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
-                          std::nullopt, std::nullopt, 1.0, 1.0);
+                          std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace attn {
 
-/// K's or V's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]. None:
+/// K's, V's or Q's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]. None:
 /// `value` for all.
 inline KvScale kv_scale(const char* name, const tvm::ffi::Optional<TensorView>& scale, double value, DLDevice device,
                         int64_t num_kv_heads) {

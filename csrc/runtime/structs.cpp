@@ -66,7 +66,7 @@ ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
-            ATTN_FIELD(head_dim_v), ATTN_FIELD(dtype), ATTN_FIELD(kv_dtype), ATTN_FIELD(max_rows),
+            ATTN_FIELD(head_dim_v), ATTN_FIELD(dtype), ATTN_FIELD(q_dtype), ATTN_FIELD(kv_dtype), ATTN_FIELD(max_rows),
             ATTN_FIELD(max_groups), ATTN_FIELD(max_levels), ATTN_FIELD(num_ctas), ATTN_FIELD(cascade),
             ATTN_FIELD(design), ATTN_FIELD(device), ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda),
             ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax), ATTN_FIELD(has_mask), ATTN_FIELD(has_sinks), padding(2));

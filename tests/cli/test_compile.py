@@ -148,5 +148,7 @@ def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture
         cubins.find_kernel("attention_sm80_f16_e4m3_d192_standard", "sm_80")
     with pytest.raises(ValueError, match="must be one of"):
         cubins.find_kernel("attention_sm80_f16_e4m3_d576_512_standard", "sm_80")
+    assert main(["compile", "--float8-q"]) == 1
+    assert "--float8-q is given, must come with --kv-dtype" in capsys.readouterr().err
     assert main(["compile", "--kv-dtype", "float8_e4m3fn", "--head-dim", "576_512"]) == 1
     assert "--kv-dtype is float8_e4m3fn, must be None, or dtype, with heads of more than 256 columns" in capsys.readouterr().err

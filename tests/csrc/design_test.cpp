@@ -50,13 +50,15 @@ struct Launched {
   attn::HopperParams params;
 };
 
-Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim) {
+Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
+                     bool is_float8 = false) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
+  const attn::DataType of_q_and_kv = is_float8 ? attn::DataType::kFloat8E4M3 : attn::DataType::kBFloat16;
   const attn::LaunchContext context{
-      &level, 1, attn::DataType::kBFloat16, attn::DataType::kBFloat16, dims, codes, {kMemory, 3}, encode};
+      &level, 1, attn::DataType::kBFloat16, of_q_and_kv, of_q_and_kv, dims, codes, {kMemory, 3}, encode};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
@@ -103,6 +105,14 @@ void check_rows() {
   expect_equal(six.has_one_row_map, 1, "map of one row");
 }
 
+void check_float8() {
+  const attn::HopperParams made = launch_sm90(make_params(16, 4), false, kHeadDim, true).params;
+  expect_equal(made.has_row_maps + made.has_one_row_map, 2, "row maps of Q in 8 bits");
+  const int64_t columns[] = {128, 64, 128, 128, 128};  // of Q, O, Q by rows, K and V: of 128 bytes each
+  for (size_t i = 0; i < 5; ++i) expect_equal(encoded[i].box[0], columns[i], "columns of a box");
+  expect_equal(static_cast<int64_t>(encoded[1].dtype), static_cast<int64_t>(attn::DataType::kBFloat16), "type of O");
+}
+
 void check_widths() {
   attn::AttentionParams params = make_params(16, 4);
   const attn::HopperParams one_tensor = launch_sm90(params, false, attn::HeadDims(576, 512)).params;
@@ -134,6 +144,7 @@ void check_strides() {
 int main() {
   check_caches();
   check_rows();
+  check_float8();
   check_widths();
   check_strides();
   return failures;

@@ -55,13 +55,14 @@ struct PassedAttention {
   int64_t strides[10];
   int64_t sizes[6];
   double sm_scale;
-  int64_t dtype;     // DataType of Q and O
+  int64_t dtype;     // DataType of O
+  int64_t q_dtype;   // of Q
   int64_t kv_dtype;  // of the cache
   int64_t uses_softmax;
   int64_t variant_bytes;  // of the variant's Params
   const void* variant;
-  KvScales scales;   // of an 8-bit cache
-  int64_t launched;  // the kernel that was launched, a number among the design's
+  AttentionScales scales;  // of an 8-bit cache
+  int64_t launched;        // the kernel that was launched, a number among the design's
 };
 
 AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
@@ -117,9 +118,10 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
   const KernelCode codes[kMaxDesignKernels] = {};
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
-  const auto dtype = static_cast<DataType>(passed.dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
-  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()), dtype, kv_dtype, dims, codes, {},
-                              ptx::encode};
+  const auto dtype = static_cast<DataType>(passed.dtype), q_dtype = static_cast<DataType>(passed.q_dtype),
+             kv_dtype = static_cast<DataType>(passed.kv_dtype);
+  const LaunchContext context{
+      levels.data(), static_cast<int32_t>(levels.size()), dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));

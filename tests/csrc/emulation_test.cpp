@@ -21,6 +21,7 @@ bool loses_messages() { return false; }
 #include "common/ptx/registers.cuh"
 #include "common/ptx/tensor_copy.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/ptx/wgmma_float8.cuh"
 
 namespace {
 
@@ -157,14 +158,57 @@ void multiply() {
   }
 }
 
+/// The same of e4m3 matrices [64, 128], A B^T, with A in shared memory or in registers. 1, 2, 6, 7 as above.
+template <bool kInRegisters>
+void multiply_float8() {
+  write_rows(kTile, launched.a);
+  write_rows(kSecondTile, launched.b);
+  if (!is_fault(1)) ptx::fence_async_proxy();
+  __syncthreads();
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float c[8][4];
+  uint32_t fragments[4][4];
+  const ptx::MatrixDescriptor a(kTile, 0), b(kSecondTile, 0);
+  for (int32_t k = 0; k < 4; ++k) {
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t row = warp * 16 + lane / 4 + i % 2 * 8, column = k * 32 + lane % 4 * 4 + i / 2 * 16;
+      std::memcpy(&fragments[k][i], memory + kTile + place(row, column / 2), 4);
+    }
+  }
+  if (!is_fault(2)) ptx::wgmma_fence();
+  for (int32_t k = 0; k < 4; ++k) {
+    if constexpr (kInRegisters)
+      ptx::wgmma_float8_registers(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
+    else
+      ptx::wgmma_float8_shared(c, a.advanced(static_cast<uint32_t>(k) * 32), b.advanced(static_cast<uint32_t>(k) * 32),
+                               k > 0);
+  }
+  ptx::wgmma_commit();
+  if (is_fault(6)) write_rows(kSecondTile, launched.a);
+  for (int32_t k = 0; k < 4 && is_fault(7); ++k) fragments[k][0] = 0;
+  ptx::wgmma_wait<0>();
+  for (int32_t n = 0; n < 8; ++n) {
+    for (int32_t i = 0; i < 4; ++i)
+      launched.out[(warp * 16 + lane / 4 + i / 2 * 8) * 64 + n * 8 + lane % 4 * 2 + i % 2] = c[n][i];
+  }
+}
+
 }  // namespace
 
 /// kernel: its number in this order. Tensors as in Launched. tensor: what TMA loads from or stores to, [56, 56] with
 /// rows of 64. Returns what failed, or nullptr.
 extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t* a, const uint16_t* b, float* out,
                                   uint16_t* tensor, uint32_t seed) {
-  void (*const kernels[])() = {named_barrier, registers,       copy_async,     load_box,
-                               store_box,     multiply<false>, multiply<true>, multiply<false, true>};
+  void (*const kernels[])() = {named_barrier,
+                               registers,
+                               copy_async,
+                               load_box,
+                               store_box,
+                               multiply<false>,
+                               multiply<true>,
+                               multiply<false, true>,
+                               multiply_float8<false>,
+                               multiply_float8<true>};
   launched = Launched{a, b, out, fault};
   return emulation::failure_of(seed, [&] {
     const Tensor4d described{tensor, DataType::kBFloat16, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};

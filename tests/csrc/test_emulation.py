@@ -15,6 +15,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
 KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "multiply", "multiply_registers", "multiply_rows")
+KERNELS += ("multiply_float8", "multiply_float8_registers")
 SEEDS = range(8)
 
 
@@ -31,6 +32,8 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
     a, b = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
     tensor, out = torch.randn(56, 64, generator=generator).bfloat16(), torch.zeros(64, 64)
     expected = torch.zeros(64, 64)
+    if "float8" in kernel:
+        a, b = (torch.randn(64, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
     if kernel == "named_barrier":
         expected[0] = 1
     elif kernel == "registers":
@@ -43,16 +46,21 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
         expected = tensor.clone().float()
         expected[8:, 8:56] = a[:48, :48].float()
     else:
-        expected = (a.double() @ (b.double().T if kernel == "multiply" else b.double())).float()
+        expected = (a.double() @ (b.double().T if kernel == "multiply" or "float8" in kernel else b.double())).float()
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out, tensor)]
     emulation.check(library.run_kernel(KERNELS.index(kernel), fault, *pointers, seed))
     return (tensor.float() if kernel == "store_box" else out), expected
 
 
+def tolerance(kernel: str) -> dict[str, float]:
+    """Sums of products of 8 bits have 14 bits."""
+    return {"rtol": 2e-3, "atol": 2e-2} if "float8" in kernel else {"rtol": 1e-5, "atol": 1e-4}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results(library: ctypes.CDLL, kernel: str) -> None:
     for seed in SEEDS:
-        torch.testing.assert_close(*run(library, kernel, 0, seed), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(*run(library, kernel, 0, seed), **tolerance(kernel))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,7 @@ def test_results(library: ctypes.CDLL, kernel: str) -> None:
         ("multiply", 3, "a warp has ended before its wgmma"),
         ("multiply", 4, "a warp has ended before its wgmma"),
         ("multiply", 5, "a warp has ended before its wgmma"),
+        ("multiply_float8", 2, "wgmma without wgmma.fence"),
         ("multiply", 8, "the warps of a warpgroup have issued different wgmma"),
     ],
 )
@@ -91,6 +100,11 @@ def test_faults_that_are_named(library: ctypes.CDLL, kernel: str, fault: int, me
         ("multiply_registers", 7),
         ("multiply_rows", 1),
         ("multiply_rows", 6),
+        ("multiply_float8", 1),
+        ("multiply_float8", 6),
+        ("multiply_float8_registers", 1),
+        ("multiply_float8_registers", 6),
+        ("multiply_float8_registers", 7),
     ],
 )
 def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, fault: int) -> None:
@@ -98,7 +112,7 @@ def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, faul
     wrong = 0
     for seed in SEEDS:
         try:
-            wrong += not torch.allclose(*run(library, kernel, fault, seed), rtol=1e-5, atol=1e-4)
+            wrong += not torch.allclose(*run(library, kernel, fault, seed), **tolerance(kernel))
         except emulation.DeviceError:  # threads that wait for a phase which nobody begins
             wrong += 1
     assert wrong >= len(SEEDS) // 2

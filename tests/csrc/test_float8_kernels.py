@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -9,9 +10,10 @@ import host_planner
 import numpy
 import pytest
 import torch
+import variant_sources
 from compositions import Shape, cascade_problem
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import DTYPES, SCALES, Float8Case, rounded_cache
+from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, Float8Case, Needle, rounded_cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -26,13 +28,13 @@ BATCHES = (
 
 def run_and_check(problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object) -> str:
     case = problem.case
-    attention = DeviceAttention(emulated, case.attention(kernel=kernel, kv_dtype=problem.dtype, **options), kernel, seed)
+    attention = DeviceAttention(emulated, case.attention(kernel=kernel, **problem.options, **options), kernel, seed)
     attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse if wants_lse else None)  # type: ignore[arg-type]
+    case.run(attention, out=case.out, lse=case.lse if wants_lse else None, **problem.run_options)  # type: ignore[arg-type]
     lse = case.lse.clone()
     if not wants_lse:
         lse[: case.rows] = problem.expected()[1]
-    problem.check(case.out, lse)
+    problem.check(case.out, lse, kernel)
     assert attention.schedule().errors == 0
     return attention.launched
 
@@ -51,6 +53,52 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
         k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
         problem = Float8Case(spec, "cpu", kv_dtype, k_form, v_form)
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 128), (torch.bfloat16, 72), (torch.bfloat16, 256)]
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_of_8_bits(emulated: Path, kernel: str, dtype: torch.dtype, head_dim: int) -> None:
+    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+        rng = numpy.random.default_rng([number, head_dim, 84])
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=int(rng.choice([1, 3, 4])), head_dim=head_dim, dtype=dtype, seed=number)
+        spec = spec.with_(page_size=int(rng.choice([1, 3, 16, 64])), num_ctas=int(rng.choice([3, 11])), run_pages=int(rng.choice([1, 1000])), sharing=0.9)
+        spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
+        k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
+        problem = Float8Case(spec, "cpu", DTYPES[dtype == torch.float16], k_form, v_form, Q_SCALES[number % 3])
+        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
+@pytest.mark.parametrize(("rows", "place"), [(40, 0), (128, 9_000)])
+def test_a_needle(emulated: Path, rows: int, place: int) -> None:
+    """Emulated products of 8 bits keep 14 bits of a sum: summed over all 16 384 tokens, one by one, 1 % is lost."""
+    needle = Needle(16_384, place, rows, 64, torch.device("cpu"))
+    attention = DeviceAttention(emulated, needle.attention(kernel="hopper"), "hopper")
+    attention.plan(needle.view)
+    assert needle.error(attention.run(needle.q, needle.kv, sm_scale=needle.sm_scale)) <= 4e-3
+
+
+def test_8_bit_products_of_variants(emulated: Path) -> None:
+    """Logits and a mask of a variant's own, which see scaled scores; a sink."""
+    slanted = replace(variant_sources.slanted_oracle(0.03), mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0)
+    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, page_size=16, seed=number)
+        problem = Float8Case(spec, "cpu", DTYPES[0], "head", "request", "head")
+        case = problem.case
+        attention = DeviceAttention(emulated, case.attention(kernel="hopper", **problem.options), "hopper", number, "slanted")
+        attention.plan(case.view)
+        out = case.run(attention, logits_soft_cap=0.0, slope=0.03, **problem.run_options)  # type: ignore[arg-type]
+        expected, _ = problem.expected(variant=slanted)
+        assert (out[: case.rows].double() - expected).norm() <= MULTIPLIED_TOLERANCE * expected.norm()
+
+        sinks = torch.linspace(-2, 3, 4)
+        attention = DeviceAttention(emulated, case.attention(kernel="hopper", sinks=True, **problem.options), "hopper", number)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse, sinks=sinks, **problem.run_options)  # type: ignore[arg-type]
+        expected, expected_lse = problem.expected(sinks=sinks)
+        assert (case.out[: case.rows].double() - expected).norm() <= MULTIPLIED_TOLERANCE * expected.norm()
+        assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= MULTIPLIED_LSE_TOLERANCE
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (128, 64)])

@@ -31,7 +31,7 @@ class Step:
     """What one step attends to: made from a case, or from a prefix forest.
 
     q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in their order.
-    shape: has dtype, sm_scale and logits_soft_cap.
+    shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits.
     """
 
     q: Tensor
@@ -41,6 +41,7 @@ class Step:
     lse: Tensor
     shape: cases.Spec | compositions.Shape
     expected: Callable[[], tuple[Tensor, Tensor]]
+    q_scale: float | None = None
 
 
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
@@ -142,10 +143,11 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
     view, shape, device = step.view, step.shape, step.q.device
     total = int(view.qo_indptr[-1])
     q, out, lse, places = step.q, step.out, step.lse, None
+    bits = torch.uint8 if q.element_size() == 1 else q.dtype  # torch does not write to some rows of a float8 tensor
     if rng.random() < 0.2:
         places = torch.from_numpy(rng.permutation(min(len(q), attention.max_rows))[:total].astype(numpy.int32)).to(device)
         q = torch.full_like(step.q, torch.nan)
-        q[places.long()] = step.q[:total]
+        q.view(bits)[places.long()] = step.q.view(bits)[:total]
     if rng.random() < 0.15:  # rows of the plan beyond q's are not computed
         rows = 0 if rng.random() < 0.4 else int(rng.integers(len(q) + 1))
         q, out, lse = q[:rows], out[:rows], lse[:rows]
@@ -158,7 +160,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         kv = make_cache(**without_prefix(given, of_cache))
         made = BSRView(given["qo_indptr"], table, causal=given["causal"], window_left=given["window_left"], rows=given["row_list"])
         plan_or_none(attention, Composition((made,)) if as_composition else made, step.q, step.kv)
-        return attention.run(given["q"], kv, **{name: given[name] for name in ("out", "lse", "sm_scale", "logits_soft_cap", "after_append")})
+        return attention.run(given["q"], kv, **{name: given[name] for name in ("out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale")})
 
     def check(given: Arguments, result: Tensor) -> None:
         place = torch.arange(total, device=device) if places is None else places.long()
@@ -184,10 +186,12 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         "sm_scale": shape.sm_scale,
         "logits_soft_cap": shape.logits_soft_cap,
         "after_append": bool(rng.random() < 0.2),
+        "q_scale": step.q_scale,
     }
     kinds: Kinds = {
         **table_kinds,
         **cache_kinds,
+        "q_scale": FloatArgument("Attention.run", optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
         "qo_indptr": TensorArgument("BSRView", dtypes=INDEX, exact=(0,)),
         "causal": ChoiceArgument("BSRView", wrong=(1, 0), optional=True),
         "window_left": IntArgument("BSRView", low=-1, high=MAX_INT32),
@@ -203,10 +207,10 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
 
 def run_kinds(attention: Attention, q: Tensor) -> Kinds:
     """What is known of the arguments of run()."""
-    run, dtypes = "Attention.run", (attention.dtype,)
+    run = "Attention.run"
     return {
-        "q": TensorArgument(run, others=("out", "lse"), dtypes=dtypes, exact=(1, 2)),
-        "out": TensorArgument(run, dtypes=dtypes, exact=(0, 1, 2), optional=True, written=True),
+        "q": TensorArgument(run, others=("out", "lse"), dtypes=(attention.q_dtype,), exact=(1, 2)),
+        "out": TensorArgument(run, dtypes=(attention.dtype,), exact=(0, 1, 2), optional=True, written=True),
         "lse": TensorArgument(run, dtypes=(torch.float32,), exact=(0, 1), optional=True, written=True),
         "sm_scale": FloatArgument(run, optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
         "logits_soft_cap": FloatArgument(run, wrong=(-1.0, torch.inf, -torch.inf, 1e300)),

@@ -118,6 +118,23 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_queries_of_8_bits(device: torch.device, of_heads: bool) -> None:
+    """Their scale as a number, and as a tensor."""
+    made = attention(device, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn)
+    q, k, v = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in ((sum(QO_LENS), HEADS, HEAD_DIM), *[(8, PAGE, KV_HEADS, HEAD_DIM)] * 2))
+    q_scale = torch.tensor([0.5, 2.0], device=device) if of_heads else 0.7
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return made.run(q, KVCache.unchecked(k, v), q_scale=q_scale) * 2
+
+    eager = attend(q, k, v)
+    assert eager.dtype == torch.bfloat16
+    assert not torch.equal(eager, made.run(q, KVCache.unchecked(k, v)) * 2)
+    assert torch.equal(eager, torch.compile(attend, fullgraph=True)(q, k, v))
+
+
+@pytest.mark.slow
 def test_values_of_another_width(device: torch.device) -> None:
     made = attention(device, head_dim_v=40)
     q = torch.randn(sum(QO_LENS), HEADS, HEAD_DIM, device=device).bfloat16()

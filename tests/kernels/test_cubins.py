@@ -23,9 +23,21 @@ def test_kernel_set_is_complete() -> None:
     merges = {"merge_bf16", "merge_f16", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
     everywhere = {"plan"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
-    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in shapes}
+    hopper = {
+        f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, "bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard"]
+    }
     assert set(manifest.kernels("sm_80")) == everywhere
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
+
+
+def test_names_say_what_kernels_are_for() -> None:
+    name = "attention_sm90_bf16_e4m3_q_d72_standard"
+    assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True) == name
+    assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q"
+    source = manifest.source_of(name, "sm_90a")
+    assert source is not None
+    assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3>" in source
+    assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
 
 
 def test_arch_of_capability() -> None:

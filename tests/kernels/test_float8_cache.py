@@ -9,7 +9,7 @@ import pytest
 import torch
 import variant_sources
 from compositions import Shape, cascade_problem
-from float8_cases import DTYPES, SCALES, TOLERANCE, Float8Case, rounded_cache
+from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, TOLERANCE, Float8Case, Needle, rounded_cache
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
@@ -20,9 +20,9 @@ HEAD_DIMS = (64, 72, 128, 256)
 
 def run(problem: Float8Case, **options: object) -> None:
     case = problem.case
-    attention = case.attention(kv_dtype=problem.dtype, **options)
+    attention = case.attention(**problem.options, **options)
     attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse)
+    case.run(attention, out=case.out, lse=case.lse, **problem.run_options)
     problem.check(case.out, case.lse)
     assert attention.schedule().errors == 0
 
@@ -34,7 +34,8 @@ def random_case(seed: int, device: torch.device) -> Float8Case:
     if spec.dtype == torch.float32 and device.type == "cuda":
         spec = spec.with_(dtype=torch.bfloat16)
     k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
-    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form)
+    q_form = None if seed % 3 else str(rng.choice(Q_SCALES))
+    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form, q_form)
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
@@ -66,6 +67,61 @@ def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, 
     if device.type == "cpu":
         spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=head_dim == 576, num_ctas=3)
         run(Float8Case(spec.with_(cache_form="pair"), device, DTYPES[0], "head", "number"))
+
+
+@pytest.mark.parametrize("q_form", Q_SCALES)
+def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str) -> None:
+    """Prompts and decodes; the output has 16 bits."""
+    options = {} if kernel is None else {"kernel": kernel}
+    for seed, head_dim in enumerate((64, 72, 128, 256)):
+        spec = cases.Spec((150, 1, 40, 3), (200, 90, 40, 300), num_kv_heads=2, group_size=1 + seed, head_dim=head_dim, num_ctas=5, seed=seed)
+        run(Float8Case(spec, device, DTYPES[seed % 2], SCALES[seed], "head", q_form), cascade=("always", False)[seed % 2], **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("place", [0, 60_000, 131_071])
+def test_a_needle_among_128k_tokens(device: torch.device, kernel: str | None, head_dim: int, place: int) -> None:
+    """Of one CTA's sum over all tokens little must be lost: tensor cores add products of 8 bits with about 14."""
+    needle = Needle(131_072, place, 128 if device.type == "cuda" else 3, head_dim, device)
+    attention = needle.attention(kernel=kernel)
+    attention.plan(needle.view)
+    assert needle.error(attention.run(needle.q, needle.kv, sm_scale=needle.sm_scale)) <= 1e-2
+
+
+def test_output_of_8_bit_queries(device: torch.device) -> None:
+    """Allocated in dtype, whichever the width of V is."""
+    for head_dim_v in (64, 32):
+        problem = Float8Case(cases.Spec((3,), (40,), head_dim=64, head_dim_v=head_dim_v, cache_form="pair"), device, DTYPES[0], q_form="number")
+        attention = problem.case.attention(**problem.options)
+        attention.plan(problem.case.view)
+        out = problem.case.run(attention, **problem.run_options)
+        assert (out.dtype, out.shape[2]) == (torch.bfloat16, head_dim_v)
+        problem.check(out, None)
+
+
+def test_refused_query_dtypes_and_scales(device: torch.device) -> None:
+    room = {"max_rows": 4, "max_batch": 4, "device": device}
+    for kv_dtype, q_dtype in ((None, DTYPES[0]), (DTYPES[0], DTYPES[1]), (DTYPES[0], torch.float16)):
+        with pytest.raises(ValueError, match=rf"q_dtype is {q_dtype}, must be None, dtype = torch.bfloat16, or kv_dtype if that is"):
+            Attention(4, 2, 64, kv_dtype=kv_dtype, q_dtype=q_dtype, **room)
+    problem = Float8Case(cases.Spec((2, 1), (40, 50), num_kv_heads=2, group_size=2), device, DTYPES[0], q_form="number")
+    case = problem.case
+    attention = case.attention(**problem.options)
+    attention.plan(case.view)
+    for scale in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
+        with pytest.raises(ValueError, match=r"q_scale is .*must be a number above 0 that a float32 holds, or a float32 tensor"):
+            case.run(attention, q_scale=scale)
+    for shape in ((3,), (2, 1), (2, 2)):
+        with pytest.raises(ValueError, match=r"q_scale.shape is .*must be \[\]"):
+            case.run(attention, q_scale=torch.ones(shape, device=device))
+    with pytest.raises(ValueError, match=r"q_scale.dtype is float64, must be float32"):
+        case.run(attention, q_scale=torch.ones(1, device=device).double())
+    with pytest.raises(ValueError, match=r"q.dtype is bfloat16, must be float8_e4m3fn"):
+        attention.run(case.q.bfloat16(), case.kv)
+    plain = case.attention(kv_dtype=problem.dtype)
+    plain.plan(case.view)
+    with pytest.raises(ValueError, match=r"q_scale is a tensor, must be None: q is not of 8 bits"):
+        plain.run(case.q.bfloat16(), case.kv, q_scale=torch.ones(1, device=device))
 
 
 def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
@@ -163,6 +219,42 @@ def test_saturated_values(device: torch.device, dtype: torch.dtype) -> None:
     expected, expected_lse = oracle.attention(q.double(), k.double() * scale, v.double() * scale)
     assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
     assert (lse.double() - expected_lse).abs().max() <= 1e-3
+
+
+def test_bits_of_8_bit_queries_do_not_depend_on_the_batch(device: torch.device, kernel: str | None) -> None:
+    generator = torch.Generator(device).manual_seed(5)
+    qo_lens, kv_lens = [150, 40, 1, 20], [200, 1300, 2500, 20]
+    q = torch.randn(sum(qo_lens), 4, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+    k, v = (torch.randn(sum(kv_lens), 2, 128, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+
+    def attend(requests: list[int]) -> torch.Tensor:
+        rows, own_k, own_v = (
+            torch.cat([x.view(torch.uint8).split(lens)[i] for i in requests]).view(x.dtype) for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens))
+        )
+        room = {"max_rows": len(q), "max_batch": 4, "batch_invariant": True, "kernel": kernel, "device": device}
+        attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, **room)
+        indptr = [torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for lens in (qo_lens, kv_lens)]
+        attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
+        return attention.run(rows, KVCache.from_ragged(own_k, own_v))
+
+    together = attend([0, 1, 2, 3]).split(qo_lens)
+    for request in range(4):
+        assert torch.equal(attend([request]), together[request])
+
+
+def test_saturated_queries(device: torch.device, kernel: str | None) -> None:
+    """All numbers at their limits."""
+    generator = torch.Generator(device).manual_seed(4)
+    shapes = ((40, 4, 128), (300, 2, 128), (300, 2, 128))
+    q, k, v = (torch.randn(shape, device=device, generator=generator).sign().mul(448).to(torch.float8_e4m3fn) for shape in shapes)
+    scale = 1 / 448
+    attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, device=device, max_rows=40, max_batch=1, kernel=kernel)
+    indptr = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (40, 300)]
+    attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
+    out, lse = attention.run(q, KVCache.from_ragged(k, v, k_scale=scale, v_scale=scale), q_scale=scale, return_lse=True)
+    expected, expected_lse = oracle.attention(q.double() * scale, k.double() * scale, v.double() * scale)
+    assert (out.double() - expected).norm() <= MULTIPLIED_TOLERANCE * expected.norm()
+    assert (lse.double() - expected_lse).abs().max() <= 5 * MULTIPLIED_LSE_TOLERANCE  # logits of 11
 
 
 def test_scales_are_read_when_the_kernel_runs(device: torch.device) -> None:

@@ -12,8 +12,18 @@ from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, 
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.manifest import HeadDims
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import KVCache
+
+
+def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.device) -> bool:
+    """Whether kernels multiply 8-bit queries as they are. Others would widen them: queries that vLLM quantised would be less exact for nothing.
+
+    Args:
+        float8: the cache's dtype if it has 8 bits.
+    """
+    has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
+    return has_kernel and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -25,8 +35,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False
     supports_pcp: bool = False
-    # Kernels take queries of 16 bits and widen an 8-bit cache to them: queries that vLLM quantised would be less exact for nothing.
-    supports_quant_query_input: bool = False
+    supports_quant_query_input: bool = False  # of some layers True
 
     def __init__(
         self,
@@ -82,7 +91,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
         self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
-        key = key._replace(kv_dtype=self.float8)
+        self.supports_quant_query_input = multiplies_float8(self.float8, head_size, torch.get_default_device())
+        key = key._replace(kv_dtype=self.float8, float8_q=self.supports_quant_query_input)
         if sliding_window is not None and not is_decoder:
             key = key._replace(window_right=sliding_window - 1)
         self.plan_key = key
@@ -119,7 +129,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     ) -> torch.Tensor:
         """
         Args:
-            query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone.
+            query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone. query: where supports_quant_query_input is True,
+                float8_e4m3fn, divided by layer._q_scale.
             key, value: [tokens, num_kv_heads, head_size]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the cache,
                 just before. None where another layer's cache is read.
             kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides; of 8 bits uint8, or its own dtype.
@@ -154,6 +165,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,
+            q_scale=layer._q_scale if self.plan_key.float8_q else None,
         )
         return output
 

@@ -110,6 +110,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 key.head_dim,
                 dtype=dtype,
                 kv_dtype=key.kv_dtype,
+                q_dtype=key.kv_dtype if key.float8_q else None,
                 device=device,
                 max_rows=max_rows,
                 max_batch=max_batch,

@@ -285,8 +285,8 @@ class AttentionKernel {
     for (int r = 0; r < rows_; ++r) {
       RowPlace place = find_row(params_, item_, r);
       if (!place.exists) place.row = 0;  // of a row list with a wrong row: computed for nothing
-      const Element* q = static_cast<const Element*>(params_.q) + place.row * params_.q_row_stride +
-                         place.head * params_.q_head_stride;
+      Element wide[kMaxHeadDim];
+      const Element* q = row_of_q(place, wide);
       if constexpr (VariantHooks<Variant>::kQuery) {
         if (place.exists) {
           Element transformed[kMaxHeadDim];
@@ -300,6 +300,22 @@ class AttentionKernel {
       }
       engine_.load_query(r, q);
     }
+  }
+
+  /// A row of Q; of 8 bits: widened into `wide`.
+  const Element* row_of_q(const RowPlace& place, Element* wide) const {
+    const int64_t element = place.row * params_.q_row_stride + place.head * params_.q_head_stride;
+    if constexpr (kWidens) {
+      if (is_float8(variant_.scales.q_element)) {
+        const uint8_t* const bytes = static_cast<const uint8_t*>(params_.q) + element;
+        if (variant_.scales.q_element == DataType::kFloat8E4M3)
+          widen_row(reinterpret_cast<const Float8E4M3*>(bytes), dims_.qk, wide);
+        else
+          widen_row(reinterpret_cast<const Float8E5M2*>(bytes), dims_.qk, wide);
+        return wide;
+      }
+    }
+    return static_cast<const Element*>(params_.q) + element;
   }
 
   /// Applies `change` to the pairs of a row of Q, K or V.
@@ -366,15 +382,19 @@ class AttentionKernel {
   /// Bytes of an element of the cache.
   static constexpr int64_t kKvBytes = kWidens ? 1 : static_cast<int64_t>(sizeof(Element));
 
+  template <class Narrow>
+  static void widen_row(const Narrow* row, int columns, Element* to) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
   /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
   template <class KvElement>
   void widen_rows(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) const {
     for (int i = part.begin; i < part.end; ++i) {
-      alignas(64) float values[kMaxHeadDim];
-      const KvElement* const row = reinterpret_cast<const KvElement*>(rows[i]);
-      for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
       Element* const to = wide.rows[i - part.begin];
-      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+      widen_row(reinterpret_cast<const KvElement*>(rows[i]), columns, to);
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }
@@ -392,10 +412,11 @@ class AttentionKernel {
     }
   }
 
-  /// sm_scale, and K's scale of a row of the tile.
+  /// sm_scale, and the scales of Q and of K of a row of the tile.
   float score_scale(int row) const {
     if constexpr (kWidens)
-      return params_.sm_scale * variant_.scales.k.of(scale_request(variant_.scales.k, row), item_.head);
+      return params_.sm_scale * variant_.scales.q.of(0, item_.head) *
+             variant_.scales.k.of(scale_request(variant_.scales.k, row), item_.head);
     else
       return params_.sm_scale;
   }

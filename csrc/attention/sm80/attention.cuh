@@ -63,7 +63,7 @@ struct WarpLayout<0, kKvTile, true, false> {
   __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
 };
 
-/// Gathers the rows of Q that a row tile packs; rows that do not exist become zeros.
+/// Gathers the rows of Q that a row tile packs, and widens those of 8 bits; rows that do not exist become zeros.
 template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
@@ -75,23 +75,29 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
 #pragma unroll
   for (int piece = 0; piece < Pieces::kPieces; ++piece) {
     const int chunk = threadIdx.x % kChunks + piece * kChunks;
-    uint4 values[kPasses];
+    using Chunk = typename Conditional<Traits::kHasFloat8Query, uint2, uint4>::Type;
+    Chunk values[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
-      values[i] = make_uint4(0, 0, 0, 0);
+      values[i] = Chunk{};
       if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
         const int64_t element =
             row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
         values[i] = __ldg(
-            reinterpret_cast<const uint4*>(static_cast<const char*>(params.q) + element * Traits::Element::kBytes));
+            reinterpret_cast<const Chunk*>(static_cast<const char*>(params.q) + element * Traits::QElement::kBytes));
       }
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = threadIdx.x / kChunks + i * kRowsPerPass;
-      if (kRows % kRowsPerPass == 0 || row < kRows)
-        *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk)) = values[i];
+      if (kRows % kRowsPerPass != 0 && row >= kRows) continue;
+      uint4& to = *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk));
+      if constexpr (Traits::kHasFloat8Query) {
+        to = widen_eight<typename Traits::Element, typename Traits::QElement>(values[i]);
+      } else {
+        to = values[i];
+      }
     }
   }
 }

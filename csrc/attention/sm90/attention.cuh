@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/float8_consumer.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/shape.h"
@@ -56,6 +57,8 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     ptx::take_registers<Shared::kTuning.consumer_registers()>();
     if constexpr (is_wide(Traits::Shape::kDims)) {
       WideConsumer<Traits>(params, shared).run();
+    } else if constexpr (kMultipliesFloat8<Traits>) {
+      Float8Consumer<Traits>(params, shared).run();
     } else {
       Consumer<Traits>(params, shared).run();
     }

@@ -31,10 +31,10 @@ inline int32_t unit_shift(const AttentionParams& params) {
   return extent >> shift >= int64_t{0xffffffff} ? kRowsTooFarApart : shift;
 }
 
-/// Encodes a map of Q or O whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can load and store
-/// them.
-inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, int32_t columns,
-                        int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
+/// Encodes a map of Q or O, of type `dtype`, whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can
+/// load and store them.
+inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, DataType dtype,
+                        int32_t columns, int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
   const int32_t group_size = params.group_size.divisor;
   // Of wide heads a row tile may have some heads of one row.
   const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
@@ -42,7 +42,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
   Tensor4d t{};
   t.data = data;
-  t.dtype = context.dtype;
+  t.dtype = dtype;
   t.sizes[0] = static_cast<uint64_t>(columns);
   t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
   t.sizes[2] = static_cast<uint64_t>(params.num_rows);
@@ -50,7 +50,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   t.strides[0] = head_stride;
   t.strides[1] = row_stride;
   t.strides[2] = row_stride * params.num_rows;
-  t.box[0] = kBlockColumns;
+  t.box[0] = static_cast<uint32_t>(kBlockRowBytes / bytes_of(dtype));
   t.box[1] = static_cast<uint32_t>(box_heads);
   t.box[2] = static_cast<uint32_t>(packed_rows / box_heads);
   t.box[3] = 1;
@@ -106,11 +106,11 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
   hopper.unit_shift = unit_shift(params);
   if (hopper.unit_shift < 0) return kRowsTooFarApart;
   const auto encode_q = [&](int32_t packed_rows, TensorMap& map) {
-    return encode_rows(params, context, params.q, context.dims.qk, params.q_row_stride, params.q_head_stride,
-                       packed_rows, map);
+    return encode_rows(params, context, params.q, context.q_dtype, context.dims.qk, params.q_row_stride,
+                       params.q_head_stride, packed_rows, map);
   };
   hopper.has_row_maps = encode_q(tuning(context.dims, bytes_of(context.kv_dtype)).q_rows(), hopper.q) &&
-                        encode_rows(params, context, params.o, context.dims.v, params.o_row_stride,
+                        encode_rows(params, context, params.o, context.dtype, context.dims.v, params.o_row_stride,
                                     params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
   hopper.v_is_k = params.v.data == params.k.data && params.v.page_stride == params.k.page_stride &&

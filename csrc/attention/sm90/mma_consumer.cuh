@@ -72,8 +72,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     const Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
-    const uint32_t q =
-        ptx::shared_address(shared.q(q_slot)) + (kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
+    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + (kWidens ? Held::offset(lane) : Query::rows_first(lane));
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile

@@ -254,10 +254,12 @@ __device__ __forceinline__ int multiplied_rows(int32_t kind) {
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
 
-/// Gathers the rows of Q that a work item packs; rows that do not exist become zeros. `half`: which of them this warp
-/// takes. A lane knows one of up to 32 rows.
+/// Gathers the rows of Q that a work item packs into `tile`, and widens those of 8 bits, unless they are multiplied as
+/// they are; rows that do not exist become zeros. `half`: which of them this warp takes. A lane knows one of up to 32
+/// rows.
 template <class Traits>
-__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, uint32_t q, int half) {
+__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, char* tile, int half) {
+  const uint32_t q = ptx::shared_address(tile);
   using Tile = QTile<Traits>;
   using Pieces = RowPieces<Tile, 32>;
   const int lane = ptx::lane_id();
@@ -271,7 +273,7 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
     const char* from = nullptr;
     if (mine.exists)
       from = static_cast<const char*>(params.q) +
-             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * Traits::Element::kBytes;
+             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * Traits::QElement::kBytes;
 #pragma unroll 1
     for (int pass = 0; pass < min_of(num_rows, 32); pass += Pieces::kRows) {
       const int row = pass + lane / Pieces::kChunks;
@@ -280,6 +282,14 @@ __device__ __forceinline__ void gather_q(const AttentionParams& params, const Wo
       for (int piece = 0; piece < Pieces::kPieces; ++piece) {
         const int chunk = piece * Pieces::kChunks + first_chunk;
         const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
+        if constexpr (kWidensQuery<Traits>) {
+          uint4 elements = make_uint4(0, 0, 0, 0);
+          if (is_there)
+            elements = widen_eight<typename Traits::Element, typename Traits::QElement>(
+                __ldg(reinterpret_cast<const uint2*>(source + chunk * 8)));
+          *reinterpret_cast<uint4*>(tile + Tile::offset(first_row + row, chunk)) = elements;
+          continue;
+        }
         ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
                                  is_there ? source + chunk * 16 : static_cast<const char*>(params.q), is_there);
       }
@@ -298,8 +308,8 @@ __device__ __forceinline__ void copy_q(const HopperParams& params, const WorkIte
   ptx::mbarrier_expect(full, SharedMemory<Traits>::kTileRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
 #pragma unroll
   for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * kBlockColumns, head, row, 0,
-                  ptx::kKeepNormally);
+    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * QTile<Traits>::kBoxColumns, head, row,
+                  0, ptx::kKeepNormally);
   }
 }
 
@@ -328,7 +338,7 @@ __device__ __forceinline__ void copy_q_rows(const HopperParams& params, const Wo
 #pragma unroll
     for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
       ptx::copy_box(q + block * QTile<Traits>::kBlockBytes + i * group_size.divisor * QTile<Traits>::kRowBytes,
-                    params.q_row, full, block * kBlockColumns, item.kv_head * group_size.divisor, row, 0,
+                    params.q_row, full, block * QTile<Traits>::kBoxColumns, item.kv_head * group_size.divisor, row, 0,
                     ptx::kKeepNormally);
     }
   }
@@ -355,16 +365,21 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     const bool holds_whole_rows = item.rows.packed_begin == 0 &&
                                   hopper_params.attention.group_size.modulo(item.rows.count) == 0 &&
                                   has_room_for_whole_rows<Traits>(hopper_params.attention.group_size);
-    if (!(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
-                     : hopper_params.has_one_row_map && holds_whole_rows)) {
-      gather_q<Traits>(hopper_params.attention, item, q, ptx::thread_id() / 64);
+    if (kWidensQuery<Traits> || !(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
+                                             : hopper_params.has_one_row_map && holds_whole_rows)) {
+      gather_q<Traits>(hopper_params.attention, item, shared.q(place.slot), ptx::thread_id() / 64);
     } else if (is_largest) {
       if (ptx::thread_id() == kFirstThread) copy_q<Traits>(hopper_params, item, q, full);
     } else if (ptx::thread_id() < kFirstThread + 32) {
       copy_q_rows<Traits>(hopper_params, item, q, full);
     }
   }
-  ptx::mbarrier_arrive_after_cp_async(full);
+  if constexpr (kWidensQuery<Traits>) {
+    ptx::fence_async_proxy();  // before wgmma reads it
+    ptx::mbarrier_arrive(full);
+  } else {
+    ptx::mbarrier_arrive_after_cp_async(full);
+  }
   if constexpr (Traits::kWidens) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));

@@ -5,14 +5,17 @@
 
 #include "attention/shared_tile.cuh"
 #include "attention/sm90/shape.h"
+#include "attention/variants.h"
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/type_traits.h"
 
 namespace attn::sm90 {
 
 /// kHeadColumns: of a head; a row has room for tile_columns() of them.
-template <class Element, int kHeadColumns_, int kRows>
-struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> {
+template <class Element_, int kHeadColumns_, int kRows>
+struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
+  using Element = Element_;
   static constexpr int kHeadColumns = kHeadColumns_;
   static constexpr int kRowChunks = tile_row_bytes(kHeadColumns, Element::kBytes) / 16;
   static constexpr int kHeadBytes = kHeadColumns * Element::kBytes;
@@ -33,7 +36,7 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
   }
 
   /// For wgmma, columns are the k dimension; `shared`: of a row that is a multiple of 8. Column block k of 16 columns
-  /// is at columns(descriptor, k).
+  /// (32 of a byte each) is at columns(descriptor, k).
   using Descriptor = ptx::MatrixDescriptor;
   __device__ __forceinline__ static Descriptor columns_descriptor(uint32_t shared) { return Descriptor(shared, 0); }
   __device__ __forceinline__ static Descriptor columns(Descriptor descriptor, int k) {
@@ -53,8 +56,24 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
 template <class Traits>
 constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
 
+/// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
+/// range is known, and Q is not rewritten.
 template <class Traits>
-using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
+constexpr bool kMultipliesFloat8 =
+    Traits::kHasFloat8Query && is_same<typename Traits::QElement, Float8E4M3> &&
+    Traits::Shape::kQk == Traits::Shape::kV && (Traits::Shape::kQk == 64 || Traits::Shape::kQk == 128) &&
+    Traits::Variant::kUsesSoftmax && !VariantHooks<typename Traits::Variant>::kQuery;
+
+/// Whether Q of 8 bits becomes Element when it is loaded.
+template <class Traits>
+constexpr bool kWidensQuery = Traits::kHasFloat8Query && !kMultipliesFloat8<Traits>;
+
+template <class Traits>
+using QueryElement =  // in shared memory
+    typename Conditional<kMultipliesFloat8<Traits>, typename Traits::QElement, typename Traits::Element>::Type;
+
+template <class Traits>
+using QTile = SwizzledTile<QueryElement<Traits>, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
 
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>

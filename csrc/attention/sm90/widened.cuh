@@ -41,17 +41,35 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
 }
 
 /// Rows of Q for widened_scores(): in registers, if these have room beside the output. Then they are f16, which numbers
-/// of 8 bits become in a third of the instructions that bf16 takes.
+/// of 8 bits become in a third of the instructions that bf16 takes. Rows of 8 bits are widened here.
 template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
   static constexpr bool kIsHeld = max_of(kQkColumns, kVColumns) <= 128;
-  static constexpr bool kConverts = kIsHeld && !is_same<Element, Float16>;
+  static constexpr bool kIsFloat8 = Query::Element::kBytes == 1;
+  static constexpr bool kConverts = kIsHeld && !kIsFloat8 && !is_same<Element, Float16>;
+  static_assert(kIsHeld || !kIsFloat8, "widened once");
   using Multiplied = typename Conditional<kIsHeld, Float16, Element>::Type;
   uint32_t rows[kIsHeld ? kQkColumns / 16 : 1][4];
   float to_score[2];  // if kConverts: what scores of this lane's rows are multiplied by
 
+  /// The lane's offset in the tile.
+  __device__ __forceinline__ static uint32_t offset(int lane) {
+    return kIsFloat8 ? Query::four_bytes(lane) : Query::four_columns(lane);
+  }
+
   __device__ __forceinline__ void load(uint32_t q) {
-    if constexpr (kIsHeld) {
+    if constexpr (kIsFloat8) {
+#pragma unroll
+      for (int d = 0; d < kQkColumns / 16; ++d) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t pairs[2];
+          widen<Float16, typename Query::Element>(ptx::load_word((q ^ d << 4) + half * 8 * Query::kRowBytes), pairs);
+          rows[d][half] = pairs[0];
+          rows[d][2 + half] = pairs[1];
+        }
+      }
+    } else if constexpr (kIsHeld) {
 #pragma unroll
       for (int d = 0; d < kQkColumns / 16; ++d) load_query<Query>(rows[d], q, 0, d);
     }

@@ -20,6 +20,12 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sha
                : "r"(shared));
 }
 
+__device__ __forceinline__ uint32_t load_word(uint32_t shared) {
+  uint32_t d;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(d) : "r"(shared));
+  return d;
+}
+
 /// Two neighbouring words, by each lane for itself.
 __device__ __forceinline__ void load_words(uint32_t (&d)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(shared));

@@ -28,6 +28,12 @@ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
   }
 }
 
+inline uint32_t load_word(uint32_t shared) {
+  uint32_t d;
+  std::memcpy(&d, shared_pointer(shared, 4), 4);
+  return d;
+}
+
 inline void load_words(uint32_t (&d)[2], uint32_t shared) { std::memcpy(d, shared_pointer(shared, 8), 8); }
 
 inline void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {

@@ -14,7 +14,7 @@
 
 namespace attn::ptx {
 
-constexpr int kProductRows = 16, kProductDepth = 16, kMostProductColumns = 256;
+constexpr int kProductRows = 16, kProductDepth = 16, kMostProductDepth = 32, kMostProductColumns = 256;
 
 /// What a warp accumulates in, while products are under way that do.
 struct Accumulators {
@@ -50,9 +50,13 @@ struct DescribedMatrix {
 
   /// Eight elements of a row, from column `column` on; nullptr: they are not visible.
   const char* chunk(int row, int column) const {
-    const uint32_t address = start + static_cast<uint32_t>(column / 64) * leading_bytes +
-                             static_cast<uint32_t>(row / 8) * stride_bytes + static_cast<uint32_t>(row % 8) * 128 +
-                             static_cast<uint32_t>(column % 64) * 2;
+    return bytes(row, static_cast<uint32_t>(column / 64) * leading_bytes + static_cast<uint32_t>(column % 64) * 2);
+  }
+
+  /// 16 bytes of a row, the first of them `behind` bytes behind the row's beginning.
+  const char* bytes(int row, uint32_t behind) const {
+    const uint32_t address =
+        start + static_cast<uint32_t>(row / 8) * stride_bytes + static_cast<uint32_t>(row % 8) * 128 + behind;
     const uint32_t at = swizzled(address);
     const char* const elements = shared_pointer(at, 16);
     return emulation::unfenced_writer(at, 16) < 0 ? elements : nullptr;
@@ -69,8 +73,8 @@ float product_element(uint16_t bits) {
 
 /// Of one product: A's columns are B's rows.
 struct Factors {
-  float a[kProductRows][kProductDepth];
-  float b[kProductDepth][kMostProductColumns];
+  float a[kProductRows][kMostProductDepth];
+  float b[kMostProductDepth][kMostProductColumns];
 };
 
 /// sums = A B (+ sums)
@@ -81,7 +85,9 @@ struct Product {
   uint64_t b;                      // descriptor
   int warp;                        // of the warpgroup
   bool accumulates;
+  int depth;
   void (*load)(const Product& product, Factors& factors);
+  float (*rounded)(float sum);  // how many bits of it there are; nullptr: all
 
   void compute() const {
     static Factors factors;
@@ -89,10 +95,11 @@ struct Product {
     for (int row = 0; row < kProductRows; ++row) {
       float* const sums = to->sums[row];
       for (int n = 0; n < to->columns && !accumulates; ++n) sums[n] = 0.0f;
-      for (int k = 0; k < kProductDepth; ++k) {
+      for (int k = 0; k < depth; ++k) {
         const float a = factors.a[row][k];
         for (int n = 0; n < to->columns; ++n) sums[n] += a * factors.b[k][n];
       }
+      for (int n = 0; n < to->columns && rounded != nullptr; ++n) sums[n] = rounded(sums[n]);
     }
   }
 };
@@ -232,7 +239,8 @@ inline Accumulators& accumulators_of(WarpProducts& products, const emulation::Wo
 /// One warp issues its part of a product. Words of the lanes: accumulators; A, a descriptor or registers; B;
 /// `accumulates`.
 template <int kColumns, bool kInRegisters>
-void issue_product(const emulation::Words* lanes, void (*load)(const Product&, Factors&)) {
+void issue_product(const emulation::Words* lanes, void (*load)(const Product&, Factors&), int depth = kProductDepth,
+                   float (*rounded)(float) = nullptr) {
   WarpProducts& products = own_products();
   if (!products.fenced) emulation::fail("wgmma without wgmma.fence behind what changed registers");
   for (int lane = 1; lane < 32; ++lane) {
@@ -253,7 +261,9 @@ void issue_product(const emulation::Words* lanes, void (*load)(const Product&, F
   product.b = lanes[0].word[2];
   product.accumulates = lanes[0].word[3] != 0;
   product.warp = emulation::fiber() / 32 % 4;
+  product.depth = depth;
   product.load = load;
+  product.rounded = rounded;
   products.issued.push_back(product.b);
   products.groups.back().push_back(product);
   if (emulation::random() % 2 == 0) compute_products(products, 0);

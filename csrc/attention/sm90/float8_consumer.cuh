@@ -1,0 +1,246 @@
+// The consumers where Q, K and V are e4m3: row tiles of 32 rows and more multiply 8-bit elements with wgmma. Row tiles
+// of 16 rows are those of MmaConsumer.
+//
+// Probabilities are rounded to e4m3, after a factor that uses its range; sums are of what they were before. Tensor
+// cores add products of 8-bit elements with about 14 bits, which is too few for long sums: each KV tile's P V is
+// computed by itself, and added to the output in float32.
+//
+// A warpgroup transposes V for itself while the tensor cores multiply its Q K^T. It has registers for a KV tile's
+// scores or for its P V, not for both: what runs beside its softmax are the products of the other warpgroup.
+//
+//     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | ...
+//     warpgroup     | V(0)^T | exp(0) |        | V(1)^T | exp(1) |        | ...
+#pragma once
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/transposed_values.cuh"
+#include "common/ptx/wgmma_float8.cuh"
+
+namespace attn::sm90 {
+
+template <class Traits>
+struct Float8Consumer : Consumer<Traits> {
+  using Base = Consumer<Traits>;
+  using Base::finish_scores;
+  using Base::free_tile;
+  using Base::is_box;
+  using Base::kTokens;
+  using Base::kv;
+  using Base::kVColumns;
+  using Base::multiplies;
+  using Base::next_tile;
+  using Base::params;
+  using Base::query;
+  using Base::run_mma_item;
+  using Base::scale;
+  using Base::shared;
+  using Base::store_rows;
+  using Base::wait_for_tile;
+  using typename Base::Output;
+  using typename Base::Query;
+  using typename Base::Rows;
+  using typename Base::Shared;
+  using typename Base::State;
+  using typename Base::StoredKeys;
+  using typename Base::StoredValues;
+  using typename Base::Target;
+  using Transposed = TransposedValues<kTokens, kVColumns>;
+  static_assert(2 * Transposed::kBlockBytes <= Shared::kLayout.widened_bytes, "two for each warpgroup");
+
+  /// Probabilities are multiplied by 2^kShift, and are up to 2^kSlack before, because a row's maximum is left as it is
+  /// until a score exceeds it by that much, to base 2: together they stay below e4m3's largest number, 448 = 2^8.8.
+  static constexpr float kShift = 8.0f;
+  static constexpr float kSlack = 0.75f;
+
+  int buffer = 0;  // of the warpgroup's two, that the next V tile is transposed into
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    typename Shared::QPlace place;
+    shared.wait_q_full(place);
+    while (shared.item(place.slot).num_kv_tiles > 0) {
+      const WorkItem& item = shared.item(place.slot);
+      if (multiplies(item)) {
+        run_items(place);
+        continue;
+      }
+      if (item.kind == 0) {
+        run_mma_item(item, place.slot);
+      } else {
+        skip(item);
+      }
+      shared.free_q(place);
+      place.next();
+      shared.wait_q_full(place);
+    }
+  }
+
+  /// Frees the KV tiles of an item that the other warpgroup computes alone.
+  __device__ __forceinline__ void skip(const WorkItem& item) {
+    for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
+      wait_for_tile(kv);
+      free_tile(kv);
+      next_tile();
+    }
+  }
+
+  /// Starts s = Q K^T.
+  __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
+                                                int slot) const {
+    const ptx::MatrixDescriptor keys = StoredKeys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
+#pragma unroll
+    for (int k = 0; k < Traits::Shape::kQk / 32; ++k)
+      ptx::wgmma_float8_shared(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ char* transposed() const {
+    return shared.widened(warpgroup()) + buffer * Transposed::kBlockBytes;
+  }
+
+  /// Transposes this warp's tokens of the V tile at `place`, which it frees. What must not be read becomes zeros: a NaN
+  /// would reach the output.
+  __device__ __forceinline__ void transpose(const typename Shared::KvPlace& place, int32_t first_token,
+                                            const TokenRange& readable) const {
+    wait_for_tile(place);
+    if (first_token < readable.begin || first_token + kTokens > readable.end) {
+      zero_rows<StoredValues, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
+                                                 readable.end - first_token, consumer_thread() % kWarpgroupThreads);
+      sync_warpgroup();
+    }
+    transpose_values<StoredValues, Transposed>(shared.kv(place.slot), transposed());
+    ptx::fence_async_proxy();  // before wgmma reads it
+    free_tile(place);
+  }
+
+  /// Starts partial = P V.
+  __device__ __forceinline__ void multiply_values(float (&partial)[kVColumns / 8][4],
+                                                  const uint32_t (&p)[kTokens / 32][4]) const {
+    const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
+#pragma unroll
+    for (int k = 0; k < kTokens / 32; ++k)
+      ptx::wgmma_float8_registers(partial, p[k], Transposed::columns(values, k), k > 0);
+    ptx::wgmma_commit();
+  }
+
+  /// Turns scores into probabilities times 2^kShift, and adds them to the rows' sums.
+  __device__ __forceinline__ static void exponentiate(State& state, float (&s)[1][kTokens / 8][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = state.base(0, half) - kShift;
+      float added = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+        s[0][n][2 * half] = ptx::ex2(s[0][n][2 * half] * state.scale - base);
+        s[0][n][2 * half + 1] = ptx::ex2(s[0][n][2 * half + 1] * state.scale - base);
+        added += s[0][n][2 * half] + s[0][n][2 * half + 1];
+      }
+      state.sum[0][half] += added;
+    }
+  }
+
+  /// As A of wgmma: a lane's probabilities of 32 tokens in the order of TransposedValues.
+  __device__ __forceinline__ static void pack(const float (&s)[1][kTokens / 8][4], uint32_t (&p)[kTokens / 32][4]) {
+#pragma unroll
+    for (int k = 0; k < kTokens / 32; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&first)[4] = s[0][4 * k + i / 2 * 2];
+        const float (&second)[4] = s[0][4 * k + i / 2 * 2 + 1];
+        const int row = i % 2 * 2;
+        p[k][i] = ptx::pack_e4m3(first[row], first[row + 1]) |
+                  static_cast<uint32_t>(ptx::pack_e4m3(second[row], second[row + 1])) << 16;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void add(State& state, const float (&partial)[kVColumns / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < kVColumns / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state.o[0][n][i] += partial[n][i];
+    }
+  }
+
+  /// Writes the warp's rows, through its rows of the Q tile.
+  __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
+    static_assert(kShift == 8.0f, "2^-kShift");
+    constexpr float kUnshifted[2] = {1.0f / 256, 1.0f / 256};
+    state.scale_output(0, kUnshifted);
+    state.sum[0][0] *= kUnshifted[0];
+    state.sum[0][1] *= kUnshifted[1];
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                        shared.requests(item));
+    if (is_box(target, first_row)) {
+      store_rows(state, target, first_row, q_slot);
+    } else {
+      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
+    }
+  }
+
+  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
+  /// there. The first Q K^T of an item is multiplied while the output of the item before is written.
+  __device__ __forceinline__ void run_items(typename Shared::QPlace& place) {
+    static_assert(Shared::kQSlots > 1, "Q of the next item comes early");
+    const int first_row = consumer_warp() * 16;
+    float s[1][kTokens / 8][4];
+    float partial[kVColumns / 8][4];
+    wait_for_tile(kv);
+    ptx::wgmma_fence();
+    multiply_keys(s, query(place.slot), kv.slot);
+
+    for (bool more = true; more;) {
+      const WorkItem& item = shared.item(place.slot);
+      State state;
+      state.scale = scale(item);
+      const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+      const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
+      int32_t token = item.first_token;
+      for (int left = item.num_kv_tiles;; token += kTokens) {
+        const typename Shared::KvPlace keys = kv;
+        next_tile();
+        transpose(kv, token, item.readable);
+        next_tile();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(s[0]);
+        free_tile(keys);
+
+        finish_scores(item, s, first_row, token, unmasked, rows);
+        float correction[2];
+        if (state.raise_maximum(0, s[0], correction, kSlack)) state.scale_output(0, correction);
+        exponentiate(state, s);
+        uint32_t p[kTokens / 32][4];
+        pack(s, p);
+
+        // All of V is transposed. And all products before these are done, so what they read may be written next.
+        sync_warpgroup();
+        ptx::wgmma_fence();
+        multiply_values(partial, p);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(partial);
+        add(state, partial);
+        buffer ^= 1;
+        if (--left == 0) break;
+        wait_for_tile(kv);
+        ptx::wgmma_fence();
+        multiply_keys(s, query(place.slot), kv.slot);
+      }
+
+      typename Shared::QPlace next = place;
+      next.next();
+      shared.wait_q_full(next);
+      more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
+      if (more) wait_for_tile(kv);
+      ptx::wgmma_fence();
+      // Without a next item these scores are not used, but a branch here would serialise the products.
+      multiply_keys(s, query(next.slot), kv.slot);
+      write(state, item, first_row, place.slot);
+      shared.free_q(place);
+      place = next;
+    }
+    ptx::wgmma_wait<0>();
+  }
+};
+
+}  // namespace attn::sm90
