@@ -219,7 +219,9 @@ class Attention:
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
-                    level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, positions_of(view)),
+                    level_options(
+                        level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, view.pages_change, positions_of(view)
+                    ),
                     view.qo_indptr,
                     view.rows,
                     table.indices,

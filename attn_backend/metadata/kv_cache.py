@@ -107,6 +107,14 @@ class KVCache:
             fields["scale_tensors"], fields["scale_values"] = _tensors_of(k_scale, v_scale), _values_of(k_scale, v_scale)
         return cache
 
+    def by_slot(self) -> KVCache:
+        """The same cache in pages of one token: page p is slot p, page p // page_size and token p % page_size of this one.
+
+        Raises:
+            ValueError: the pages do not follow one another, as those of a layer among others do not.
+        """
+        return KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale)
+
     @property
     def num_pages(self) -> int:
         return self.k.shape[0]
@@ -214,6 +222,15 @@ def _token_major(name: str, tensor: Tensor, layout: str) -> Tensor:
 def _pages_of_slots(name: str, tensor: Tensor, page_size: int) -> Tensor:
     pages = tensor.shape[0] // page_size
     return _view(name, tensor, lambda: tensor[: pages * page_size].unflatten(0, (pages, page_size)))
+
+
+def _pages_of_one(name: str, part: Tensor) -> Tensor:
+    pages, page_size, heads, columns = part.shape
+    page_stride, token_stride, head_stride, column_stride = part.stride()
+    if pages > 1 and page_size > 1 and page_stride != page_size * token_stride:
+        refuse(f"kv.{name}", part, "a cache whose pages follow one another: stride(0) = page_size * stride(1)")
+    step = token_stride if page_size > 1 else page_stride
+    return part.as_strided((pages * page_size, 1, heads, columns), (step, step, head_stride, column_stride))
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:

@@ -220,13 +220,13 @@ void Attention::find_row_ranges(driver::Stream stream) {
   driver::launch(row_ranges_kernel_, driver::Launch{ctas, 1, kRowRangeThreads}, &params, stream);
 }
 
-uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream) {
+uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream) {
   const InUse in_use(*this);
   PlanParams& params = plan_params_;
   params.num_levels = num_levels;
   params.config = schedule_config_;
   params.schedule = schedule_;
-  prepare_plan(params);
+  prepare_plan(params, seeks_prefixes);
   if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1 && !is_interpreted_) {
     find_row_ranges(stream);
     params.levels[0].row_ranges = row_ranges_;
@@ -239,7 +239,8 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stre
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;
-    if (errors == 0 && has_negative_page(params)) errors = kPageIndexInvalid;
+    // Of a table whose page ids change, those of a run count, which clamps and reports them.
+    if (errors == 0 && seeks_prefixes && has_negative_page(params)) errors = kPageIndexInvalid;
   }
   if (errors == 0) planned_page_size_ = params.levels[0].table.page_size;
   return errors;

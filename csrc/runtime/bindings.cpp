@@ -150,7 +150,7 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
   attention.level(options.index) = level;
   if (options.index + 1 < options.num_levels) return 0;
-  return attention.plan(options.num_levels, options.finds_row_ranges, current_stream(device));
+  return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
 }
 
 /// K or V of the cache of one layer.
