@@ -434,7 +434,8 @@ def _kernel_files(
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        which = dims, "sinks" if sinks else "standard", KV_DTYPE_NAMES.get(kv_dtype)
-        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins.items()}
+        kv_element = KV_DTYPE_NAMES.get(kv_dtype)
+        which = dims, "sinks" if sinks else "standard", kv_element
+        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(dims, kv_element).items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

@@ -14,8 +14,8 @@ from .structs import values_of
 DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 # Of caches whose elements are not those of Q: the same.
-KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
-KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2", torch.uint8: "kScaledLatent"}
+KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "latent"}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -55,8 +55,10 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES:
-        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn or torch.float8_e5m2")
-    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over_float8:
+        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8")
+    if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
+        refuse("kv_dtype", kv_dtype, "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512 and dtype = torch.bfloat16")
+    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype]):
         refuse("kv_dtype", kv_dtype, manifest.FLOAT8_HEAD_DIMS_TEXT)
     return kv_dtype
 

@@ -17,8 +17,9 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}  # of caches whose elements are not those of Q
-KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # by torch's names
+# Of caches whose elements are not those of Q; latent: rows of MLA with scales of their own.
+CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
@@ -52,19 +53,21 @@ class HeadDims(NamedTuple):
         """Whether there are kernels for it."""
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
 
-    @property
-    def runs_over_float8(self) -> bool:
-        """Whether there are CUDA kernels for it over 8-bit caches."""
-        return self.runs_on_cuda and self not in _WIDE_HEAD_DIMS
+    def runs_over(self, kv_element: str | None) -> bool:
+        """Whether there are CUDA kernels for it over caches of these elements, one of CUDA_KV_ELEMENTS; None: those of Q."""
+        if kv_element == "latent":
+            return self == MLA_HEAD_DIMS
+        return self.runs_on_cuda and (kv_element is None or self == MLA_HEAD_DIMS or self not in _WIDE_HEAD_DIMS)
 
     def __str__(self) -> str:
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
 
 
 _MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
-_WIDE_HEAD_DIMS = (HeadDims(512, 512), HeadDims(576, 512))
+MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
+_WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
-FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA that are not (head_dim, head_dim_v) = (576, 512)"
 # Kernels of the others are compiled when they are first needed, or ahead.
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
@@ -86,6 +89,10 @@ class Design:
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
+
+    def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
+        """Those of `cubins` that there are for such heads and caches: one where rows are widened as they are loaded, whatever TMA could describe."""
+        return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element is not None else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
@@ -177,7 +184,7 @@ def variant_kernels(
         kernel: Kernel(
             attention_name(stem, element, head_dim, name, kv_element), (arch,), text + attention_source(stem, element, head_dim, variant_type, kv_element)
         )
-        for kernel, stem in design.cubins.items()
+        for kernel, stem in design.cubins_for(HeadDims.of(head_dim), kv_element).items()
     }
     if variant.has_output:
         made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
@@ -190,9 +197,13 @@ def attention_source(design: str, element: str, head_dim: int | HeadDims, varian
     """design: of Design.cubins. kv_element: as in attention_name()."""
     dims = HeadDims.of(head_dim)
     kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
-    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}>"
+    variant = f"attn::{variant_type}"
+    if kv_element is not None:
+        variant = f"attn::{'WithScaledLoads' if dims in _WIDE_HEAD_DIMS else 'WithScales'}<{variant}>"
     traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
+    if copier and dims in _WIDE_HEAD_DIMS and kv_element is not None:
+        copier = "WideningCopier"
     return template.substitute(traits=traits, copier=copier)
 
 
@@ -265,8 +276,9 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 def attention_kernels(element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None) -> list[Kernel]:
     """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element: as in attention_name()."""
     made = []
+    stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(HeadDims.of(head_dim), kv_element).values()}
     for variant in variants:
-        for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
+        for design, archs in stems.items():
             name = attention_name(design, element, head_dim, variant, kv_element)
             made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element)))
     return made
@@ -298,7 +310,7 @@ def source_of(name: str, arch: str) -> str | None:
     if name in kernels(arch):
         return kernels(arch)[name].source
     shape = _shape_of(name)
-    if shape is None or not shape.dims.runs_on_cuda or (shape.kv_element is not None and not shape.dims.runs_over_float8):
+    if shape is None or not shape.dims.runs_over(shape.kv_element):
         return None
     made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element)
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)

@@ -7,17 +7,23 @@
 
 namespace attn {
 
-/// Element_: of Q and O. KvElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
-template <class Element_, class KvElement_, class Shape_, class Variant_>
+/// Element_: of Q and O. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
+template <class Element_, class StoredElement_, class Shape_, class Variant_>
 struct Traits {
   using Element = Element_;
-  using KvElement = KvElement_;
+  using StoredElement = StoredElement_;
   using Shape = Shape_;
   using Variant = Variant_;
-  /// The products take Q, K and V of one type: those of a cache of 8-bit elements are widened on their way to them.
-  static constexpr bool kWidens = !is_same<Element, KvElement>;
-  static_assert(kWidens == Variant::kHasScales && KvElement::kBytes == (kWidens ? 1 : Element::kBytes),
+  static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
+  /// The products take Q, K and V of one type: those of a cache of 8-bit elements are widened on their way to them. Of
+  /// wide heads that is done on the way to KV tiles.
+  static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
+  static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
+  using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles
+  static_assert(kWidens == Variant::kHasScales && kWidensOnLoad == Variant::kLoadsScaled &&
+                    StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
                 "a cache of another type has 8-bit elements, which have scales");
+  static_assert(kWidensOnLoad || !is_same<StoredElement, ScaledLatent>, "rows of wide heads");
 };
 
 }  // namespace attn

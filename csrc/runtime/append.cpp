@@ -289,8 +289,8 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   const Dim heads{"num_kv_heads", k_cache.size(2)};
   check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
   const auto columns_of = [](const char* name, const TensorView& cache) {
-    constexpr int32_t kMaxHeadDim = 256;
-    const int32_t columns = narrow(name, cache.size(3), 8, kMaxHeadDim);
+    constexpr int32_t kMaxColumns = 512;  // those of MLA's latents
+    const int32_t columns = narrow(name, cache.size(3), 8, kMaxColumns);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };

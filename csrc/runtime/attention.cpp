@@ -146,7 +146,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
   if (config_.has_mask)
     row_ranges_kernel_ = driver::load_kernel(file_of(files, "row_ranges"), "row_ranges_kernel", device, 0);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
-    const bool comes_later = i > 0 && config_.has_variant && files.count(design_.kernels[i]) == 0;
+    const bool widens_on_load = is_wide(config_.dims()) && is_float8(config_.kv_dtype);  // its first kernel is all
+    const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(design_.kernels[i]) == 0;
     if (!comes_later) load_attention_kernel(i, file_of(files, design_.kernels[i]));
   }
 }

@@ -128,6 +128,7 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(DataType, kBFloat16);
   ATTN_VALUE(DataType, kFloat8E4M3);
   ATTN_VALUE(DataType, kFloat8E5M2);
+  ATTN_VALUE(DataType, kScaledLatent);
   ATTN_VALUE(CascadeMode, kCascadeOff);
   ATTN_VALUE(CascadeMode, kCascadeByCost);
   ATTN_VALUE(CascadeMode, kCascadeAlways);

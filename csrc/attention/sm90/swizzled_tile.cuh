@@ -51,7 +51,7 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element, kHeadColumns_, kRows>> 
 };
 
 template <class Traits>
-constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
+constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
 
 template <class Traits>
 using QTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
