@@ -265,6 +265,16 @@ extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void app
 }
 """)
 
+_APPEND_LATENT = """\
+#include "cache/append_latent.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
+  attn::append_latent(params);
+}
+"""
+
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""
 extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
@@ -361,6 +371,7 @@ def _append_qkv_source(element: str, quantises: bool) -> str:
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+    Kernel("append_latent", ARCHS, _APPEND_LATENT),
     *(
         Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
         for name, element in CUDA_ELEMENTS.items()
