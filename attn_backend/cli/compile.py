@@ -86,7 +86,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
-        if kv_element is not None and not head_dim.runs_over_float8:
+        if kv_element is not None and not head_dim.runs_over(kv_element):
             raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.FLOAT8_HEAD_DIMS_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
