@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.manifest import KV_ELEMENT_NAMES
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.structure import refuse
-from .arguments import buffer_length, copy_if_other, element_type, number, on_device, rows_of
+from ..metadata.structure import dtype_name, refuse
+from .arguments import buffer_length, copy_if_other, element_types, number, on_device, rows_of
 from .batch_prefill import BACKENDS
 from .features import missing, not_supported, refuse_given
 from .planned_attention import Heads, Logits, PlannedAttention, check_head_dims
@@ -108,13 +109,17 @@ class BatchMLAPagedAttentionWrapper:
             head_dim_ckv, head_dim_kpe: columns of the latent, and of the rotated part: 512 and 64, or 0.
             causal: the queries of a request are its last tokens, and see those before and themselves.
             sm_scale: that of the heads before the absorption: (128 + 64) ** -0.5 in DeepSeek's models.
+            kv_data_type: q_data_type, or float8_e4m3fn or float8_e5m2, of both caches.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(use_profiler=use_profiler)
-        dtype = element_type(q_data_type, kv_data_type)
-        heads = Heads(num_heads, 1, check_head_dims(head_dim_ckv + head_dim_kpe, head_dim_ckv, self.device), dtype)
+        dtype, kv_dtype = element_types(q_data_type, kv_data_type)
+        dims = check_head_dims(head_dim_ckv + head_dim_kpe, head_dim_ckv, self.device)
+        if kv_dtype is not None and self.device.type == "cuda" and not dims.runs_over(KV_ELEMENT_NAMES[dtype_name(kv_dtype)]):
+            not_supported(f"kv_data_type = {kv_dtype} with head_dim = {dims} on CUDA")
+        heads = Heads(num_heads, 1, dims, dtype, kv_dtype)
         batch_size = len(qo_indptr) - 1
         self._rows = rows_of(qo_indptr)
         kv_indptr, kv_indices, kv_lens = (on_device(tensor, self.device, True) for tensor in (kv_indptr, kv_indices, kv_len_arr))
@@ -170,6 +175,7 @@ class BatchMLAPagedAttentionWrapper:
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; the same for both.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
@@ -177,14 +183,19 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         if self._heads is None:
             raise ValueError("run() before a successful plan()")
-        dims, dtype = self._heads.head_dims, self._heads.dtype
+        dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
+        if kv_dtype is None:
+            refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+        elif (1.0 if ckv_scale is None else ckv_scale) != (1.0 if kpe_scale is None else kpe_scale):
+            not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale}: a row has one scale")
         named = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
         for (name, tensor), width in zip(named.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
-            if tensor.ndim != 3 or tensor.shape[2] != width or tensor.dtype != dtype:
-                refuse(name, tensor, f"a {str(dtype).removeprefix('torch.')} tensor [..., ..., {width}], as planned")
+            planned = kv_dtype if kv_dtype is not None and name.endswith("cache") else dtype
+            if tensor.ndim != 3 or tensor.shape[2] != width or tensor.dtype != planned:
+                refuse(name, tensor, f"a {dtype_name(planned)} tensor [..., ..., {width}], as planned")
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
         q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache)
@@ -195,9 +206,10 @@ class BatchMLAPagedAttentionWrapper:
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
                 warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=2)
                 self._has_warned = True
-            cache = torch.cat((ckv_cache, kpe_cache), -1)
+            as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
+            cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype)
         k = cache.unsqueeze(2)
-        kv = KVCache.unchecked(k, k[..., : dims.v])
+        kv = KVCache.unchecked(k, k[..., : dims.v], ckv_scale, ckv_scale)
         if q is None:
             q = torch.cat((q_nope, q_pe), -1)
         wants_lse = return_lse or lse is not None

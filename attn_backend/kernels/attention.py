@@ -58,7 +58,7 @@ class Attention:
         head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied; on CUDA for heads of
-            up to 256 columns.
+            up to 256 columns, and of 576 with 512. torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -114,6 +114,8 @@ class Attention:
         check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
+        if kv_dtype == torch.uint8 and variant is not None:
+            refuse("variant", variant, "None with kv_dtype = torch.uint8")
         num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads

@@ -8,6 +8,7 @@ import torch
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache
+from attn_backend.variants.builtin import causal
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -85,6 +86,8 @@ def test_refuses() -> None:
     ]:
         with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
             call()
+    with pytest.raises(ValueError, match=r"^variant is .*, must be None with kv_dtype = torch.uint8"):
+        Attention(16, 1, 576, head_dim_v=512, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, variant=causal())
     for options in ({"head_dim": 128}, {"head_dim": 576, "head_dim_v": 512, "dtype": torch.float16}, {"head_dim": 512}):
         with pytest.raises(ValueError, match=r"^kv_dtype is torch.uint8, must be another one: rows of DeepSeek V3.2's latents are for head_dim = 576"):
             Attention(16, 1, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, **options)  # type: ignore[arg-type]
