@@ -87,7 +87,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
         if kv_element is not None and not head_dim.runs_over(kv_element):
-            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.FLOAT8_HEAD_DIMS_TEXT}")
+            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.kv_dtype_must_be(kv_element)}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     for arch in arguments.arch or manifest.ARCHS:
         for head_dim in head_dims:

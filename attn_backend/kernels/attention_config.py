@@ -57,7 +57,7 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES:
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8")
     if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
-        refuse("kv_dtype", kv_dtype, "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512 and dtype = torch.bfloat16")
+        refuse("kv_dtype", kv_dtype, f"{manifest.LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
     if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype]):
         refuse("kv_dtype", kv_dtype, manifest.FLOAT8_HEAD_DIMS_TEXT)
     return kv_dtype

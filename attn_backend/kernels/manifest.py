@@ -68,6 +68,7 @@ MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
 _WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA that are not (head_dim, head_dim_v) = (576, 512)"
+LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 # Kernels of the others are compiled when they are first needed, or ahead.
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
@@ -120,6 +121,11 @@ def attention_name(design: str, element: str, head_dim: int | HeadDims, variant:
 def kv_dtype_of(kv_element: str) -> str:
     """torch's name of one of CUDA_KV_ELEMENTS."""
     return next(dtype for dtype, element in KV_ELEMENT_NAMES.items() if element == kv_element)
+
+
+def kv_dtype_must_be(kv_element: str | None) -> str:
+    """What a message says where heads have no kernels over such a cache."""
+    return LATENT_HEAD_DIMS_TEXT if kv_element == "latent" else FLOAT8_HEAD_DIMS_TEXT
 
 
 def merge_name(element: str, variant: str = "") -> str:
