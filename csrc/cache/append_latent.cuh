@@ -24,8 +24,7 @@ __device__ __forceinline__ void append_latent(const LatentParams& p) {
       largest = fmaxf(largest, fabsf(x[i]));
     }
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+    for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
     const float scale = latent_scale(largest);
     const uint32_t low = ptx::pack_e4m3(x[0] / scale, x[1] / scale);
     const uint32_t high = ptx::pack_e4m3(x[2] / scale, x[3] / scale);
