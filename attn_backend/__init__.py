@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         top_p_renorm_probs,
     )
     from .kernels.states import merge_state, merge_states
-    from .metadata import BSRView, Composition, KVCache, PageTable
+    from .metadata import BSRView, Composition, KVCache, PageTable, selected_slots
     from .variants import Param, Variant, packbits, segment_packbits
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "sample_from_probs",
     "sampling_workspace",
     "segment_packbits",
+    "selected_slots",
     "softmax",
     "top_k_mask_logits",
     "top_k_renorm_probs",
@@ -59,7 +60,7 @@ _HOMES = {
     **{"Attention": ".kernels.attention", "append_kv": ".kernels.append", "append_mla_kv": ".kernels.append_mla"},
     **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
-    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
+    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable", "selected_slots"), ".metadata"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }
 

@@ -1,4 +1,5 @@
-"""Decode and prefill of every head shape, and MLA decode: ours beside the peers that import; one process, one GPU, cold L2, CUDA-graph replay, median.
+"""Decode and prefill of every head shape, and MLA: decode, over 8-bit latents, of selected tokens. Ours beside the peers that import; one process, one GPU,
+cold L2, CUDA-graph replay, median.
 
 python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, KVCache, PageTable, append_mla_kv
 from benchmarks.batches import LARGEST_ERROR
 from benchmarks.peers import Run, time_of
 from benchmarks.report import brief, number, options, save, table, wanted
@@ -24,13 +25,19 @@ from benchmarks.timing import Machine, Timer
 
 PEERS = ("FA3", "FlashMLA")
 MLA = (576, 512)  # the latent and its rope part; values are the latent
+KV_BYTES = {"bf16": 2, "e4m3": 1, "latent": 1}  # of an element; latent: rows with scales of their own
+KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "latent": torch.uint8}
 CHECKED_ROWS = 16
 KERNELS = ("hopper", "generic")
 
 
 @dataclass(frozen=True)
 class ShapeCase:
-    """One line: bf16, causal, lengths in tokens. v_in_k: V is the first columns of K, in the same memory."""
+    """One line: bf16, causal, lengths in tokens.
+
+    v_in_k: V is the first columns of K, in the same memory. kv: what the cache holds, of KV_BYTES. selects_from: each row attends to kv_len tokens of its own,
+    anywhere among so many (sparse MLA); 0: to those of its request.
+    """
 
     kind: str
     qo_lens: tuple[int, ...]
@@ -42,18 +49,23 @@ class ShapeCase:
     page_size: int = 16
     ragged: bool = False
     v_in_k: bool = False
+    kv: str = "bf16"
+    selects_from: int = 0
 
     @property
     def name(self) -> str:
         columns = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
         form = "ragged" if self.ragged else f"p{self.page_size}"
-        return f"{self.kind} bs{len(self.kv_lens)} {self.kv_lens[0]} {columns} h{self.num_qo_heads}/{self.num_kv_heads} {form}"
+        cache = "" if self.kv == "bf16" else f" {self.kv}"
+        return f"{self.kind} bs{len(self.kv_lens)} {self.kv_lens[0]} {columns} h{self.num_qo_heads}/{self.num_kv_heads} {form}{cache}"
 
     @property
     def bytes(self) -> int:
         """K, V, Q and O once."""
         columns = self.head_dim + (0 if self.v_in_k else self.head_dim_v)
-        return 2 * (sum(self.kv_lens) * self.num_kv_heads * columns + sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_v))
+        row = 656 if self.kv == "latent" else columns * KV_BYTES[self.kv]
+        tokens = min(sum(self.kv_lens), self.selects_from or sum(self.kv_lens))
+        return tokens * self.num_kv_heads * row + 2 * sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_v)
 
     @property
     def flops(self) -> int:
@@ -89,14 +101,39 @@ def all_cases() -> Iterator[ShapeCase]:
     for heads in (16, 128):
         for batch, tokens in ((1, 4096), (16, 1024), (64, 4096), (128, 4096)):
             yield ShapeCase("MLA decode", (1,) * batch, (tokens,) * batch, heads, 1, *MLA, page_size=64, v_in_k=True)
+        for kv in ("e4m3", "latent"):
+            for batch, tokens in ((1, 4096), (64, 4096)):
+                yield ShapeCase("MLA decode", (1,) * batch, (tokens,) * batch, heads, 1, *MLA, page_size=64, v_in_k=True, kv=kv)
+    for kv in KV_BYTES:
+        for rows in (64, 2048):
+            yield ShapeCase("sparse MLA", (1,) * rows, (2048,) * rows, 128, 1, *MLA, page_size=1, v_in_k=True, kv=kv, selects_from=65536)
+
+
+def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
+    """Of bf16 [pages, page_size, num_kv_heads, columns] what a cache holds."""
+    if kv != "latent":
+        return k.to(KV_DTYPES[kv])
+    rows = torch.empty(*k.shape[:2], 656, dtype=torch.uint8, device=k.device)
+    tokens = k.flatten(0, 2)
+    append_mla_kv(tokens[:, : MLA[1]], tokens[:, MLA[1] :], KVCache.from_latent(rows), torch.arange(len(tokens), device=k.device))
+    return rows.unsqueeze(2)
+
+
+def numbers(rows: torch.Tensor, kv: str) -> torch.Tensor:
+    """What rows [tokens, num_kv_heads, columns] of a cache stand for, in float64."""
+    if kv != "latent":
+        return rows.double()
+    latent, scales, rope = (part.contiguous() for part in rows.split([512, 16, 128], -1))
+    scaled = latent.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double().repeat_interleave(128, -1)
+    return torch.cat([scaled, rope.view(torch.bfloat16).double()], -1)
 
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
     """Random tensors of a case.
 
-    q: bf16 [rows, num_qo_heads, head_dim]; k, v: bf16 [pages, page_size, num_kv_heads, columns], ragged [tokens, num_kv_heads, columns]; qo_indptr,
-    kv_indptr: int32 [batch + 1]; kv_lens: int32 [batch]; block_table: int32 [batch, pages of a request], ragged [batch, 0].
+    q: bf16 [rows, num_qo_heads, head_dim]; k, v: [pages, page_size, num_kv_heads, columns], ragged [tokens, num_kv_heads, columns]; qo_indptr,
+    kv_indptr: int32 [batch + 1]; kv_lens: int32 [batch]; block_table: int32 [batch, pages of a request], ragged [batch, 0]; selected tokens: their slots.
     """
 
     case: ShapeCase
@@ -121,33 +158,41 @@ class Tensors:
         batch = len(case.kv_lens)
         if case.ragged:
             shape, table = (sum(case.kv_lens),), torch.zeros(batch, 0, dtype=torch.int32, device=device)
+        elif case.selects_from:
+            shape = (case.selects_from, 1)  # type: ignore[assignment]
+            table = torch.randint(case.selects_from, (batch, max(case.kv_lens)), device=device, generator=generator).int()
         else:
             pages = -(-max(case.kv_lens) // case.page_size)
             shape = (batch * pages, case.page_size)  # type: ignore[assignment]
             table = torch.randperm(batch * pages, device=device, generator=generator).int().view(batch, pages)
-        k = data(*shape, case.num_kv_heads, case.head_dim)
+        k = stored(data(*shape, case.num_kv_heads, case.head_dim), case.kv)
         v = k[..., : case.head_dim_v] if case.v_in_k else data(*shape, case.num_kv_heads, case.head_dim_v)
         q = data(sum(case.qo_lens), case.num_qo_heads, case.head_dim)
         return cls(case, q, k, v, indptr(case.qo_lens), indptr(case.kv_lens), torch.tensor(case.kv_lens, dtype=torch.int32, device=device), table)
 
     @property
     def kv(self) -> KVCache:
+        if self.case.v_in_k:
+            return KVCache.from_latent(self.k.squeeze(2), self.case.head_dim_v)
         return KVCache.from_ragged(self.k, self.v) if self.case.ragged else KVCache.from_pair(self.k, self.v)
 
     @property
     def view(self) -> BSRView:
         if self.case.ragged:
             return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr))
+        if self.case.selects_from:
+            return BSRView.selected(self.block_table)
         return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size))
 
     def tokens(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a request: [kv_len, num_kv_heads, columns]."""
+        """K and V of a request, as numbers: [kv_len, num_kv_heads, columns]."""
         if self.case.ragged:
             first, end = self.kv_indptr[request : request + 2].tolist()
             return self.k[first:end], self.v[first:end]
         pages = self.block_table[request].long()
         kv_len = self.case.kv_lens[request]
-        return self.k[pages].flatten(0, 1)[:kv_len], self.v[pages].flatten(0, 1)[:kv_len]
+        k = numbers(self.k[pages].flatten(0, 1)[:kv_len], self.case.kv)
+        return k, k[..., : self.case.head_dim_v] if self.case.v_in_k else self.v[pages].flatten(0, 1)[:kv_len]
 
     def error(self, out: torch.Tensor) -> float:
         """‖o − ref‖ / ‖ref‖ of the last rows of the first and the last request, in float64."""
@@ -169,7 +214,7 @@ class Tensors:
 def ours(tensors: Tensors, **changes: Any) -> tuple[Callable[[], None], Run]:
     """What plans, and what runs. changes: to arguments of Attention."""
     case, view, kv = tensors.case, tensors.view, tensors.kv
-    room: dict[str, Any] = {"max_rows": len(tensors.q), "max_batch": len(case.kv_lens), "device": tensors.q.device}
+    room: dict[str, Any] = {"max_rows": len(tensors.q), "max_batch": len(case.kv_lens), "device": tensors.q.device, "kv_dtype": KV_DTYPES[case.kv]}
     attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, head_dim_v=case.head_dim_v, **(room | changes))
     out = tensors.q.new_empty(*tensors.q.shape[:2], case.head_dim_v)
     attention.plan(view)
@@ -225,6 +270,8 @@ def flash_mla(tensors: Tensors) -> Run:
 
 
 def peers_of(tensors: Tensors) -> dict[str, Callable[[], Run]]:
+    if tensors.case.kv != "bf16" or tensors.case.selects_from:
+        return {}
     peers: dict[str, Callable[[], Run]] = {"FA3": partial(flash_attention_3, tensors)}
     return peers | ({"FlashMLA": partial(flash_mla, tensors)} if tensors.case.v_in_k else {})
 

@@ -97,10 +97,11 @@ def library(
     else:
         text, variant_type, name = "", manifest.VARIANTS[variant], variant
     kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(str(kv_dtype).removeprefix("torch."))
-    for cubin, stem in design.cubins.items():
+    cubins = design.cubins_for(head_dim, kv_element)
+    for cubin, stem in cubins.items():
         text += manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q).replace("attention_kernel", f"{cubin}_kernel")
     text += manifest.merge_source(element, variant_type)
-    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in design.cubins)}}};\n"
+    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
     name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q)
     made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p

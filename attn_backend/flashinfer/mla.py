@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.manifest import HeadDims
+from ..kernels.manifest import KV_ELEMENT_NAMES, HeadDims
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
@@ -98,14 +98,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             head_dim_ckv, head_dim_kpe: columns of the latent, and of the rotated part: 512 and 64, or 0.
             causal: the queries of a request are its last tokens, and see those before and themselves.
             sm_scale: that of the heads before the absorption: (128 + 64) ** -0.5 in DeepSeek's models.
+            kv_data_type: q_data_type, or float8_e4m3fn or float8_e5m2, of both caches.
 
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(use_profiler=use_profiler)
-        if kv_data_type != q_data_type:
-            not_supported(f"kv_data_type = {kv_data_type} with q_data_type = {q_data_type}")
         heads = heads_of(self.device, num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, q_data_type, kv_data_type)
+        kv_dtype = heads.kv_dtype
+        if kv_dtype is not None and self.device.type == "cuda" and not heads.head_dims.runs_over(KV_ELEMENT_NAMES[dtype_name(kv_dtype)]):
+            not_supported(f"kv_data_type = {kv_dtype} with head_dim = {heads.head_dims} on CUDA")
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             kv_indptr = kv_indptr[: batch_size + 1]
@@ -163,6 +165,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; the same for both.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
@@ -170,13 +173,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        if profiler_buffer is not None or o_scale is not None or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
-            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
+            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         self._check_planned()
-        dims, dtype = self._heads.head_dims, self._heads.dtype
-        is_planned = q_nope.dtype == q_pe.dtype == ckv_cache.dtype == kpe_cache.dtype == dtype
+        dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
+        if ckv_scale is not None or kpe_scale is not None:
+            _check_scales(kv_dtype, ckv_scale, kpe_scale)
+        of_cache = dtype if kv_dtype is None else kv_dtype
+        is_planned = q_nope.dtype == q_pe.dtype == dtype and ckv_cache.dtype == kpe_cache.dtype == of_cache
         if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
-            _refuse_columns(dims, dtype, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+            _refuse_columns(dims, dtype, of_cache, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
         q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache)
@@ -187,8 +193,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
                 warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=2)
                 self._has_warned = True
-            cache = torch.cat((ckv_cache, kpe_cache), -1)
-        kv = _latent_cache(cache, dims.v)
+            as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
+            cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype)
+        kv = _latent_cache(cache, dims.v, ckv_scale)
         if q is None:
             q = torch.cat((q_nope, q_pe), -1)
         wants_lse = return_lse or lse is not None
@@ -223,18 +230,26 @@ class Kernels:
         return []
 
 
-def _refuse_columns(dims: HeadDims, dtype: torch.dtype, **tensors: Tensor) -> NoReturn:
+def _check_scales(kv_dtype: torch.dtype | None, ckv_scale: float | None, kpe_scale: float | None) -> None:
+    if kv_dtype is None:
+        refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+    if (1.0 if ckv_scale is None else ckv_scale) != (1.0 if kpe_scale is None else kpe_scale):
+        not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale}: a row has one scale")
+
+
+def _refuse_columns(dims: HeadDims, of_q: torch.dtype, of_cache: torch.dtype, **tensors: Tensor) -> NoReturn:
     for (name, tensor), columns in zip(tensors.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
+        dtype = of_cache if name.endswith("cache") else of_q
         if tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
             refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
     raise AssertionError("one of them is another")
 
 
-def _latent_cache(cache: Tensor, columns: int) -> KVCache:
+def _latent_cache(cache: Tensor, columns: int, scale: float | None) -> KVCache:
     """KVCache.from_latent, in less time: Attention.run checks what it is given."""
     (pages, page_size, width), (page_step, step, _) = cache.shape, cache.stride()
     k = cache.as_strided((pages, page_size, 1, width), (page_step, step, width, 1))
-    return KVCache.unchecked(k, k.as_strided((pages, page_size, 1, columns), (page_step, step, columns, 1)))
+    return KVCache.unchecked(k, k.as_strided((pages, page_size, 1, columns), (page_step, step, columns, 1)), scale, scale)
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from ..metadata import KVCache
+from ..metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_DTYPE
 from ..metadata.structure import check_plain, check_same_device, check_types, dtype_name, explain_failure, refuse
 from . import compiled
 from .append import append_kv
+from .cubins import arch_of, find_kernel
+from .library import library
+
+_NARROW_DTYPES = (*FLOAT8_DTYPES, SCALED_LATENT_DTYPE)
+# What such caches are made from.
+_SOURCE_DTYPES = {dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in FLOAT8_DTYPES} | {SCALED_LATENT_DTYPE: (torch.bfloat16,)}
+
+
+@cache
+def _latent_kernel(device: torch.device) -> str:
+    """The kernel that quantises to rows with scales of their own; empty on a CPU."""
+    return str(find_kernel("append_latent", arch_of(torch.cuda.get_device_capability(device)))) if device.type == "cuda" else ""
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
     """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent and, behind it, the part of the key that was rotated.
 
-    One launch, that of `append_kv`. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow.
+    Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a float8 cache latent and rope of another dtype are
+    divided by its scale and rounded, as `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by their largest
+    magnitude / 448, which is their scale (not rounded to a power of two; vLLM's `concat_and_cache_mla` for fp8_ds_mla does the same), and rope as it is.
 
     Args:
         latent: [tokens, width of the latent], tokens >= len(slots), last dimension contiguous: 512 columns in DeepSeek's models.
         rope: [tokens, width of the rotated part], as latent: 64 columns there.
-        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first columns of K's bytes. Same device, same dtype.
+        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first columns of K's bytes. Same device, same dtype, or
+            float8 with one scale for all; or uint8 for bfloat16.
         slots: int32 or int64 [tokens], as `append_kv` takes them: a negative slot, or one beyond the cache, is skipped.
 
     Raises:
@@ -30,13 +48,24 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
     try:
         k, v = kv.k, kv.v
         width = v.shape[3]
-        if k.data_ptr() != v.data_ptr() or k.dtype != latent.dtype:
+        if k.data_ptr() != v.data_ptr() or (k.dtype != latent.dtype and k.dtype not in _NARROW_DTYPES) or latent.dtype != rope.dtype:
             _explain(latent, rope, kv, slots)
+        if k.dtype == SCALED_LATENT_DTYPE:
+            _check_plain(latent, rope)
+            library().append_latent(latent, rope, k, slots, _latent_kernel(k.device))
+            return
         # The two parts are K and V of different widths, which lie side by side.
-        append_kv(latent.unsqueeze(1), rope.unsqueeze(1), KVCache.unchecked(k[..., :width], k[..., width:]), slots)
+        parts = KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)
+        append_kv(latent.unsqueeze(1), rope.unsqueeze(1), parts, slots)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # looked into only here: a layer's call has no time for it
         _explain(latent, rope, kv, slots)
         raise
+
+
+def _check_plain(*parts: Tensor) -> None:
+    for part in parts:
+        if part.is_neg() or (torch.is_grad_enabled() and part.requires_grad):
+            raise ValueError("a part that is not plain")  # by its name: _explain
 
 
 def _explain(latent: object, rope: object, kv: object, slots: object) -> None:
@@ -46,12 +75,16 @@ def _explain(latent: object, rope: object, kv: object, slots: object) -> None:
     steps = zip(kv.k.shape[:2], kv.k.stride(), kv.v.stride(), strict=False)
     if kv.num_kv_heads != 1 or kv.k.data_ptr() != kv.v.data_ptr() or any(size > 1 and of_k != of_v for size, of_k, of_v in steps):
         refuse("kv", kv, "a cache of one KV head whose V is the first columns of K: KVCache.from_latent")
-    columns = kv.v.shape[3], kv.k.shape[3] - kv.v.shape[3]
+    columns = kv.v.shape[3], kv.head_dim - kv.v.shape[3]
+    dtypes = _SOURCE_DTYPES.get(kv.dtype, (kv.dtype,))
+    expected = " or ".join(map(dtype_name, dtypes))
     for name, given, width in zip(("latent", "rope"), (latent, rope), columns, strict=True):
         tensor = check_plain(name, given)
-        if tensor.ndim != 2 or tensor.shape[1] != width or tensor.dtype != kv.dtype or (tensor.stride(1) != 1 and width > 1):
-            refuse(name, tensor, f"a {dtype_name(kv.dtype)} tensor [at least slots.shape[0], {width}], contiguous along its rows")
+        if tensor.ndim != 2 or tensor.shape[1] != width or tensor.dtype not in dtypes or (tensor.stride(1) != 1 and width > 1):
+            refuse(name, tensor, f"a {expected} tensor [at least slots.shape[0], {width}], contiguous along its rows")
         check_same_device(name, tensor, "kv", kv.device)
         if isinstance(slots, Tensor) and slots.ndim == 1 and tensor.shape[0] < slots.shape[0]:
             refuse(f"{name}.shape[0]", tensor.shape[0], f"at least slots.shape[0] = {slots.shape[0]}")
+    if isinstance(latent, Tensor) and isinstance(rope, Tensor) and latent.dtype != rope.dtype:
+        refuse("rope", rope, f"of latent's dtype {dtype_name(latent.dtype)}")
     explain_failure((("latent", latent), ("rope", rope), ("kv.k", kv.k)))

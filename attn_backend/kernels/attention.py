@@ -62,7 +62,7 @@ class Attention:
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies float8_e4m3fn as it is (heads of 64 and 128, under softmax,
             row tiles of 32 rows and more) and rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones, instead of 0.3 %.
         kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied; on CUDA for heads of
-            up to 256 columns.
+            up to 256 columns, and of 576 with 512. torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -119,7 +119,9 @@ class Attention:
         check_batch_invariant(batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
-        q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype)
+        q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
+        if kv_dtype == torch.uint8 and variant is not None:
+            refuse("variant", variant, "None with kv_dtype = torch.uint8")
         num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads = num_qo_heads
@@ -247,7 +249,9 @@ class Attention:
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
                 errors = self._plan_level(
                     self._handle,
-                    level_options(level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, positions_of(view)),
+                    level_options(
+                        level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, view.pages_change, positions_of(view)
+                    ),
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -479,7 +483,8 @@ def _kernel_files(
     element = DTYPE_NAMES[dtype]
     names = {"plan": "plan", "merge": manifest.merge_name(element)}
     if variant is None:
-        which = dims, "sinks" if sinks else "standard", KV_DTYPE_NAMES.get(kv_dtype), q_dtype != dtype
-        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins.items()}
+        kv_element = KV_DTYPE_NAMES.get(kv_dtype)
+        which = dims, "sinks" if sinks else "standard", kv_element, q_dtype != dtype
+        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(dims, kv_element).items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

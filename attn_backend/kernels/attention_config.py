@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..metadata.composition import MAX_LEVELS
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import MAX_INT32, check_int, check_types, refuse
 from . import manifest
 from .cubins import arch_of
@@ -14,8 +15,8 @@ from .structs import values_of
 DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 # Of caches whose elements are not those of Q: the same.
-KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
-KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2", torch.uint8: "kScaledLatent"}
+KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "latent"}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -55,19 +56,27 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES:
-        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn or torch.float8_e5m2")
-    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over_float8:
+        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8")
+    if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
+        refuse("kv_dtype", kv_dtype, f"{manifest.LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
+    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype]):
         refuse("kv_dtype", kv_dtype, manifest.FLOAT8_HEAD_DIMS_TEXT)
     return kv_dtype
 
 
-def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Q's dtype. kv_dtype: of check_kv_dtype()."""
+def check_q_dtype(
+    q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, design: manifest.Design | None
+) -> torch.dtype:
+    """Q's dtype. kv_dtype: of check_kv_dtype(). design: of choose_design()."""
     if q_dtype is None:
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
-    if q_dtype != dtype and (q_dtype not in KV_DTYPES or q_dtype != kv_dtype):
+    if q_dtype == dtype:
+        return dtype
+    if q_dtype not in FLOAT8_DTYPES or q_dtype != kv_dtype:
         refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is torch.float8_e4m3fn or torch.float8_e5m2")
+    if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
+        refuse("q_dtype", q_dtype, manifest.FLOAT8_Q_TEXT)
     return q_dtype
 
 

@@ -83,14 +83,14 @@ def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
 
 
 @custom_op("attn_backend::append_mla_kv", mutates_args=("cache",))
-def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, slots: Tensor) -> None:
+def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, scale: Tensor | None, scale_value: float, slots: Tensor) -> None:
     from .append_mla import append_mla_kv
 
-    append_mla_kv(latent, rope, KVCache.unchecked(cache, cache[..., :head_dim_v]), slots)
+    append_mla_kv(latent, rope, _cache(cache, cache[..., :head_dim_v], scale, scale, scale_value, scale_value), slots)
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], slots)
+    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], kv.scale_tensors[0], kv.scale_values[0], slots)
 
 
 @custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))

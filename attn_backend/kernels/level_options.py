@@ -16,7 +16,15 @@ from .structs import pack
 
 @lru_cache(maxsize=256)
 def level_options(
-    index: int, num_levels: int, page_size: int, window_left: int, entry_step: int, causal: bool, finds_row_ranges: bool, positions: tuple[int, int, int, int]
+    index: int,
+    num_levels: int,
+    page_size: int,
+    window_left: int,
+    entry_step: int,
+    causal: bool,
+    finds_row_ranges: bool,
+    pages_change: bool,
+    positions: tuple[int, int, int, int],
 ) -> bytes:
     """LevelOptions. They are the same from step to step."""
     kv_offsets, of_rows, requests, num_rows = positions
@@ -31,6 +39,7 @@ def level_options(
         entry_step=entry_step,
         causal=causal,
         finds_row_ranges=finds_row_ranges,
+        pages_change=pages_change,
     )
 
 

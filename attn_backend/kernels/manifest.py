@@ -17,8 +17,9 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}  # of caches whose elements are not those of Q
-KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # by torch's names
+# Of caches whose elements are not those of Q; latent: rows of MLA with scales of their own.
+CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
@@ -52,19 +53,25 @@ class HeadDims(NamedTuple):
         """Whether there are kernels for it."""
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
 
-    @property
-    def runs_over_float8(self) -> bool:
-        """Whether there are CUDA kernels for it over 8-bit caches."""
-        return self.runs_on_cuda and self not in _WIDE_HEAD_DIMS
+    def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
+        """Whether there are CUDA kernels for it over caches of these elements, one of CUDA_KV_ELEMENTS; None: Q's. float8_q: Q has the cache's."""
+        if float8_q and (kv_element == "latent" or self in _WIDE_HEAD_DIMS):
+            return False
+        if kv_element == "latent":
+            return self == MLA_HEAD_DIMS
+        return self.runs_on_cuda and (kv_element is None or self == MLA_HEAD_DIMS or self not in _WIDE_HEAD_DIMS)
 
     def __str__(self) -> str:
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
 
 
 _MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
-_WIDE_HEAD_DIMS = (HeadDims(512, 512), HeadDims(576, 512))
+MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
+_WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
-FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA that are not (head_dim, head_dim_v) = (576, 512)"
+FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 # Kernels of the others are compiled when they are first needed, or ahead.
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
@@ -87,6 +94,10 @@ class Design:
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
+
+    def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
+        """Those of `cubins` that there are for such heads and caches: one where rows are widened as they are loaded, whatever TMA could describe."""
+        return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element is not None else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
@@ -117,6 +128,11 @@ def attention_name(
 def kv_dtype_of(kv_element: str) -> str:
     """torch's name of one of CUDA_KV_ELEMENTS."""
     return next(dtype for dtype, element in KV_ELEMENT_NAMES.items() if element == kv_element)
+
+
+def kv_dtype_must_be(kv_element: str | None) -> str:
+    """What a message says where heads have no kernels over such a cache."""
+    return LATENT_HEAD_DIMS_TEXT if kv_element == "latent" else FLOAT8_HEAD_DIMS_TEXT
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -185,7 +201,7 @@ def variant_kernels(
             (arch,),
             text + attention_source(stem, element, head_dim, variant_type, kv_element, float8_q),
         )
-        for kernel, stem in design.cubins.items()
+        for kernel, stem in design.cubins_for(HeadDims.of(head_dim), kv_element).items()
     }
     if variant.has_output:
         made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
@@ -198,10 +214,14 @@ def attention_source(design: str, element: str, head_dim: int | HeadDims, varian
     """design: of Design.cubins. kv_element, float8_q: as in attention_name()."""
     dims = HeadDims.of(head_dim)
     kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
-    variant = f"attn::{variant_type}" if kv_element is None else f"attn::WithScales<attn::{variant_type}{', true' if float8_q else ''}>"
-    q_type = f", attn::{kv_type}" if float8_q else ""
+    variant, q_type = f"attn::{variant_type}", f", attn::{kv_type}" if float8_q else ""
+    if kv_element is not None:
+        wrapped = "WithScaledLoads" if dims in _WIDE_HEAD_DIMS else "WithScales"
+        variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
     traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}{q_type}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
+    if copier and dims in _WIDE_HEAD_DIMS and kv_element is not None:
+        copier = "WideningCopier"
     return template.substitute(traits=traits, copier=copier)
 
 
@@ -268,6 +288,15 @@ extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_rou
   attn::append_rounded<attn::$element>(params);
 }
 """)
+_APPEND_LATENT = """\
+#include "cache/append_latent.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
+  attn::append_latent(params);
+}
+"""
 
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 _SAMPLING = Template("""
@@ -282,8 +311,9 @@ def attention_kernels(
 ) -> list[Kernel]:
     """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element, float8_q: as in attention_name()."""
     made = []
+    stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(HeadDims.of(head_dim), kv_element).values()}
     for variant in variants:
-        for design, archs in (("sm80", ARCHS), ("sm90", (SM90,)), ("sm90_gather", (SM90,))):
+        for design, archs in stems.items():
             name = attention_name(design, element, head_dim, variant, kv_element, float8_q)
             made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element, float8_q)))
     return made
@@ -323,7 +353,7 @@ def source_of(name: str, arch: str) -> str | None:
     if name in kernels(arch):
         return kernels(arch)[name].source
     shape = _shape_of(name)
-    if shape is None or not shape.dims.runs_on_cuda or (shape.kv_element is not None and not shape.dims.runs_over_float8):
+    if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
     made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element, float8_q=shape.float8_q)
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
@@ -377,6 +407,7 @@ def _append_qkv_source(element: str, quantises: bool) -> str:
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+    Kernel("append_latent", ARCHS, _APPEND_LATENT),
     *(
         Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
         for name, element in CUDA_ELEMENTS.items()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .page_table import PageTable
+from .selection import count_slots
 from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse
 
 MAX_LEVELS = 8  # of one composition
@@ -32,6 +33,7 @@ class BSRView:
             and rows stand in their requests: without it the first token is token 0, and a row stands where `causal` takes it to stand.
         positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request, for variants.
         requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants; without it that of the row group.
+        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no shared prefixes in them.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -45,6 +47,31 @@ class BSRView:
     kv_offsets: Tensor | None = None
     positions: Tensor | None = None
     requests: Tensor | None = None
+    pages_change: bool = False
+
+    @classmethod
+    def selected(cls, slots: Tensor, kv_lens: Tensor | None = None) -> BSRView:
+        """Row i of Q attends to the tokens in the slots that slots[i] begins with, and to no others: sparse attention, such as DeepSeek V3.2's.
+
+        Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >= rows. The cache must have pages of one token
+        (`KVCache.by_slot`).
+
+        One plan serves all layers, though each selects tokens of its own: a plan depends on how many there are, and runs read which. `selected_slots` writes
+        those of the next layer into the same tensor (`out=slots`): as many of each row as were planned. `run(after_append=True)` may be used only where they
+        were complete before the append.
+
+        Args:
+            slots: int32 [rows, topk], in any order: first those that there are, then -1 (`selected_slots` brings them into that order). A slot that a row has
+                twice counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], how many there are; None: those that are not negative, counted now, on the device, without synchronisation. A row
+                without any has output 0 and lse -inf.
+
+        Raises:
+            ValueError: a tensor of the wrong dtype, shape or device.
+        """
+        counts = count_slots(slots) if kv_lens is None else kv_lens
+        indptr = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
+        return cls(indptr, PageTable.block_table(slots, counts, 1), causal=False, pages_change=True)
 
     @property
     def batch_size(self) -> int:
@@ -62,6 +89,8 @@ class BSRView:
         check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
         if self.causal is not None and not isinstance(self.causal, bool):
             refuse("causal", self.causal, "True, False or None")
+        if not isinstance(self.pages_change, bool):
+            refuse("pages_change", self.pages_change, "True or False")
         if type(self.window_left) is not int or not -1 <= self.window_left <= MAX_INT32:
             object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:

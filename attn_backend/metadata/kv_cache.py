@@ -16,6 +16,8 @@ from .structure import check_int, check_plain, check_same_device, dtype_name, ex
 _Views = TypeVar("_Views")
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
+# Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32 scales, 64 bf16 numbers.
+SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
 Scale = Tensor | float | None
 
 
@@ -23,7 +25,7 @@ Scale = Tensor | float | None
 class KVCache:
     """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2;
     the last dimension is contiguous, the other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...`
-    methods.
+    methods. (Of rows with scales of their own, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
 
     k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors; None: 1. A number above 0; or a float32 tensor of
     such, on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. Tensors are read
@@ -85,16 +87,23 @@ class KVCache:
         return cls.from_slots(k, v, 1, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
-    def from_latent(cls, latent: Tensor, head_dim_v: int = 512) -> KVCache:
+    def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: Scale = None) -> KVCache:
         """The latents of multi-head latent attention: what a token's key is, and in its first columns its value, for all query heads; V is a view of K.
 
         latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free. DeepSeek's width is 576, of which head_dim_v = 512
-            columns are the value.
+            columns are the value. Or uint8 [pages, page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn numbers (the
+            latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16 numbers (the rotated part); an Attention for it has
+            kv_dtype=torch.uint8.
+        scale: of float8 latents, one for all: both k_scale and v_scale.
         """
         _check_dimensions("latent", latent, 3, "[pages, page_size, width]")
-        check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
         k = _view("latent", latent, lambda: latent.unsqueeze(2))
-        return cls(k, k[..., :head_dim_v])
+        if latent.dtype == SCALED_LATENT_DTYPE:
+            if latent.shape[2] != SCALED_LATENT_BYTES:
+                refuse("latent", latent, f"uint8 [pages, page_size, {SCALED_LATENT_BYTES}], or of another dtype")
+            check_int("head_dim_v", head_dim_v, SCALED_LATENT_DIMS[1], SCALED_LATENT_DIMS[1])
+        check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
+        return cls(k, k[..., :head_dim_v], scale, scale)
 
     @classmethod
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
@@ -106,6 +115,14 @@ class KVCache:
             fields["k_scale"], fields["v_scale"] = k_scale, v_scale
             fields["scale_tensors"], fields["scale_values"] = _tensors_of(k_scale, v_scale), _values_of(k_scale, v_scale)
         return cache
+
+    def by_slot(self) -> KVCache:
+        """The same cache in pages of one token: page p is slot p, page p // page_size and token p % page_size of this one.
+
+        Raises:
+            ValueError: the pages do not follow one another, as those of a layer among others do not.
+        """
+        return KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale)
 
     @property
     def num_pages(self) -> int:
@@ -122,7 +139,7 @@ class KVCache:
 
     @property
     def head_dim(self) -> int:
-        return self.k.shape[3]
+        return SCALED_LATENT_DIMS[0] if self.dtype == SCALED_LATENT_DTYPE else self.k.shape[3]
 
     @property
     def head_dim_v(self) -> int:
@@ -142,6 +159,8 @@ class KVCache:
         if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
             refuse("v", self.v, f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype {dtype_name(self.k.dtype)}")
         check_same_device("v", self.v, "k", self.k.device)
+        if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != ((1, SCALED_LATENT_BYTES), 512, self.k.data_ptr()):
+            refuse("k", self.k, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent")
         scales = (self._checked_scale("k_scale", self.k_scale), self._checked_scale("v_scale", self.v_scale))
         object.__setattr__(self, "scale_tensors", _tensors_of(*scales))
         object.__setattr__(self, "scale_values", _values_of(*scales))
@@ -180,7 +199,7 @@ def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
 def _checked(name: str, view: Tensor) -> Tensor:
     """`view` with plain strides."""
     _check_dimensions(name, view, 4, "[pages, page_size, num_kv_heads, head_dim]")
-    if view.dtype not in DTYPES:
+    if view.dtype not in (*DTYPES, SCALED_LATENT_DTYPE):
         refuse(name, view, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
     if view.shape[1] < 1:
         refuse(name, view, "of page_size >= 1: [pages, page_size, num_kv_heads, head_dim]")
@@ -214,6 +233,15 @@ def _token_major(name: str, tensor: Tensor, layout: str) -> Tensor:
 def _pages_of_slots(name: str, tensor: Tensor, page_size: int) -> Tensor:
     pages = tensor.shape[0] // page_size
     return _view(name, tensor, lambda: tensor[: pages * page_size].unflatten(0, (pages, page_size)))
+
+
+def _pages_of_one(name: str, part: Tensor) -> Tensor:
+    pages, page_size, heads, columns = part.shape
+    page_stride, token_stride, head_stride, column_stride = part.stride()
+    if pages > 1 and page_size > 1 and page_stride != page_size * token_stride:
+        refuse(f"kv.{name}", part, "a cache whose pages follow one another: stride(0) = page_size * stride(1)")
+    step = token_stride if page_size > 1 else page_stride
+    return part.as_strided((pages * page_size, 1, heads, columns), (step, step, head_stride, column_stride))
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:

@@ -26,6 +26,15 @@ ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes)
   return round_up(columns * element_bytes, 128);
 }
 
+/// Heads whose output is too wide for the registers of one warp, or of one warpgroup: several share its columns. Of an
+/// 8-bit cache their KV tiles are widened where they are loaded: there is no room for tiles of both widths.
+ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
+
+/// Bytes of an element of a KV tile in shared memory. `kv_element_bytes`: in the cache.
+ATTN_HD constexpr int32_t tile_element_bytes(HeadDims dims, int32_t element_bytes, int32_t kv_element_bytes) {
+  return is_wide(dims) ? element_bytes : kv_element_bytes;
+}
+
 /// HeadDims that a kernel is compiled for.
 template <int kQk_, int kV_ = kQk_>
 struct HeadShape {

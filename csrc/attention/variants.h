@@ -111,6 +111,7 @@ struct VariantBase {
   static constexpr bool kHasSinks = false;
   static constexpr bool kHasScales = false;
   static constexpr bool kHasQueryScale = false;
+  static constexpr bool kLoadsScaled = false;
   static constexpr bool kIsStandard = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
@@ -147,7 +148,21 @@ struct WithScales : Variant {
       : Variant(params.variant, kv_head_), scales(params.scales), kv_head(kv_head_) {}
 };
 
-/// Where the Params of the variant itself lie in those of WithScales.
+/// A variant over a cache whose numbers are multiplied by a scale, one for K and V, where they are widened: on their
+/// way to KV tiles.
+template <class Variant>
+struct WithScaledLoads : Variant {
+  static constexpr bool kLoadsScaled = true;
+
+  struct Params {
+    AttentionScales scales;
+    typename Variant::Params variant;
+  };
+
+  ATTN_HD WithScaledLoads(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
+};
+
+/// Where the Params of the variant itself lie in those of WithScales and WithScaledLoads.
 constexpr int32_t kScalesBytes = sizeof(AttentionScales);
 
 /// The variant that a cache's scales were added to.

@@ -10,12 +10,13 @@ enum class DataType : int32_t {
   kFloat16 = 1,
   kBFloat16 = 2,
   kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
-  kFloat8E5M2 = 4
+  kFloat8E5M2 = 4,
+  kScaledLatent = 5  // bytes of rows of MLA's latents: cache/scaled_latent.h
 };
 
 /// Of a type that only a cache may have: its numbers are multiplied by scales.
 ATTN_HD constexpr bool is_float8(DataType dtype) {
-  return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2;
+  return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2 || dtype == DataType::kScaledLatent;
 }
 
 ATTN_HD constexpr int32_t bytes_of(DataType dtype) {

@@ -36,12 +36,19 @@ struct Float16 {
 
 struct Float8E4M3 {
   static constexpr int kBytes = 1;
+  static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e4m3(pair); }
 };
 
 struct Float8E5M2 {
   static constexpr int kBytes = 1;
+  static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e5m2(pair); }
+};
+
+/// Of rows that hold more than elements (cache/scaled_latent.h): what is e4m3 in them.
+struct ScaledLatent : Float8E4M3 {
+  static constexpr bool kRowsHaveScales = true;
 };
 
 /// The elements of a word of a cache as two pairs of Element: (0, 1) and (2, 3).

@@ -27,10 +27,10 @@ inline int32_t plan_ctas(const PlanParams& p) {
   return p.seeks_forest ? 1 + min_of(p.levels[0].num_groups, kMaxSearchCtas) : 1;
 }
 
-/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned;
-/// if so, describes the level of its row groups: the pages of the view, seen as a whole by the rows of a list that the
-/// planner writes (unless node_needs_no_list()).
-inline void prepare_plan(PlanParams& p) {
+/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned
+/// (`seeks_prefixes`: whether it may be); if so, describes the level of its row groups: the pages of the view, seen as
+/// a whole by the rows of a list that the planner writes (unless node_needs_no_list()).
+inline void prepare_plan(PlanParams& p, bool seeks_prefixes = true) {
   p.kv_tile = FastDivisor(p.config.kv_tile);
   p.group_size = FastDivisor(p.config.group_size);
   p.page_size = FastDivisor(p.levels[0].table.page_size);
@@ -44,8 +44,9 @@ inline void prepare_plan(PlanParams& p) {
   }
   const PlanLevel& view = p.levels[0];
   const bool has_positions = view.kv_offsets || view.positions.positions || view.positions.requests;
-  p.seeks_forest = p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr && view.num_groups > 1 &&
-                   view.num_groups <= p.config.max_nodes && p.config.max_tiles < kMaxForestTiles && !has_positions;
+  p.seeks_forest = seeks_prefixes && p.num_levels == 1 && view.rows == nullptr && view.table.indices != nullptr &&
+                   view.num_groups > 1 && view.num_groups <= p.config.max_nodes &&
+                   p.config.max_tiles < kMaxForestTiles && !has_positions;
   if (!p.seeks_forest) return;
   PlanLevel& forest = p.levels[1];
   forest = view;

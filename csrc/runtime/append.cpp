@@ -13,7 +13,9 @@
 #include <string_view>
 
 #include "attention/cpu/executor.h"
+#include "cache/cpu/append_latent.h"
 #include "cache/cpu/append_qkv.h"
+#include "cache/latent_params.h"
 #include "cache/params.h"
 #include "cache/qkv_params.h"
 #include "runtime/append.h"
@@ -290,8 +292,8 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   const Dim heads{"num_kv_heads", k_cache.size(2)};
   check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
   const auto columns_of = [](const char* name, const TensorView& cache) {
-    constexpr int32_t kMaxHeadDim = 256;
-    const int32_t columns = narrow(name, cache.size(3), 8, kMaxHeadDim);
+    constexpr int32_t kMaxColumns = 512;  // those of MLA's latents
+    const int32_t columns = narrow(name, cache.size(3), 8, kMaxColumns);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
@@ -331,6 +333,38 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   launch_append_qkv(params, dtype, device, view(file));
 }
 
+/// bf16 latents and rotated parts to rows with scales of their own.
+void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorView slots, String file) {
+  const DLDevice device = cache.device();
+  LatentParams params{};
+  params.cache = cache_of("kv.k", cache, device, DataType::kScaledLatent, {"pages"}, {"page_size"}, {"num_kv_heads", 1},
+                          {"bytes of a row", ScaledLatentRow::kBytes});
+  check_alignment("kv.k", cache);
+  params.slots = index_array("slots", slots, device, 0);
+  params.num_tokens = narrow("slots.shape[0]", slots.size(0));
+  const auto check = [&](const char* name, const TensorView& t, int64_t columns) {
+    check_tensor(name, t, device);
+    check_dtype(name, t, dl_dtype(DataType::kBFloat16));
+    check_shape(name, t, {{"tokens"}, {"columns", columns}});
+    check_contiguous_dim(name, t, 1);
+    if (t.size(0) < slots.size(0))
+      refuse(std::string(name) + ".shape[0]", t.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+  };
+  check("latent", latent, ScaledLatentRow::kLatentColumns);
+  check("rope", rope, ScaledLatentRow::kRopeColumns);
+  params.latent = latent.data_ptr();
+  params.rope = rope.data_ptr();
+  params.latent_stride = latent.stride(0);
+  params.rope_stride = rope.stride(0);
+  params.num_pages = narrow("kv.k.shape[0] (pages)", cache.size(0));
+  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", cache.size(1), 1));
+  if (device.device_type == kDLCPU) return cpu::append_latent(params);
+  // Without tokens too: a run() that follows relies on this launch.
+  driver::launch(loaded("append_latent_kernel", view(file), device),
+                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendLatentThreads, -1, true},
+                 &params, current_stream(device));
+}
+
 }  // namespace
 }  // namespace attn
 
@@ -338,3 +372,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_append, attn::load_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv_rounded, attn::append_kv_rounded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_qkv, attn::append_qkv);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_latent, attn::append_latent);

@@ -146,7 +146,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
   if (config_.has_mask)
     row_ranges_kernel_ = driver::load_kernel(file_of(files, "row_ranges"), "row_ranges_kernel", device, 0);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
-    const bool comes_later = i > 0 && config_.has_variant && files.count(design_.kernels[i]) == 0;
+    const bool widens_on_load = is_wide(config_.dims()) && is_float8(config_.kv_dtype);  // its first kernel is all
+    const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(design_.kernels[i]) == 0;
     if (!comes_later) load_attention_kernel(i, file_of(files, design_.kernels[i]));
   }
 }
@@ -220,13 +221,13 @@ void Attention::find_row_ranges(driver::Stream stream) {
   driver::launch(row_ranges_kernel_, driver::Launch{ctas, 1, kRowRangeThreads}, &params, stream);
 }
 
-uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream) {
+uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream) {
   const InUse in_use(*this);
   PlanParams& params = plan_params_;
   params.num_levels = num_levels;
   params.config = schedule_config_;
   params.schedule = schedule_;
-  prepare_plan(params);
+  prepare_plan(params, seeks_prefixes);
   if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1 && !is_interpreted_) {
     find_row_ranges(stream);
     params.levels[0].row_ranges = row_ranges_;
@@ -239,7 +240,8 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, driver::Stre
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;
-    if (errors == 0 && has_negative_page(params)) errors = kPageIndexInvalid;
+    // Of a table whose page ids change, those of a run count, which clamps and reports them.
+    if (errors == 0 && seeks_prefixes && has_negative_page(params)) errors = kPageIndexInvalid;
   }
   if (errors == 0) planned_page_size_ = params.levels[0].table.page_size;
   return errors;

@@ -57,6 +57,7 @@ struct LevelOptions {
   int32_t entry_step;  // see PageTable
   bool causal;
   bool finds_row_ranges;  // of a composition of one level: from the variant's mask
+  bool pages_change;      // the table's page ids may be others in later runs: no prefix is sought in them
 };
 
 /// Sizes in bytes of the buffers that the caller allocates once.
@@ -107,9 +108,9 @@ class Attention {
   PlanLevel& level(int32_t index) { return plan_params_.levels[index]; }
 
   /// Plans the first `num_levels` levels on `stream`, or on the host; finds what the variant's mask lets each row see
-  /// first, if that is wanted. Returns the ScheduleError bits on a CPU, 0 on
-  /// CUDA.
-  uint32_t plan(int32_t num_levels, bool finds_row_ranges, driver::Stream stream);
+  /// first, if that is wanted. `seeks_prefixes`: not where page ids may change until a run. Returns the ScheduleError
+  /// bits on a CPU, 0 on CUDA.
+  uint32_t plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
   /// cache and of Q. Returns the ScheduleError

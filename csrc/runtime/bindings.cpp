@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "attention/cpu/executor.h"
+#include "cache/scaled_latent.h"
 #include "common/cpu/isa.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
@@ -150,7 +151,7 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
   attention.level(options.index) = level;
   if (options.index + 1 < options.num_levels) return 0;
-  return attention.plan(options.num_levels, options.finds_row_ranges, current_stream(device));
+  return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
 }
 
 /// K or V of the cache of one layer.
@@ -161,6 +162,17 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
   check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, columns});
   check_contiguous_dim(name, t, 3);
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+/// Of an 8-bit cache whose rows a GPU's kernels widen while they load them: once, for K and V.
+void check_widened_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
+                           const AttentionScales& scales) {
+  if (!v_is_in_k(params.k, params.v, params.num_pages, page_size, num_kv_heads))
+    refuse("kv.v", "a tensor of its own", "the first columns of kv.k, as KVCache.from_latent makes it");
+  const auto is_one = [](const KvScale& scale) { return scale.head_stride == 0 && !scale.is_of_requests(); };
+  if (!is_one(scales.k) || !is_one(scales.v) || scales.k.data != scales.v.data || scales.k.value != scales.v.value)
+    refuse("kv.v_scale", "another one than kv.k_scale, or one of several",
+           "kv.k_scale, one for all: K and V are the same bytes");
 }
 
 /// The Params of the variant: those of all runs until it is called again.
@@ -215,7 +227,9 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max())
     refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
   AttentionParams params{};
-  params.k = kv_tensor("kv.k", k, config, head_dim, {"pages"}, attention.planned_page_size());
+  const Dim k_columns =
+      config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes} : head_dim;
+  params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
   params.v = kv_tensor("kv.v", v, config, head_dim_v, {"pages", k.size(0)}, attention.planned_page_size());
   if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
   if (config.on_cuda) {
@@ -264,6 +278,8 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
                                checked_scale("kv.v_scale", v_scale, v_value, attention),
                                checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
+  if (config.on_cuda && is_float8(config.kv_dtype) && is_wide(config.dims()))
+    check_widened_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, scales, current_stream(device));
 }

@@ -129,6 +129,8 @@ inline DLDataType dl_dtype(DataType dtype) {
       return DLDataType{kDLFloat8_e4m3fn, 8, 1};
     case DataType::kFloat8E5M2:
       return DLDataType{kDLFloat8_e5m2, 8, 1};
+    case DataType::kScaledLatent:
+      return DLDataType{kDLUInt, 8, 1};
     case DataType::kBFloat16:
       break;
   }

@@ -19,6 +19,10 @@ def test_floors() -> None:
     mla = ShapeCase("MLA decode", (1,), (1000,), 16, 1, 576, 512, page_size=64, v_in_k=True)
     assert mla.bytes == 2 * (1000 * 576 + 16 * (576 + 512)), "the latent once"
     assert mla.flops == 2 * 16 * 1000 * (576 + 512)
+    latents = ShapeCase("MLA decode", (1,), (1000,), 16, 1, 576, 512, page_size=64, v_in_k=True, kv="latent")
+    assert latents.bytes == 1000 * 656 + 2 * 16 * (576 + 512)
+    sparse = ShapeCase("sparse MLA", (1,) * 8, (1000,) * 8, 16, 1, 576, 512, page_size=1, v_in_k=True, kv="e4m3", selects_from=5000)
+    assert sparse.bytes == 5000 * 576 + 2 * 8 * 16 * (576 + 512), "no token more than once"
     causal = ShapeCase("prefill", (3,), (5,), 2, 1, 64, 32)
     assert causal.bytes == 2 * (5 * 96 + 3 * 2 * 96)
     assert causal.flops == 2 * 2 * (3 + 4 + 5) * 96

@@ -51,14 +51,14 @@ struct Launched {
 };
 
 Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
-                     bool is_float8 = false) {
+                     attn::DataType kv_dtype = attn::DataType::kBFloat16,
+                     attn::DataType q_dtype = attn::DataType::kBFloat16) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::DataType of_q_and_kv = is_float8 ? attn::DataType::kFloat8E4M3 : attn::DataType::kBFloat16;
-  const attn::LaunchContext context{
-      &level, 1, attn::DataType::kBFloat16, of_q_and_kv, of_q_and_kv, dims, codes, {kMemory, 3}, encode};
+  const attn::LaunchContext context{&level,       1,     attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes,
+                                    {kMemory, 3}, encode};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
@@ -106,7 +106,8 @@ void check_rows() {
 }
 
 void check_float8() {
-  const attn::HopperParams made = launch_sm90(make_params(16, 4), false, kHeadDim, true).params;
+  const attn::HopperParams made =
+      launch_sm90(make_params(16, 4), false, kHeadDim, attn::DataType::kFloat8E4M3, attn::DataType::kFloat8E4M3).params;
   expect_equal(made.has_row_maps + made.has_one_row_map, 2, "row maps of Q in 8 bits");
   const int64_t columns[] = {128, 64, 128, 128, 128};  // of Q, O, Q by rows, K and V: of 128 bytes each
   for (size_t i = 0; i < 5; ++i) expect_equal(encoded[i].box[0], columns[i], "columns of a box");
@@ -132,6 +133,24 @@ void check_widths() {
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V behind K's first columns");
 }
 
+/// A latent as a cache of one KV head: K's and V's strides of that head differ, and are not used.
+void check_latents() {
+  for (const int32_t page_size : {1, 64}) {
+    attn::AttentionParams params = make_params(page_size, 16);
+    params.num_kv_heads = 1;
+    params.k = attn::KvTensor{kMemory, page_size * 576, 576, 576};
+    params.v = attn::KvTensor{kMemory, page_size * 576, page_size == 1 ? 512 : 576, 512};
+    const attn::HeadDims dims(576, 512);
+    expect_equal(launch_sm90(params, false, dims).params.v_is_k, 1, "V in K's bytes");
+    for (const attn::DataType kv_dtype : {attn::DataType::kFloat8E4M3, attn::DataType::kScaledLatent}) {
+      const Launched widened = launch_sm90(params, false, dims, kv_dtype);
+      expect_equal(widened.kernel, attn::sm90::kByBoxes, "the only kernel of 8-bit latents");
+      expect_equal(widened.params.v_is_k, 1, "V in K's bytes");
+      expect_equal(widened.params.box_tokens + widened.params.run_tokens, 0, "tokens of boxes");
+    }
+  }
+}
+
 void check_strides() {
   attn::AttentionParams params = make_params(16, 4);
   expect_equal(launch_sm90(params, false).params.unit_shift, 8, "unit_shift");
@@ -146,6 +165,7 @@ int main() {
   check_rows();
   check_float8();
   check_widths();
+  check_latents();
   check_strides();
   return failures;
 }

@@ -18,7 +18,7 @@ import torch
 from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
 from device_attention import CACHES, DeviceAttention
 
-from attn_backend import BSRView, Composition, KVCache, PageTable, Variant
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 
@@ -147,6 +147,29 @@ def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim:
         problem = forests.make_problem(rng, shape, batch, CPU)
         problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed), batch.view(rng, CPU))  # type: ignore[arg-type]
         problem.check()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sparse_mla(emulated: Path, kernel: str) -> None:
+    """Tokens anywhere, in any order, twice; rows with few and with none."""
+    for number, (heads, topk, counts) in enumerate(((16, 130, (130, 64, 0, 65, 1)), (128, 40, (40, 0, 33)))):
+        generator = torch.Generator().manual_seed(number)
+        cache = torch.randn(20, 16, 576, generator=generator).bfloat16()
+        q = torch.randn(len(counts), heads, 576, generator=generator).bfloat16()
+        slots = torch.full((len(counts), topk), -1, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            slots[row, :count] = torch.randint(320, (count,), generator=generator).int()
+        made = Attention(heads, 1, 576, head_dim_v=512, device="cpu", max_rows=len(counts), max_batch=len(counts), kernel=kernel, num_ctas=3)
+        attention = DeviceAttention(emulated, made, kernel, number, "standard")
+        attention.plan(BSRView.selected(slots))
+        lse = torch.full((len(counts), heads), torch.nan)
+        out = attention.run(q, KVCache.from_latent(cache).by_slot(), lse=lse)
+        for row, count in enumerate(counts):
+            keys = cache.flatten(0, 1)[slots[row, :count].long()][:, None]
+            o, expected_lse = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False)
+            assert (out[row].double() - o[0]).abs().max() <= 5e-3 * max(1.0, float(o.abs().max()))
+            torch.testing.assert_close(lse[row].double(), expected_lse[0], rtol=2e-3, atol=2e-3)
+        assert attention.schedule().errors == 0
 
 
 @pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])

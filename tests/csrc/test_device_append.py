@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from pathlib import Path
 
+import emulation
 import numpy
 import pytest
 import torch
@@ -15,7 +17,7 @@ from host_planner import COMPILER, ROOT
 from tiers import mostly_slow
 from torch import Tensor
 
-from attn_backend import KVCache, Rotary, append_kv
+from attn_backend import KVCache, Rotary, append_kv, append_mla_kv
 from attn_backend.kernels.structs import values_of
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/qkv_params.h
@@ -135,6 +137,25 @@ def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str
         kernel = library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, True)
         assert kernel == (NORMED if norms else PLAIN)
         problem.check()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_latents_with_scales_of_their_own(tmp_path: Path) -> None:
+    """append_latent: the same bytes as on a CPU."""
+    library = emulation.build(tmp_path, "append_latent", emulation.TESTS / "device_append_latent.cpp", options=["-O1"])
+    generator = torch.Generator().manual_seed(1)
+    projection = (torch.randn(9, 512 + 64 + 8, generator=generator) * torch.logspace(-9, 4, 584)).bfloat16()
+    latent, rope = projection[:, :512], projection[:, 520:]
+    latent[3] = 0
+    latent[4, 300] = torch.inf
+    slots = torch.tensor([7, -1, 0, 23, 24, 11, 3, 2**31 - 1, 22], dtype=torch.int32)
+    caches = [torch.full((8, 3, 672), 0x55, dtype=torch.uint8) for _ in range(2)]
+    append_mla_kv(latent, rope, KVCache.from_latent(caches[0][..., :656]), slots)
+    strides = (ctypes.c_int64 * 4)(latent.stride(0), rope.stride(0), *caches[1].stride()[:2])
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (latent, rope, caches[1], slots))
+    library.device_append_latent(*pointers, strides, len(slots), 8, 3)
+    assert torch.equal(*caches)
+    assert (caches[0] != 0x55).any()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -128,6 +128,28 @@ def test_buffers_of_graphs(device: str) -> None:
         make_batch([1, 1, 1], [4, 4, 4], device=device).plan(wrapper, False)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("in_one", [True, False])
+def test_caches_of_8_bits(device: str, dtype: torch.dtype, in_one: bool) -> None:
+    batch = make_batch([1, 3], [9, 70], device=device)
+    batch.cache = batch.cache.to(dtype)
+    batch.rows = [row.to(dtype).double() * 0.5 for row in batch.rows]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
+    wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, dtype)
+    caches = batch.cache.split([LATENT, ROPE], -1)
+    caches = caches if in_one else tuple(part.clone() for part in caches)
+    parts = *batch.q.split([LATENT, ROPE], -1), *caches
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if in_one else "ignore")
+        check(wrapper.run(*parts, return_lse=True, ckv_scale=0.5, kpe_scale=0.5), batch.expected(True), 2e-2)
+    with pytest.raises(NotImplementedError, match=r"ckv_scale = 0\.5 with kpe_scale = None"):
+        wrapper.run(*parts, ckv_scale=0.5)
+    with pytest.raises(ValueError, match=r"^ckv_cache is .*, must be a float8"):
+        wrapper.run(*parts[:2], *(part.bfloat16() for part in caches))
+
+
 def test_engines_that_fill_the_buffers_themselves() -> None:
     """SGLang plans its CUDA graphs through the wrapper's compiled module."""
     first, second = make_batch([1, 1], [5, 30], page_size=1), make_batch([1, 1], [40, 3], page_size=1)
@@ -177,8 +199,8 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match=r"len\(kv_len_arr\) is 3, must be 2"):
         flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), True, *(torch.zeros(n, dtype=torch.int32) for n in (3, 3, 9, 3)))
     tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
-    with pytest.raises(NotImplementedError, match=r"kv_data_type = torch\.float8_e4m3fn"):
-        wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match=r"kv_data_type = torch\.float16"):
+        wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, torch.float16)
     with pytest.raises(NotImplementedError, match="head_dim"):
         wrapper.plan(*tables, 16, 1024, ROPE, 4, True, SCALE, torch.bfloat16, torch.bfloat16)
     batch.plan(wrapper, True)

@@ -21,7 +21,7 @@ def test_kernel_set_is_complete() -> None:
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
     merges = {"merge_bf16", "merge_f16", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
-    appends = {"append"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
+    appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
     everywhere = {"plan"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
     hopper = {
         f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, "bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard"]

@@ -57,7 +57,7 @@ def test_heads_of_different_widths(device: torch.device, kernel: str | None, hea
         run(Float8Case(spec, device, DTYPES[seed % 2], *SCALES[seed + 1 : seed + 3]), cascade=("always", True, False)[seed % 3], **options)
 
 
-@pytest.mark.parametrize("head_dims", [(512, 512), (576, 512)])
+@pytest.mark.parametrize("head_dims", [(512, 512)])
 def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, head_dims: tuple[int, int]) -> None:
     head_dim, head_dim_v = head_dims
     options = {"max_rows": 4, "max_batch": 4, "head_dim_v": head_dim_v, "device": device, "kv_dtype": DTYPES[0]}
@@ -65,7 +65,7 @@ def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, 
         with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e4m3fn, must be None, or dtype, with heads of more than 256 columns"):
             Attention(16, 1, head_dim, kernel=name, **options)  # type: ignore[arg-type]
     if device.type == "cpu":
-        spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=head_dim == 576, num_ctas=3)
+        spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, num_ctas=3)
         run(Float8Case(spec.with_(cache_form="pair"), device, DTYPES[0], "head", "number"))
 
 
@@ -351,7 +351,7 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"k_scale is .*meta.*must be"):
         KVCache.from_pair(k, v, k_scale=torch.ones(3, device="meta"))
     shape = {"max_rows": 4, "max_batch": 4, "device": device}
-    with pytest.raises(ValueError, match=r"kv_dtype is torch.float16, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn or"):
+    with pytest.raises(ValueError, match=r"kv_dtype is torch.float16, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2 or"):
         Attention(6, 3, 64, kv_dtype=torch.float16, **shape)
     attention = Attention(6, 3, 64, kv_dtype=torch.float8_e4m3fn, **shape)
     lens = torch.tensor([5, 6], dtype=torch.int32, device=device)

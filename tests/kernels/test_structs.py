@@ -26,6 +26,7 @@ OPTIONS = {
     "entry_step": 1,
     "causal": True,
     "finds_row_ranges": False,
+    "pages_change": True,
 }
 
 

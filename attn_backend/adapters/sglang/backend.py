@@ -316,7 +316,7 @@ class SGLangAttentionBackend(AttentionBackend):
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         chunk = self._attention_chunk_size
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
-        if self._is_float8:
+        if self._is_float8 and not key.of_this_step:  # whose keys and values are in no cache
             check_float8_heads(layer, self.kv_dtype)
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)

@@ -13,7 +13,9 @@ class LayerCache:
     """The buffers of one layer_id, which several layers may read. The view is made again only when the engine reallocates them or changes the scales."""
 
     def __init__(self, makes_v_anew: bool = False) -> None:
-        """makes_v_anew: the pool returns another view as V at every step: a part of K's columns."""
+        """makes_v_anew: the pool returns another view as V at every step: a part of K's columns, latents. SGLang's models write these themselves, too, and know
+        no scale: it is 1, whatever a checkpoint says.
+        """
         self._makes_v_anew = makes_v_anew
         self._kv: KVCache | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
@@ -35,6 +37,8 @@ class LayerCache:
         """
         kv = self._kv
         scales = (layer.k_scale, layer.v_scale) if kv is None or writes else (kv.k_scale, kv.v_scale)
+        if self._makes_v_anew:
+            scales = (None, None)
         addresses = (k.data_ptr(), v.data_ptr(), k.shape[0])
         if kv is None or addresses != self._addresses or kv.k_scale is not scales[0] or kv.v_scale is not scales[1]:
             kv = self._kv = KVCache.from_slots(k, v, page_size, k_scale=scales[0], v_scale=scales[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -16,6 +17,7 @@ from torch.nn import Module
 
 from attn_backend import KVCache, append_mla_kv
 from attn_backend.kernels.manifest import HeadDims
+from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 
 
 def has_latents(runner: Any) -> bool:
@@ -30,7 +32,8 @@ def unsupported(runner: Any) -> str | None:
     pool = runner.token_to_kv_pool
     if not isinstance(pool, MLATokenToKVPool):
         return f"latents in a {type(pool).__name__}"
-    if pool.store_dtype != pool.dtype or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
+    stored_as = torch.uint8 if pool.dtype in FLOAT8_DTYPES else pool.dtype
+    if pool.store_dtype != stored_as or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
         return f"latents of {pool.dtype} stored as {pool.store_dtype}, {pool.kv_cache_dim} columns of them"
     widths = HeadDims(pool.kv_cache_dim, pool.kv_lora_rank)
     if device(runner.device).type == "cuda" and not widths.runs_on_cuda:

@@ -11,8 +11,9 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.kernels.manifest import HeadDims
+from attn_backend.kernels.manifest import KV_ELEMENT_NAMES, HeadDims
 from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
+from attn_backend.metadata.structure import dtype_name
 
 from . import NAME, compat
 from .mla import has_latents, is_decompressed
@@ -63,10 +64,10 @@ def check_runner(runner: Any) -> None:
 
 def _check_kv_dtype(runner: Any) -> None:
     model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
-    advice = f"pass {'' if has_latents(runner) else '--kv-cache-dtype fp8_e4m3, or '}{model}--kv-cache-dtype bfloat16"
+    advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
     if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
         raise refuse("--kv-cache-dtype mxfp8", advice)
-    if runner.kv_cache_dtype not in ((runner.dtype,) if has_latents(runner) else (runner.dtype, *FLOAT8_DTYPES)):
+    if runner.kv_cache_dtype not in (runner.dtype, *FLOAT8_DTYPES):
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
 
 
@@ -77,7 +78,7 @@ def check_float8_heads(layer: RadixAttention, kv_dtype: torch.dtype) -> None:
         ValueError: see the module.
     """
     dims = HeadDims(layer.head_dim, layer.v_head_dim)
-    if not dims.runs_over_float8:
+    if not dims.runs_over(KV_ELEMENT_NAMES[dtype_name(kv_dtype)]):
         raise refuse(f"heads of {dims} columns in a KV cache of {kv_dtype} (layer {layer.layer_id})", "pass --kv-cache-dtype bfloat16")
 
 

@@ -30,7 +30,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
     head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
-    float8_head_sizes: ClassVar[list[int]] = [dim for dim in head_sizes if HeadDims.of(dim).runs_over_float8]
+    float8_head_sizes: ClassVar[list[int]] = [dim for dim in head_sizes if HeadDims.of(dim).runs_over("e4m3")]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     supports_dcp: bool = False

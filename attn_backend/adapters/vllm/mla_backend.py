@@ -9,6 +9,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 
 from attn_backend.adapters.vllm.backend import AttnBackend
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 
@@ -17,7 +18,7 @@ class MlaBackend(MLACommonBackend):
     """The backend behind `--attention-backend CUSTOM` where the model has latents. The KV cache of a layer is [blocks, page, latent and rotated part]."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_LATENTS]
 
     @staticmethod
     def get_name() -> str:
@@ -51,7 +52,7 @@ class MlaBackend(MLACommonBackend):
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
         if kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):  # which vLLM says itself
             return None
-        return AttnBackend.supports_combination(head_size, dtype, kv_cache_dtype)
+        return AttnBackend.supports_combination(head_size, dtype, "auto" if kv_cache_dtype in FLOAT8_LATENTS else kv_cache_dtype)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

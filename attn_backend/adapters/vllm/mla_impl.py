@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, MLACommonMetadata
 from vllm.v1.attention.backend import AttentionType
 
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.mla_metadata import MlaDecodeMetadata
 from attn_backend.kernels.append_mla import append_mla_kv
 from attn_backend.metadata.kv_cache import KVCache
@@ -25,7 +26,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = False
     supports_pcp: bool = False
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32")
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FLOAT8_LATENTS)
 
     def __init__(
         self,
@@ -56,13 +57,14 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
         if attn_type != AttentionType.DECODER:
             _refuse(f"attention of type {attn_type} over latents")
         if kv_cache_dtype not in self.kv_cache_dtypes:
-            _refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto)")
+            _refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
         plain = {name: value for name, value in mla_arguments.items() if name not in ("topk_indices_buffer", "index_group_builder")}
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name,
             **plain,
         )  # fmt: skip
         self.supports_quant_query_input = False
+        self._has_float8 = kv_cache_dtype in FLOAT8_LATENTS
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -80,7 +82,8 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.need_to_return_lse_for_decode else None
-        out = decode.attention.run(q, latent_view(kv_c_and_k_pe_cache, self.kv_lora_rank), lse=lse, sm_scale=self.scale, after_append=True)
+        kv = self._cache(kv_c_and_k_pe_cache, layer._k_scale if self._has_float8 else None)
+        out = decode.attention.run(q, kv, lse=lse, sm_scale=self.scale, after_append=True)
         return out, lse
 
     def do_kv_cache_update(
@@ -90,10 +93,20 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
 
         Args:
             kv_c_normed: [tokens, latent], k_pe: [tokens, 1, rotated part].
+            kv_cache: as forward_mqa has it; uint8 where its numbers have 8 bits.
             slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
+            k_scale: float32 [], of such a cache: the layer's, which kernels read when they run.
         """
         if kv_cache.numel() > 0:
-            append_mla_kv(kv_c_normed, k_pe.squeeze(1), latent_view(kv_cache, self.kv_lora_rank), slot_mapping.flatten()[: kv_c_normed.shape[0]])
+            kv = self._cache(kv_cache, k_scale if self._has_float8 else None)
+            append_mla_kv(kv_c_normed, k_pe.squeeze(1), kv, slot_mapping.flatten()[: kv_c_normed.shape[0]])
+
+    def _cache(self, kv_cache: Tensor, scale: Tensor | None) -> KVCache:
+        """scale: of 8-bit numbers, which come in a new view at every step."""
+        if scale is None:
+            return latent_view(kv_cache, self.kv_lora_rank)
+        k = kv_cache.view(torch.float8_e4m3fn).unsqueeze(2)
+        return KVCache.unchecked(k, k[..., : self.kv_lora_rank], scale, scale)
 
 
 def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:

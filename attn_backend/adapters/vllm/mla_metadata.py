@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import workspace_maxima
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
@@ -53,15 +54,17 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         unsupported = compat.unsupported_feature(vllm_config)
-        if unsupported is None and kv_cache_spec.dtype != vllm_config.model_config.dtype:
-            unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {vllm_config.model_config.dtype} (pass --kv-cache-dtype auto)"
+        dtype = vllm_config.model_config.dtype
+        has_float8 = kv_cache_spec.dtype in (torch.uint8, torch.float8_e4m3fn) and vllm_config.cache_config.cache_dtype in FLOAT8_LATENTS
+        if unsupported is None and kv_cache_spec.dtype != dtype and not has_float8:
+            unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
         if unsupported is None and compat.batch_invariant():
             unsupported = "VLLM_BATCH_INVARIANT with multi-head latent attention"
         if unsupported is not None:
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
-        widths, dtype = self.mla_dims, kv_cache_spec.dtype
+        widths = self.mla_dims
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
         decompressed = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
         max_rows, max_batch = workspace_maxima(vllm_config)
@@ -69,7 +72,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         max_decode_rows = min(max_rows, max_batch * max(self.reorder_batch_threshold, 1))
 
         def make_decode() -> Attention:
-            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, max_rows=max_decode_rows, cascade=use_cascade(), **room)
+            kv_dtype = torch.float8_e4m3fn if has_float8 else None
+            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, max_rows=max_decode_rows, cascade=use_cascade(), **room)
 
         def make_prefill() -> Attention:
             return Attention(self.num_heads, self.num_heads, decompressed.qk, head_dim_v=decompressed.v, max_rows=max_rows, **room)

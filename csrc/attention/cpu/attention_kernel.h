@@ -12,6 +12,7 @@
 #include "attention/params.h"
 #include "attention/score_row.h"
 #include "attention/variants.h"
+#include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/scalar_elements.h"
 #include "common/math.h"
@@ -399,10 +400,32 @@ class AttentionKernel {
     }
   }
 
+  /// The same of rows with scales of their own.
+  void widen_latents(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) const {
+    using Row = ScaledLatentRow;
+    for (int i = part.begin; i < part.end; ++i) {
+      alignas(64) float values[kMaxHeadDim];
+      float scales[Row::kScales];
+      __builtin_memcpy(scales, rows[i] + Row::kScalesAt, sizeof(scales));
+      const auto* const latent = reinterpret_cast<const Float8E4M3*>(rows[i]);
+      const auto* const rope = reinterpret_cast<const BFloat16*>(rows[i] + Row::kRopeAt);
+      for (int j = 0; j < Row::kLatentColumns; ++j)
+        values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
+      for (int j = Row::kLatentColumns; j < columns; ++j)
+        values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
+      Element* const to = wide.rows[i - part.begin];
+      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
+
   /// Of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
-      if (variant_.scales.element == DataType::kFloat8E4M3) {
+      if (variant_.scales.element == DataType::kScaledLatent) {
+        widen_latents(tokens.keys, dims_.qk, part, keys);
+        widen_latents(tokens.values, dims_.v, part, values);
+      } else if (variant_.scales.element == DataType::kFloat8E4M3) {
         widen_rows<Float8E4M3>(tokens.keys, dims_.qk, part, keys);
         widen_rows<Float8E4M3>(tokens.values, dims_.v, part, values);
       } else {

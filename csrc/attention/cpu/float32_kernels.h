@@ -26,6 +26,7 @@ Kernels float32_kernels(DataType dtype, bool widens) {
       return float32_kernels_of<Isa, BFloat16>(widens);
     case DataType::kFloat8E4M3:
     case DataType::kFloat8E5M2:
+    case DataType::kScaledLatent:
       break;  // of caches only
   }
   return Kernels{};

@@ -134,9 +134,8 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
-  constexpr int kKvTile = tuning(Shape::kDims, Traits::KvElement::kBytes).kv_tile;
+  constexpr int kKvTile = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
-  static_assert(!kIsWide || !Traits::kWidens, "no kernel for wide heads over an 8-bit cache");
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
   using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidens>;
   using Query = QTile<Traits>;
@@ -144,7 +143,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Values = VTile<Traits>;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
-  constexpr int kSlots = tuning(Shape::kDims, Traits::KvElement::kBytes).kv_slots;
+  constexpr int kSlots = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_slots;
   constexpr int kPairs = kSlots / 2;
   constexpr int kPending = kSlots - 2;
   const int lane = threadIdx.x % 32;
@@ -166,7 +165,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
-  static_assert(!Traits::kWidens || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
+  static_assert(!Traits::kIsOf8Bits || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
   TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0},
                     row_tile.kv_begin + cursor.now.kv_tile * kKvTile};
 
@@ -280,7 +279,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
   loader.start();
   RingCursor ring;
 
-  constexpr int kMaxKind = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes).max_kind;
+  constexpr int kMaxKind = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).max_kind;
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:
@@ -311,7 +310,7 @@ __device__ __forceinline__ void attention(const AttentionParams& params) {
   if (cursor.done()) return;
   // Wide heads leave no register for sinks beside a second path.
   constexpr bool kHasRoom = !Traits::Variant::kHasSinks || Traits::Shape::kV <= 128;
-  if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kWidens) {
+  if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kIsOf8Bits) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Traits, false>(params, cursor);

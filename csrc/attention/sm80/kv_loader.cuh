@@ -9,6 +9,7 @@
 #include "attention/params.h"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
+#include "attention/widened_row.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "planner/page_table.h"
@@ -75,7 +76,7 @@ struct LoadedTileStore<true> {
 
 template <class Traits, bool kManyLevels>
 struct KvLoader {
-  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
   static constexpr int kTokens = kTuning.kv_tile;
   static constexpr int kPairs = kTuning.kv_slots / 2;  // KV tiles in the ring
 
@@ -149,6 +150,7 @@ struct KvLoader {
 
   template <class Tile>
   __device__ __forceinline__ void copy(int which, int parity, int pair) {
+    if constexpr (Traits::kWidensOnLoad) return copy_widened<Tile>(which, parity, pair);
     constexpr SharedLayout layout = kLayout<Traits>;
     constexpr int kPasses = Passes<Tile>::kCount;
     const uint32_t target =
@@ -178,6 +180,41 @@ struct KvLoader {
       }
     }
     ptx::cp_async_commit();
+  }
+
+  /// The same of rows that are widened on their way, through registers: four threads take a row.
+  template <class Tile>
+  __device__ __forceinline__ void copy_widened(int which, int parity, int pair) {
+    if (!published) return;
+    constexpr SharedLayout layout = kLayout<Traits>;
+    using Stored = typename Traits::StoredElement;
+    using Row = StoredRow<typename Traits::Element, Stored, Tile::kHeadColumns / 64>;
+    constexpr int kAtOnce = 5;  // pieces of a row that are on their way
+    static_assert(kThreads / 4 == kTokens && Tile::kHeadColumns % 64 == 0);
+    char* const tile = shared + layout.kv + pair * layout.pair_bytes + which * layout.k_slot_bytes;
+    // The rows of a pair that eight lanes write differ such that their stores fall into different banks.
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
+    const Row from{reinterpret_cast<const char*>(row_addresses(parity, which)[Passes<Tile>::number(row)]), lane % 4};
+    using VariantParams = typename Traits::Variant::Params;
+    const float scale_of_cache = params.variant.template as<VariantParams>().scales.k.of(0, 0);
+#pragma unroll
+    for (int first = 0; first < Row::kPieces; first += kAtOnce) {
+      uint4 pieces[kAtOnce];
+      float scales[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= Row::kPieces) break;
+        pieces[i] = from.load(first + i);
+        scales[i] = scale_of_cache;
+        if constexpr (Stored::kRowsHaveScales) scales[i] = from.scale(first + i);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= Row::kPieces) break;
+        from.template store<Tile>(tile, row, first + i, pieces[i], scales[i]);
+      }
+    }
   }
 
   /// This thread's token. One that no row of the row tile sees is replaced by the nearest token that some row sees:
@@ -244,7 +281,7 @@ struct KvLoader {
       const KvTensor& tensor = is_v ? params.v : params.k;
       const int64_t element = page * tensor.page_stride + params.page_size.modulo(token()) * tensor.token_stride +
                               cursor.now.head * tensor.head_stride;
-      address = reinterpret_cast<int64_t>(tensor.data) + element * Traits::KvElement::kBytes;
+      address = reinterpret_cast<int64_t>(tensor.data) + element * Traits::StoredElement::kBytes;
     }
     const int row = threadIdx.x % kTokens;
     row_addresses(parity, is_v)[is_v ? Passes<VTile<Traits>>::number(row) : Passes<KTile<Traits>>::number(row)] =

@@ -41,13 +41,10 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
-  constexpr Tuning kWidenedTunings[] = {{64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}};  // of 8-bit caches
+  constexpr Tuning kWidenedTunings[] = {
+      {64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}, {576, 0, 32, 2}};  // of 8-bit caches
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
-
-/// Heads whose output is too wide for the registers of one warp: the warps share its columns, and each computes all
-/// scores of the row tile for itself.
-ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Bytes of LoadedTile (attention/sm80/kv_loader.cuh).
 constexpr int32_t kLoadedTileBytes = 48;
@@ -68,8 +65,11 @@ struct SharedLayout {
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
         kv(tile_rows(tuning(dims, kv_element_bytes).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
-        k_slot_bytes(tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.qk, kv_element_bytes)),
-        pair_bytes(k_slot_bytes + tuning(dims, kv_element_bytes).kv_tile * tile_row_bytes(dims.v, kv_element_bytes)),
+        k_slot_bytes(tuning(dims, kv_element_bytes).kv_tile *
+                     tile_row_bytes(dims.qk, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
+        pair_bytes(k_slot_bytes +
+                   tuning(dims, kv_element_bytes).kv_tile *
+                       tile_row_bytes(dims.v, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
         row_addresses(kv + tuning(dims, kv_element_bytes).kv_slots / 2 * pair_bytes),
         row_states(row_addresses + 2 * 2 * tuning(dims, kv_element_bytes).kv_tile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),

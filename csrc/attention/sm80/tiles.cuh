@@ -7,7 +7,7 @@
 namespace attn::sm80 {
 
 template <class Traits>
-constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
 
 template <class Traits>
 using QTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;

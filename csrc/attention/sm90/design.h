@@ -17,7 +17,8 @@ constexpr KernelCosts costs_of_whole_pairs() {
   return costs;
 }
 
-/// Its two kernels: K and V are loaded by boxes, each inside one page, or row by row.
+/// Its two kernels: K and V are loaded by boxes, each inside one page, or row by row. Wide heads over an 8-bit cache
+/// have the first only, which is another one: its producer widens rows.
 enum Kernel : int32_t { kByBoxes = 0, kByRows = 1 };
 
 /// Largest power of two, up to 2^12, that divides the strides between rows of K and V; kRowsTooFarApart if a row lies
@@ -113,10 +114,10 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
                         encode_rows(params, context, params.o, context.dtype, context.dims.v, params.o_row_stride,
                                     params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
-  hopper.v_is_k = params.v.data == params.k.data && params.v.page_stride == params.k.page_stride &&
-                  params.v.token_stride == params.k.token_stride && params.v.head_stride == params.k.head_stride;
-  encode_caches(context, hopper);
-  const Kernel kernel = hopper.box_tokens > 0 ? kByBoxes : kByRows;
+  hopper.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
+  const bool widens_on_load = is_wide(context.dims) && is_float8(context.kv_dtype);
+  if (!widens_on_load) encode_caches(context, hopper);
+  const Kernel kernel = hopper.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
   hopper.code = context.codes[kernel];
   hopper.merge_code = context.merge_code;
   return kernel;

@@ -6,6 +6,7 @@
 // - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
 // - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
 //   no multiple of 16 bytes (RowCopier).
+// Of wide heads over an 8-bit cache all four widen tokens on the way (widening_copier.cuh).
 // The warps that load V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/widening_copier.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -40,7 +42,9 @@ struct Share {
   __device__ __forceinline__ explicit Share(int warp)
       : is_v(warp % 2 == 1),
         first_token(warp / 2 * kTokens),
-        part(warp % 2 * Shared::kParts + (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
+        part(Traits::kWidensOnLoad ? 0
+                                   : warp % 2 * Shared::kParts +
+                                         (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
@@ -472,7 +476,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   Copier copier(hopper_params, share);
 
   const bool is_one_tile = kIsWide && hopper_params.v_is_k;  // K and V: loaded by the warps that load K
-  const bool copies = !(is_one_tile && share.is_v);
+  const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
   const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
@@ -490,7 +494,8 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     if (!copies) cursor.now.kv_tile = end;
     while (copies) {
-      const auto box = copier.found(tile);
+      auto box = copier.found(tile);
+      if constexpr (Traits::kWidensOnLoad) copier.start(box, head);
       const bool last = ++cursor.now.kv_tile == end;
       // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
       // issued first, because they have few entries to wait for.

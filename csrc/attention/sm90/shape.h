@@ -71,13 +71,10 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
       {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
+      {576, 512, 2, 64, 1, 2, 2, 0, 88, false, false},          // widened by the producer
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
-
-/// Heads whose output is too wide for the registers of one warpgroup: the consumers share its columns
-/// (wide_consumer.cuh). All row tiles are multiplied as one of 64 rows.
-ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
@@ -112,7 +109,8 @@ struct SharedLayout {
   int32_t bytes;
 
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
-      : SharedLayout(dims, tuning(dims, kv_element_bytes), element_bytes, kv_element_bytes) {}
+      : SharedLayout(dims, tuning(dims, kv_element_bytes), element_bytes,
+                     tile_element_bytes(dims, element_bytes, kv_element_bytes), kv_element_bytes != element_bytes) {}
 
  private:
   /// Columns that the slots have room for. With an odd number of them each holds K and V in turn; wide V may be in K's
@@ -121,7 +119,9 @@ struct SharedLayout {
     return tuning.kv_slots % 2 == 0 && !is_wide(dims) ? dims : HeadDims(dims.widest());
   }
 
-  ATTN_HD constexpr SharedLayout(HeadDims dims, const Tuning& tuning, int32_t element_bytes, int32_t kv_element_bytes)
+  /// kv_element_bytes: of tiles.
+  ATTN_HD constexpr SharedLayout(HeadDims dims, const Tuning& tuning, int32_t element_bytes, int32_t kv_element_bytes,
+                                 bool has_scales)
       : q(0),
         q_slot_bytes(tuning.q_rows() * tile_row_bytes(dims.widest(), element_bytes)),
         kv(tuning.q_slots * q_slot_bytes),
@@ -133,7 +133,7 @@ struct SharedLayout {
         probabilities(widened + 2 * widened_bytes),
         row_states(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
-        item_bytes(kWorkItemBytes + (widened_bytes == 0 ? 0 : kItemScalesBytes)),
+        item_bytes(kWorkItemBytes + (has_scales ? kItemScalesBytes : 0)),
         queued(items + tuning.q_slots * item_bytes),
         barriers(queued + 2 * 4),
         bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + (is_wide(dims) ? 3 : 1) * 8) {
@@ -145,7 +145,8 @@ static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <=
                   SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
                   SharedLayout(64, 2, 1).bytes <= 227 * 1024 && SharedLayout(128, 2, 1).bytes <= 227 * 1024 &&
                   SharedLayout(HeadDims(256, 128), 2, 1).bytes <= 227 * 1024 &&
-                  SharedLayout(256, 2, 1).bytes <= 227 * 1024,
+                  SharedLayout(256, 2, 1).bytes <= 227 * 1024 &&
+                  SharedLayout(HeadDims(576, 512), 2, 1).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

@@ -35,8 +35,8 @@ struct RingPlace {
 
 template <class Traits>
 struct SharedMemory {
-  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
-  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::KvElement::kBytes};
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
+  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
   static constexpr int kTileRows = kTuning.q_rows();  // of a Q tile
   static constexpr int kQSlots = kTuning.q_slots;
   static constexpr int kParts = kTuning.slot_parts;
@@ -93,14 +93,16 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
 
   /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
-  /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes.
+  /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes; where they widen, once.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
       ptx::mbarrier_init(q_free(slot), kConsumerWarps);
     }
     for (int part = 0; part < kKvParts; ++part) {
-      ptx::mbarrier_init(kv_full(part), (is_wide(Traits::Shape::kDims) ? 2 : 2 / kParts) * lanes);
+      ptx::mbarrier_init(kv_full(part), Traits::kWidensOnLoad
+                                            ? kProducerThreads / 32
+                                            : (is_wide(Traits::Shape::kDims) ? 2 : 2 / kParts) * lanes);
       ptx::mbarrier_init(kv_free(part), kConsumerWarps);
     }
     using Hooks = VariantHooks<typename Traits::Variant>;

@@ -54,7 +54,7 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>>
 };
 
 template <class Traits>
-constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::KvElement::kBytes);
+constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
 
 /// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
 /// range is known, and Q is not rewritten.

@@ -10,7 +10,8 @@
 //
 // The leader, too, multiplies the probabilities from there: it has no registers to keep them.
 //
-// Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read.
+// Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Of an 8-bit
+// cache it is, too, and the producer has widened it (widening_copier.cuh).
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -75,10 +76,11 @@ struct WideConsumer : Consumer<Traits> {
   // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
   // are scarce. A place is that of the left part, the columns that the leader multiplies with probabilities.
   static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
-  __device__ __forceinline__ KvPlace values() const { return hopper_params.v_is_k ? kv : kv.behind(2); }
-  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(hopper_params.v_is_k ? 2 : 4); }
+  __device__ __forceinline__ bool v_is_k() const { return Traits::kWidensOnLoad || hopper_params.v_is_k != 0; }
+  __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.behind(2); }
+  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(v_is_k() ? 2 : 4); }
   __device__ __forceinline__ KvPlace values_before() const {
-    return KvPlace{hopper_params.v_is_k ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
+    return KvPlace{v_is_k() ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
   }
   __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
     return KvPlace{place.slot + 1, place.parity};
@@ -126,7 +128,7 @@ struct WideConsumer : Consumer<Traits> {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
     for (int left = item.num_kv_tiles;; token += kTokens) {
-      if (!hopper_params.v_is_k) {
+      if (!v_is_k()) {
         free_alone(kv);
         free_alone(right_of(kv));
       }
@@ -149,7 +151,8 @@ struct WideConsumer : Consumer<Traits> {
       }
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
-      if (token < item.readable.begin || token + kTokens > item.readable.end) {
+      // Rows that are widened are zeros where there are none to be read.
+      if (!Traits::kWidensOnLoad && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         this->wait_for_tile(values());
         this->clear_unreadable(values(), token, item.readable);
       }

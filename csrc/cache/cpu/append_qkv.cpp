@@ -140,6 +140,7 @@ void append_qkv(const QkvParams& params, DataType dtype) {
       return append<BFloat16>(params);
     case DataType::kFloat8E4M3:
     case DataType::kFloat8E5M2:
+    case DataType::kScaledLatent:
       return;  // of caches only
   }
 }

@@ -334,6 +334,7 @@ void sample_logits(const SamplingParams& params, DataType dtype) {
       return sample_elements<BFloat16>(params);
     case DataType::kFloat8E4M3:
     case DataType::kFloat8E5M2:
+    case DataType::kScaledLatent:
       return;  // of caches only
   }
 }

@@ -46,18 +46,19 @@ class SelfAttention(nn.Module):
 
 
 class Engine(FakeEngine):
-    def __init__(self, page_size: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(self, page_size: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu", kv_dtype: torch.dtype | None = None) -> None:
         super().__init__((LayerShape(),), page_size, dtype, device=device)
         size = MAX_REQUESTS * MAX_TOKENS
-        self.pool: Any = MLATokenToKVPool(size, page_size, dtype, LATENT, ROPE, 2, device, False)
+        self.kv_dtype = kv_dtype or dtype
+        self.pool: Any = MLATokenToKVPool(size, page_size, self.kv_dtype, LATENT, ROPE, 2, device, False)
         for layer_id in range(2):
-            self.pool.get_key_buffer(layer_id).fill_(float("nan"))
+            self.pool.kv_buffer[layer_id].fill_(0x7F if kv_dtype else float("nan"))  # NaN, in 8 bits, too
         self.model = nn.ModuleList(SelfAttention(i) for i in range(2))
         self.latents: dict[tuple[int, int], Tensor] = {}  # of a request in a layer: float64 [tokens, 576]
 
     def runner(self, **changes: object) -> SimpleNamespace:
         config = model_config(attention_arch=AttentionArch.MLA, hf_config=SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]))
-        return super().runner(**{"model_config": config, **changes})
+        return super().runner(**{"model_config": config, "kv_cache_dtype": self.kv_dtype, **changes})
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
@@ -87,10 +88,13 @@ def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, req
     rows = sum(new_lens)
     for layer_id, layer in enumerate(engine.model):
         latent = engine.randn(rows, 1, LATENT + ROPE)
+        if engine.kv_dtype != engine.dtype:
+            latent = latent.to(engine.kv_dtype).to(engine.dtype)  # what the pool holds of it
         engine.remember_latents(requests, new_lens, layer_id, latent[:, 0])
         if decompressed:
             q, k, v = engine.randn(rows, HEADS, QK), engine.randn(rows, HEADS, QK), engine.randn(rows, HEADS, QK + V)[..., QK:]
-            engine.pool.get_key_buffer(layer_id)[batch.out_cache_loc] = latent  # the model writes latents itself
+            # The model writes latents itself.
+            engine.pool.kv_buffer[layer_id][batch.out_cache_loc] = latent.to(engine.kv_dtype).view(engine.pool.store_dtype)
             out = backend.forward(q, k, v, layer.attn_mha, batch, save_kv_cache=False)
             check(out, torch.cat([attention(*parts) for parts in zip(q.split(new_lens), k.split(new_lens), v.split(new_lens), strict=True)]))
             continue
@@ -118,6 +122,20 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
     written = sum(request.length for request in engine.requests)
     for layer_id in range(2):
         assert int(engine.pool.get_key_buffer(layer_id).isfinite().all(-1).sum()) == written, "nothing else was written"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("device", "dtype"), [case for case in CASES if "float32" not in case.id])
+def test_serving_from_8_bit_latents(device: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Scales of a checkpoint are left alone, as the models leave them alone that write latents."""
+    engine = Engine(16, dtype, device, kv_dtype)
+    for layer in engine.model:
+        layer.attn_mqa.k_scale = layer.attn_mqa.v_scale = torch.tensor(0.5, device=device)  # type: ignore[union-attr]
+    backend = SGLangAttentionBackend(engine.runner())
+    assert {(key.of_this_step, key.kv_dtype) for key in backend._plans} == {(False, kv_dtype), (True, None)}
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
+    step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
 
 
 def test_layers_share_two_plans() -> None:

@@ -76,36 +76,45 @@ class Problem:
         threshold: the most new tokens of a request that is attended to in its latents.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, threshold: int = 4, chosen: Any = None, **changes: Any) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, threshold: int = 4, chosen: Any = None, cache_dtype: str = "auto", **changes: Any) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
 
         torch.manual_seed(0)
         self.projection = Projection(dtype)
         with set_current_vllm_config(VllmConfig()):
-            self.impl = make_impl(self.projection)
+            self.impl = make_impl(self.projection, kv_cache_dtype=cache_dtype)
         self.layer: Any = Layer(self.impl)
         w_uk, w_uv = self.projection.parts(dtype)
         prefill = Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None)
-        of_layer = {"num_heads": HEADS, "head_size": LATENT + ROPE, "prefill_backend": prefill, "use_pcp": False, "kv_cache_dtype": "auto", **WIDTHS}
-        of_layer |= {"q_pad_num_heads": None, "hisparse_cache": None, "W_UK_T": w_uk, "W_UV": w_uv.transpose(1, 2), "_k_scale": torch.ones(())}
+        of_layer = {"num_heads": HEADS, "head_size": LATENT + ROPE, "prefill_backend": prefill, "use_pcp": False, "kv_cache_dtype": cache_dtype, **WIDTHS}
+        of_layer |= {
+            "q_pad_num_heads": None,
+            "hisparse_cache": None,
+            "W_UK_T": w_uk,
+            "W_UV": w_uv.transpose(1, 2),
+            "_k_scale": torch.ones(()) if cache_dtype == "auto" else torch.tensor(0.25),
+        }
         of_layer |= {f"is_{what}_enabled": False for what in ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")}
         vars(self.layer).update(of_layer)
         self.layer._v_up_proj = MethodType(MLAAttention._v_up_proj, self.layer)
         model = SimpleNamespace(dtype=dtype, max_model_len=64, get_head_size=lambda: LATENT + ROPE, get_num_attention_heads=lambda _: HEADS)
         parts = {
             "model_config": model,
-            "cache_config": SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
+            "cache_config": SimpleNamespace(block_size=PAGE, cache_dtype=cache_dtype),
             "attention_config": SimpleNamespace(use_prefill_query_quantization=False, mla_prefill_backend=chosen),
             "parallel_config": SimpleNamespace(
                 decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, tensor_parallel_size=1
             ),
         }
         config = make_config({"layer": self.layer}, **parts | changes)
-        spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
+        stored = dtype if cache_dtype == "auto" else torch.uint8
+        spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=stored)
         builder = type("Builder", (MlaMetadataBuilder,), {"reorder_batch_threshold": threshold})
         self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
         self.cache = torch.full((NUM_PAGES, PAGE, LATENT + ROPE), torch.nan, dtype=dtype)
-        self.dtype = dtype
+        if stored == torch.uint8:
+            self.cache = torch.full((NUM_PAGES, PAGE, LATENT + ROPE), 0x7F, dtype=torch.uint8)  # NaN
+        self.dtype, self.cache_dtype = dtype, cache_dtype
 
     def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
         """One layer over a batch, whose older tokens are already in the cache: its output and that in float64."""
@@ -113,14 +122,19 @@ class Problem:
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
             latents[slots] = torch.randn(len(slots), LATENT + ROPE).to(self.dtype)
             old = slots[: len(slots) - query_len]
-            self.cache[old // PAGE, old % PAGE] = latents[old]
+            if self.cache.dtype == torch.uint8:  # latents are what their 8 bits stand for, and of new ones what they will
+                rounded = (latents[slots].float() / self.layer._k_scale).to(torch.float8_e4m3fn)
+                latents[slots] = (rounded.float() * self.layer._k_scale).to(self.dtype)
+                self.cache[old // PAGE, old % PAGE] = rounded.view(torch.uint8)[: len(old)]
+            else:
+                self.cache[old // PAGE, old % PAGE] = latents[old]
         new = torch.cat([latents[batch.new_slots], torch.zeros(padding, LATENT + ROPE, dtype=self.dtype)])
         q = torch.randn(len(new), HEADS, NOPE + ROPE).to(self.dtype)
         batch.metadata.seq_lens_cpu_upper_bound = batch.metadata.seq_lens
         metadata = self.builder.build(0, batch.metadata)
         self.metadata = metadata
         kv_c, k_pe = new.split([LATENT, ROPE], -1)
-        self.impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), self.cache, batch.metadata.slot_mapping, "auto", torch.ones(()))
+        self.impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), self.cache, batch.metadata.slot_mapping, self.cache_dtype, self.layer._k_scale)
         output = torch.full((len(new), HEADS * V), torch.nan, dtype=self.dtype)
         MLAAttention.forward_impl(self.layer, q, kv_c, k_pe.unsqueeze(1), self.cache, metadata, output=output)
         return output, self.expected(batch, q, latents)
@@ -163,6 +177,18 @@ def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) 
     assert problem.metadata.num_decodes == sum(length <= 4 for length in lens[0])
     num_chunks = len(compat.context_chunks(problem.metadata.prefill)) if problem.metadata.prefill else 0
     assert num_chunks >= {id(CACHED_PREFIXES): 1, id(SEVERAL_CHUNKS): 2}.get(id(lens), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("lens", [DECODES, SPECULATION, NEW_PROMPTS], ids=lambda lens: f"{lens[0]}-{lens[1]}")
+def test_a_layer_over_8_bit_latents(lens: tuple[list[int], list[int]], cache_dtype: str, dtype: torch.dtype) -> None:
+    """With the scale of the layer. (vLLM's gather of a cached prefix has no 8 bits on a CPU.)"""
+    problem, batch = Problem(dtype, cache_dtype=cache_dtype), make_batch(*lens, table_width=16)
+    output, expected = problem.run(batch)
+    check(output, expected, dtype)
+    assert int((problem.cache != 0x7F).any(-1).sum()) == sum(batch.kv_lens), "nothing else was written"
+    assert problem.builder.decode_attention.kv_dtype == torch.float8_e4m3fn
 
 
 def test_chunks_take_turns_in_every_layer() -> None:
@@ -220,7 +246,8 @@ def test_the_users_prefill_backend_stays() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv_cache_dtype": "fp8"}, r"a cache of latents of dtype fp8 \(pass --kv-cache-dtype auto\)"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, r"a cache of latents of dtype fp8_ds_mla \(pass --kv-cache-dtype auto or fp8_e4m3\)"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"a cache of latents of dtype fp8_e5m2 \(pass --kv-cache-dtype auto or fp8_e4m3\)"),
         ({"sliding_window": 128}, "the argument sliding_window"),
         ({"logits_soft_cap": 30.0}, "the argument logits_soft_cap"),
         ({"indexer": object()}, "the argument indexer"),
@@ -253,7 +280,17 @@ DEEPSEEK = {
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"dtype": torch.float16}, {"block_size": 16}, {"block_size": None}, {"device_capability": DeviceCapability(8, 0)}], ids=str
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"block_size": 16},
+        {"block_size": None},
+        {"device_capability": DeviceCapability(8, 0)},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+    ],
+    ids=str,
 )
 def test_accepts(changes: dict[str, Any]) -> None:
     assert MlaBackend.validate_configuration(**DEEPSEEK | changes) == []
@@ -265,7 +302,8 @@ def test_accepts(changes: dict[str, Any]) -> None:
         ({"use_mla": False}, "non-MLA"),
         ({"head_size": 320}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
         ({"use_sparse": True}, "sparse"),
         ({"block_size": 8}, "block_size"),

@@ -1,0 +1,93 @@
+"""MLA over 8-bit caches: whole rows with one scale, and rows with scales of their own."""
+
+from __future__ import annotations
+
+import latent_cases
+import pytest
+import torch
+from tiers import mostly_slow
+
+from attn_backend import Attention, BSRView, KVCache
+from attn_backend.variants.builtin import causal
+
+pytestmark = pytest.mark.usefixtures("kernel")
+
+BATCHES = [
+    ([1, 1, 1, 1], [90, 300, 0, 64]),
+    ([1, 3, 40, 2], [700, 200, 64, 1]),
+    ([70], [333]),
+]
+
+
+def make(batch: latent_cases.Batch, form: str, **options: object) -> Attention:
+    rows, heads, _ = batch.q.shape
+    dtypes = {"dtype": batch.q.dtype, "kv_dtype": latent_cases.FORMATS[form]}
+    return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, max_rows=rows, max_batch=rows, **dtypes, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", mostly_slow(range(6), fast=2))
+@pytest.mark.parametrize("form", latent_cases.FORMATS)
+def test_batches(device: torch.device, form: str, number: int) -> None:
+    """Pages of 1 to 64 tokens, 3 to 128 heads, rows that lie apart, scales."""
+    qo_lens, kv_lens = BATCHES[number % 3]
+    scale = None if form == "scaled" else [0.5, torch.tensor([0.7]), None][number % 3]
+    batch = latent_cases.make_batch(
+        form, qo_lens, kv_lens, heads=[16, 128, 3][number % 3], page_size=[64, 1, 16, 7][number % 4], scale=scale, causal=number % 2 == 0, device=device,
+        dtype=torch.float16 if number == 3 and form != "scaled" else torch.bfloat16, seed=number, row_bytes=[0, 704][number // 3],
+    )  # fmt: skip
+    for options in ({}, {"batch_invariant": True}, {"num_ctas": 3}):
+        attention = make(batch, form, **options)
+        attention.plan(batch.view)
+        batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
+
+
+@pytest.mark.parametrize("form", latent_cases.FORMATS)
+def test_sparse(device: torch.device, form: str) -> None:
+    """Tokens that each row selects, out of the first request's."""
+    batch = latent_cases.make_batch(form, [6], [200], page_size=8, device=device, scale=None if form == "scaled" else 0.25)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.full((6, 64), -1, dtype=torch.int32, device=device)
+    table = batch.view.table.indices
+    assert table is not None
+    chosen = []
+    for row, count in enumerate((64, 40, 0, 1, 64, 7)):
+        tokens = torch.randperm(200, generator=generator)[:count]
+        chosen.append(batch.rows[0][tokens])
+        slots[row, :count] = (table[0, (tokens // 8).to(device)].long() * 8 + (tokens % 8).to(device)).int()
+    attention = make(batch, form)
+    attention.plan(BSRView.selected(slots))
+    sparse = latent_cases.Batch(batch.q, batch.kv.by_slot(), BSRView.selected(slots), chosen, causal=False)
+    sparse.check(*attention.run(batch.q, sparse.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
+
+
+def test_shared_prefixes(device: torch.device) -> None:
+    for form in latent_cases.FORMATS:
+        batch = latent_cases.make_batch(form, [1] * 6, [150] * 6, page_size=16, device=device)
+        table = batch.view.table.indices
+        assert table is not None
+        table[1:, :8] = table[0, :8]
+        for rows in batch.rows[1:]:
+            rows[:128] = batch.rows[0][:128]
+        attention = make(batch, form, cascade="always")
+        attention.plan(batch.view)
+        batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
+
+
+def test_refuses() -> None:
+    rows = torch.zeros(4, 16, 656, dtype=torch.uint8)
+    kv = KVCache.from_latent(rows)
+    assert (kv.head_dim, kv.head_dim_v, kv.by_slot().num_pages) == (576, 512, 64)
+    for argument, call in [
+        ("latent", lambda: KVCache.from_latent(rows[..., :576])),
+        ("head_dim_v", lambda: KVCache.from_latent(rows, 256)),
+        ("k_scale", lambda: KVCache.from_latent(rows, scale=0.5)),
+        ("k", lambda: KVCache.from_pair(rows[:, :, None], rows[:, :, None])),
+        ("k_scale", lambda: KVCache.from_latent(rows[..., :576].view(torch.float8_e4m3fn), scale=-1.0)),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
+            call()
+    with pytest.raises(ValueError, match=r"^variant is .*, must be None with kv_dtype = torch.uint8"):
+        Attention(16, 1, 576, head_dim_v=512, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, variant=causal())
+    for options in ({"head_dim": 128}, {"head_dim": 576, "head_dim_v": 512, "dtype": torch.float16}, {"head_dim": 512}):
+        with pytest.raises(ValueError, match=r"^kv_dtype is torch.uint8, must be another one: rows of DeepSeek V3.2's latents are for head_dim = 576"):
+            Attention(16, 1, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, **options)  # type: ignore[arg-type]

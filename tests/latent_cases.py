@@ -1,0 +1,100 @@
+"""MLA's latents in every format of a cache, and what their bytes stand for; batches over them against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import oracle
+import torch
+from torch import Tensor
+
+from attn_backend import BSRView, KVCache, PageTable
+
+LATENT, WIDTH = 512, 576
+SM_SCALE = 192**-0.5
+TOLERANCE = 1e-2  # ||o - ref|| / ||ref||: 8-bit numbers and their scales are exact, what they become has 16 bits
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
+
+
+def scaled_rows(latents: Tensor) -> Tensor:
+    """Float [..., 576] as uint8 [..., 656]: each 128 of the first 512 columns divided by their largest magnitude / 448."""
+    groups = latents[..., :LATENT].float().unflatten(-1, (4, 128))
+    scales = (groups.abs().amax(-1) / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    numbers = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+    parts = numbers, scales.contiguous(), latents[..., LATENT:].bfloat16().contiguous()
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def numbers_of(rows: Tensor, scale: float) -> Tensor:
+    """What rows of a cache stand for: float64 [..., 576]."""
+    if rows.dtype != torch.uint8:
+        return rows.double() * scale
+    latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).double()
+    scales = rows[..., LATENT : LATENT + 16].contiguous().view(torch.float32).double()
+    rope = rows[..., LATENT + 16 :].contiguous().view(torch.bfloat16).double()
+    return torch.cat([latent * scales.repeat_interleave(128, -1), rope], -1)
+
+
+@dataclass
+class Batch:
+    """Requests over latents of one format. Slots that none uses, and what lies behind the pages, are NaN."""
+
+    q: Tensor  # [rows, heads, 576]
+    kv: KVCache
+    view: BSRView
+    rows: list[Tensor]  # of each request: float64 [tokens, 576]
+    causal: bool
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        indptr, parts = self.view.qo_indptr.tolist(), []
+        for i, own in enumerate(self.rows):
+            keys = own[:, None]
+            parts.append(oracle.attention(self.q[indptr[i] : indptr[i + 1]].double().cpu(), keys, keys[..., :LATENT], causal=self.causal, sm_scale=SM_SCALE))
+        o, lse = zip(*parts, strict=True)
+        return torch.cat(o), torch.cat(lse)
+
+    def check(self, out: Tensor, lse: Tensor) -> None:
+        expected, expected_lse = self.expected()
+        error = float((out.double().cpu() - expected).norm() / expected.norm())
+        assert error <= TOLERANCE, f"{error:.2e} > {TOLERANCE}"
+        empty = expected_lse.isneginf()
+        assert lse.cpu()[empty].isneginf().all()
+        torch.testing.assert_close(lse.double().cpu()[~empty], expected_lse[~empty], rtol=5e-3, atol=1e-2)
+
+
+def make_batch(
+    form: str, qo_lens: list[int], kv_lens: list[int], *, heads: int = 16, page_size: int = 16, scale: float | Tensor | None = None, causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0, row_bytes: int = 0,
+) -> Batch:  # fmt: skip
+    """form: of FORMATS. row_bytes: from one row to the next; 0: they are contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = [-(-length // page_size) for length in kv_lens]
+    num_pages = sum(pages) + 2
+    numbers = torch.randn(num_pages, page_size, WIDTH, generator=generator) * torch.rand(num_pages, page_size, 1, generator=generator) * 4
+    numbers[..., 128:256] *= 8  # other scales for other columns
+    order = torch.randperm(num_pages, generator=generator).int()
+    table = torch.zeros(len(kv_lens), max(pages, default=0) + 1, dtype=torch.int32)
+    used = torch.zeros(num_pages, page_size, dtype=torch.bool)
+    begin = 0
+    for i, (count, length) in enumerate(zip(pages, kv_lens, strict=True)):
+        table[i, :count] = order[begin : begin + count]
+        begin += count
+        for token in range(length):
+            used[table[i, token // page_size], token % page_size] = True
+    numbers[~used] = torch.nan
+    if form == "e4m3":
+        numbers /= 8
+    dense = scaled_rows(numbers.bfloat16()) if form == "scaled" else numbers.to(FORMATS[form])
+    storage = torch.full((num_pages, page_size, max(row_bytes, dense.shape[-1])), 0x7F, dtype=torch.uint8)
+    storage[..., : dense.shape[-1]] = dense.view(torch.uint8)
+    cache = storage.to(device)[..., : dense.shape[-1]].view(FORMATS[form])
+    of_all = 1.0 if scale is None else float(scale)
+    rows = []
+    for i, length in enumerate(kv_lens):
+        places = torch.arange(length)
+        rows.append(numbers_of(dense[table[i, places // page_size].long(), places % page_size], of_all))
+    q = torch.randn(sum(qo_lens), heads, WIDTH, generator=generator).to(dtype).to(device) * 0.1
+    indptr = torch.tensor([0, *qo_lens]).cumsum(0).int().to(device)
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    view = BSRView(indptr, PageTable.block_table(table.to(device), lens, page_size), causal=causal)
+    return Batch(q, KVCache.from_latent(cache, scale=scale.to(device) if isinstance(scale, Tensor) else scale), view, rows, causal)
