@@ -178,10 +178,10 @@ def _struct_of_params(tensor_names: Sequence[str], tensor_types: Sequence[str], 
   struct JitValues {{
 {"".join(values)}  }};
   struct JitParams : JitValues {{
-    const JitValues& additional_params;
+    JitValues additional_params;  // no reference to this object, which compilers may copy when it is returned
     int32_t qo_len, kv_len;
 {"" if "window_left" in scalar_names else window}    ATTN_HD JitParams(const JitValues& values, const ScoreRow& row)
-        : JitValues(values), additional_params(*this), qo_len(row.kv_len - row.position + row.index), kv_len(row.kv_len) {{}}
+        : JitValues(values), additional_params(values), qo_len(row.kv_len - row.position + row.index), kv_len(row.kv_len) {{}}
     ATTN_HD uint32_t get_qo_len(uint32_t) const {{ return qo_len; }}
     ATTN_HD uint32_t get_kv_len(uint32_t) const {{ return kv_len; }}
     ATTN_HD bool has(const ScoreRow& row, int32_t kv_position) const {{

@@ -31,7 +31,7 @@ def test_rows_with_scales_of_their_own(device: torch.device, page_size: int, row
         storage.fill_(0xA5)
         append_mla_kv(latent, rope, KVCache.from_latent(storage[..., :656]), slots.to(device, index_dtype))
         expected = torch.full_like(storage, 0xA5)
-        rows = latent_cases.scaled_rows(torch.cat([latent, rope], -1))
+        rows = latent_cases.scaled_rows(torch.cat([latent, rope], -1).cpu()).to(device)  # on CUDA torch multiplies by the reciprocal of 448
         for i, slot in enumerate(slots.tolist()):
             if 0 <= slot < 20 * page_size:
                 expected[slot // page_size, slot % page_size, :656] = rows[i]
