@@ -58,6 +58,7 @@ class Settings:
     cuda_graphs: bool = True
     max_model_len: PositiveInt = 2048
     max_num_seqs: PositiveInt = 8
+    tensor_parallel_size: PositiveInt = 1
     start_timeout_s: PositiveFloat = 900
     python: str = sys.executable
     server_arguments: list[str] = field(default_factory=list)
@@ -115,7 +116,8 @@ class Benchmark:
         loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
-        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {machine['device_name']}")
+        gpus = "" if settings.tensor_parallel_size == 1 else f"{settings.tensor_parallel_size} x "
+        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {gpus}{machine['device_name']}")
         for backend in settings.backends:
             engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
         return run
@@ -134,6 +136,7 @@ class Benchmark:
             settings.max_model_len,
             settings.max_num_seqs,
             settings.server_arguments,
+            tensor_parallel_size=settings.tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype or None,
             cache=cache,
         )

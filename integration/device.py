@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -16,6 +17,22 @@ def find_device() -> str:
         return "cpu"
     listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
     return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def uses_multicast() -> bool:
+    """Whether collectives may use NVLink multicast: every GPU says that it has it, and NCCL_NVLS_ENABLE is not 0."""
+    if os.environ.get("NCCL_NVLS_ENABLE") == "0":
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count, supported, multicast_supported = ctypes.c_int(), ctypes.c_int(), 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return False
+    return count.value > 0 and all(
+        driver.cuDeviceGetAttribute(ctypes.byref(supported), multicast_supported, device) == 0 and supported.value == 1 for device in range(count.value)
+    )
 
 
 def device_name(device: str) -> str:

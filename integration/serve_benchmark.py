@@ -8,6 +8,8 @@
         --dataset prefix:4096+256 sharegpt sharegpt --num-prompts 128 96 24 --output-len 128 recorded recorded --request-rate 40 8 2 --samples 1 4 16
     python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-stock-sampler --model llama-3.1-8b --request-rate 16 \\
         --num-prompts 256 --sampling temperature=0.8,top_p=0.95,top_k=40
+    NCCL_NVLS_ENABLE=0 python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN FLASHINFER TRITON_ATTN --model llama-3.1-70b \\
+        --tensor-parallel-size 4 --dataset sharegpt uniform:512-2048 prefix:4096+256 --num-prompts 256 128 128 --request-rate 4 2 16
 
 Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
 sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
@@ -86,6 +88,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share a model; without NVLink multicast where NCCL_NVLS_ENABLE is 0")
     parser.add_argument("--client-args", dest="client_arguments", type=shlex.split, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", dest="time_limit_s", type=float, help="side by side: begin no load when so many seconds have passed")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.attention import Attention
 from ..kernels.attention_config import MAX_CPU_HEAD_DIM
-from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, MAX_TRANSFORMED_HEAD_DIM, HeadDims
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
@@ -200,6 +200,7 @@ class PlannedAttention:
             max_rows, max_batch = _room(rows or _ROWS_UNKNOWN, _LEAST_ROWS), _room(batch, _LEAST_BATCH)
             if before is not None and made_for == self._made_for:
                 max_rows, max_batch = max(max_rows, before.max_rows), max(max_batch, before.max_batch)
+        transforms = variant is not None and (variant.has_query or variant.has_key or variant.has_value)
         self._attention = Attention(
             heads.num_qo_heads,
             heads.num_kv_heads,
@@ -208,6 +209,7 @@ class PlannedAttention:
             dtype=heads.dtype,
             kv_dtype=heads.kv_dtype,
             device=self.device,
+            kernel="generic" if transforms and heads.head_dims.v > MAX_TRANSFORMED_HEAD_DIM else None,
             max_rows=max_rows,
             max_batch=max_batch,
             max_levels=num_levels,

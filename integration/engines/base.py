@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
+from integration.device import uses_multicast
 from integration.model import Model
 from integration.workload import Workload
 
@@ -69,6 +70,7 @@ class Launch:
     extra_arguments: list[str] = field(default_factory=list)
     prefix_caching: bool = True
     batch_invariant: bool = False
+    tensor_parallel_size: int = 1  # GPUs
     kv_cache_dtype: str | None = None  # the engine's name of it; None: what the model declares
     cache: Path | None = None  # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time should not share
 
@@ -108,6 +110,11 @@ def our_environment(backend: str) -> dict[str, str]:
         return {}
     switches = {"ATTN_BACKEND_CASCADE": backend != OURS_NO_CASCADE, "ATTN_BACKEND_SAMPLER": backend != OURS_STOCK_SAMPLER}
     return {name: "1" if is_on else "0" for name, is_on in switches.items()}
+
+
+def collective_environment(launch: Launch) -> dict[str, str]:
+    """For several GPUs: NCCL's NVLink multicast is off where a machine has none, or not the rights to it, since NCCL does not find out in time."""
+    return {} if launch.tensor_parallel_size == 1 or uses_multicast() else {"NCCL_NVLS_ENABLE": "0"}
 
 
 def bench_client(client: Client, module: str, keep_order: bool = False, no_option: Collection[str] = ()) -> list[str]:

@@ -15,6 +15,7 @@ from integration.engines.base import (
     Sampling,
     Token,
     bench_client,
+    collective_environment,
     is_ours,
     our_environment,
     sampling_arguments,
@@ -53,12 +54,14 @@ class SGLang:
             command += ["--disable-radix-cache"]
         if launch.batch_invariant:
             command += ["--enable-deterministic-inference"]
+        if launch.tensor_parallel_size > 1:
+            command += ["--tensor-parallel-size", str(launch.tensor_parallel_size)]
         if launch.kv_cache_dtype:
             command += ["--kv-cache-dtype", launch.kv_cache_dtype]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        return self.client_environment(launch.device) | our_environment(launch.backend)
+        return self.client_environment(launch.device) | our_environment(launch.backend) | collective_environment(launch)
 
     def client_command(self, client: Client) -> list[str]:
         # The client has no option against shuffling a file's requests, and the copies of a prompt must stay neighbours.

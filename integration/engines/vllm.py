@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import json
 
-from integration.engines.base import STOCK, Client, Launch, Metrics, Sampling, Token, bench_client, is_ours, our_environment, sampling_arguments
+from integration.device import uses_multicast
+from integration.engines.base import (
+    STOCK,
+    Client,
+    Launch,
+    Metrics,
+    Sampling,
+    Token,
+    bench_client,
+    collective_environment,
+    is_ours,
+    our_environment,
+    sampling_arguments,
+)
 from integration.http import post_json
 from integration.workload import SharedPrefix, ShareGPT
 
@@ -36,12 +49,19 @@ class VLLM:
                 command += ["--enforce-eager"]
         if not launch.prefix_caching:
             command += ["--no-enable-prefix-caching"]
+        if launch.tensor_parallel_size > 1:
+            command += ["--tensor-parallel-size", str(launch.tensor_parallel_size)]
+            if not uses_multicast():
+                command += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
         if launch.kv_cache_dtype:
             command += ["--kv-cache-dtype", launch.kv_cache_dtype]
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
         environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | our_environment(launch.backend)
+        environment |= collective_environment(launch)
+        if launch.tensor_parallel_size > 1 and not uses_multicast():
+            environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         if launch.batch_invariant:
             environment |= {"VLLM_BATCH_INVARIANT": "1"}
         if launch.cache:

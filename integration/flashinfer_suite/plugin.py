@@ -180,7 +180,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     outcome = report.outcome
     error = call.excinfo.value if call.excinfo is not None else None
     text = str(error) if error is not None else ""
-    if report.failed and isinstance(error, NotImplementedError) and NOT_SUPPORTED in text:
+    is_refusal = isinstance(error, NotImplementedError) or "NotImplementedError: " in text  # of a process that the test started
+    if report.failed and is_refusal and NOT_SUPPORTED in text:
         outcome = "not supported"  # type: ignore[assignment]
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)

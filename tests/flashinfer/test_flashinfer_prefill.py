@@ -242,3 +242,12 @@ def test_heads_of_v_that_are_narrower(device: str) -> None:
     ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, head_dim_vo=128, causal=True)
     check(ragged.run(batch.q, k, v, return_lse=True), (torch.cat([o for o, _ in expected]), torch.cat([lse for _, lse in expected])))
     check(flashinfer.single_prefill_with_kv_cache(batch.q[:3], k[:9], v[:9], causal=True, return_lse=True), expected[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rotation_of_wide_heads(device: str) -> None:
+    """On a Hopper GPU the generic kernel turns them."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(rows, heads, 512, generator=generator).half().to(device) for rows, heads in ((5, 4), (40, 2), (40, 2)))
+    found = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, pos_encoding_mode="ROPE_LLAMA", rope_theta=500.0, return_lse=True)
+    check(found, attention(q, k, v, causal=True, rope=(1.0, 500.0)), 4e-3)

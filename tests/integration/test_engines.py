@@ -67,6 +67,20 @@ def test_clients_send_copies_in_order_and_at_the_prompts_rate(engine, tmp_path):
     assert describe(workload, float("inf"), max_concurrency=2).endswith("; 3 prompts 2 at a time, 4 answers to each")
 
 
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_several_gpus(engine, tmp_path, monkeypatch):
+    """Without multicast neither NCCL nor vLLM's fused all-reduce may use it."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    launch = Launch("python", Model("none", tmp_path, True), OURS, "cuda", 1, tensor_parallel_size=4)
+    command = engine.server_command(launch)
+    assert option(command, "--tensor-parallel-size") == "4"
+    assert engine.server_environment(launch)["NCCL_NVLS_ENABLE"] == "0"
+    if engine.name == "vllm":
+        assert json.loads(option(command, "--compilation-config")) == {"pass_config": {"fuse_allreduce_rms": False}}
+    assert "--tensor-parallel-size" not in engine.server_command(replace(launch, tensor_parallel_size=1))
+    assert "NCCL_NVLS_ENABLE" not in engine.server_environment(replace(launch, tensor_parallel_size=1))
+
+
 def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
     workload = make_workload("prefix:4096+256", 128, "128", tmp_path, 0)
     command = ENGINES["vllm"].client_command(Client("python", Model("none", tmp_path, True), 1, workload, 40.0, None, 0, tmp_path / "client.json"))
