@@ -96,7 +96,7 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal -m "not integration" tests
+	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 30 -m "not integration" tests
 
 .PHONY: fuzz
 fuzz: environment

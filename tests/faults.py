@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "append_qkv: positions of a table are not bounded",
         "csrc/cache/qkv_params.h",
-        "clamp<int64_t>(position, 0, p.num_positions - 1)",
-        "clamp<int64_t>(position, 0, p.num_positions)",
+        "clamp(position, 0, p.num_positions - 1)",
+        "clamp(position, 0, p.num_positions)",
         ("tests/kernels/test_append_qkv.py",),
     ),
     Fault(
@@ -259,10 +259,10 @@ FAULTS = (
     ),
     Fault(
         "SGLang: the cache's view kept when the pool is reallocated",
-        "attn_backend/adapters/sglang/backend.py",
-        "if self.kv is None or k is not self.k or (v is not self.v and not self.makes_v_anew):",
-        "if self.kv is None:",
-        SGLANG,
+        "attn_backend/adapters/sglang/layer_cache.py",
+        "if self._kv is None or self._buffers is None or k is not self._buffers[0] or (v is not self._buffers[1] and not self._makes_v_anew):",
+        "if self._kv is None:",
+        ("tests/adapters/sglang",),
     ),
     Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/backend.py", "self._window_slot_buffer[count:].zero_()", "pass", SGLANG),
     Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended,", "after_append=True,", SGLANG),
