@@ -1,0 +1,15 @@
+"""The faults of tests/faults.py can still be put into the sources: their texts are there, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_text_is_there_once(fault: Fault) -> None:
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1
