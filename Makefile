@@ -96,7 +96,7 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 30 -m "not integration" tests
+	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 30 -m "not integration" tests
 
 .PHONY: fuzz
 fuzz: environment
@@ -105,7 +105,7 @@ fuzz: environment
 # Tests that start engines, one at a time. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	ATTN_BACKEND_REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s -m integration tests/integration
+	REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s -m integration tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

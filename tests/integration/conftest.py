@@ -29,13 +29,13 @@ def sharegpt() -> Path:
 
 @pytest.fixture
 def need_engine():
-    """A function that skips the test where a package is not installed. `make test` sets ATTN_BACKEND_REQUIRE_ENGINES: there it fails."""
+    """A function that skips the test where a package is not installed. `make test` sets REQUIRE_ENGINES: there it fails."""
 
     def need(package: str) -> None:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # the folders tests/adapters/vllm and sglang can be imported too, as namespace packages
             message = f"{package} is not installed in {sys.prefix}"
-            if os.environ.get("ATTN_BACKEND_REQUIRE_ENGINES") == "1":
+            if os.environ.get("REQUIRE_ENGINES") == "1":
                 pytest.fail(message)
             pytest.skip(message)
 
