@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status = _run(arguments, parser)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads the output, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

@@ -31,7 +31,7 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
 
     Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a float8 cache latent and rope of another dtype are
     divided by its scale and rounded, as `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by their largest
-    magnitude / 448, which is their scale (not rounded to a power of two; vLLM's `concat_and_cache_mla` for fp8_ds_mla does the same), and rope as it is.
+    magnitude / 448, which is their scale (not rounded to a power of two), and rope as it is.
 
     Args:
         latent: [tokens, width of the latent], tokens >= len(slots), last dimension contiguous: 512 columns in DeepSeek's models.

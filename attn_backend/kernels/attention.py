@@ -138,9 +138,9 @@ class Attention:
         self.batch_invariant = batch_invariant
         self._sm_scale = dims.qk**-0.5
         self._options = {
-            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": dims.qk, "head_dim_v": dims.v, "dtype": dtype, "kv_dtype": kv_dtype,
-            "device": device, "max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels, "num_ctas": num_ctas or None, "cascade": cascade,
-            "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks,
+            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": dims.qk, "head_dim_v": dims.v, "dtype": dtype, "q_dtype": q_dtype,
+            "kv_dtype": kv_dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels, "num_ctas": num_ctas or None,
+            "cascade": cascade, "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks,
         }  # fmt: skip
         check_types(bool, "True or False", sinks=sinks)
         self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype)
