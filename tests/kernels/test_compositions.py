@@ -442,3 +442,13 @@ def test_wrong_values_of_larger_pages() -> None:
     attention = Attention(8, 2, 64, device="cpu", max_rows=4, max_batch=3, max_levels=2)
     with pytest.raises(ValueError, match=r"^levels\[0\]: kv_last_page_len\[0\] is 65, must be 1 .. page_size = 64"):
         attention.plan(Composition([large, small]))
+
+
+def test_larger_pages_whose_ids_change_are_refused() -> None:
+    """Their ids are copied when they are planned: later ones would not be read."""
+    indptr, zero = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    large = BSRView(indptr, PageTable.csr(indptr, zero, zero + 64, 64), causal=False, pages_change=True)
+    small = BSRView(indptr, PageTable.csr(indptr, zero + 5, zero + 9, 16))
+    attention = Attention(8, 2, 64, device="cpu", max_rows=4, max_batch=3, max_levels=2)
+    with pytest.raises(ValueError, match=r"^levels\[0\]\.pages_change is True, must be False with pages of 64 tokens in a cache of 16"):
+        attention.plan(Composition([large, small]))
