@@ -23,6 +23,7 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
 ]
 
@@ -93,6 +94,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
 
 cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
 trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
+trtllm_batch_decode_with_kv_cache_mla = missing("trtllm_batch_decode_with_kv_cache_mla")
 xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
 
 

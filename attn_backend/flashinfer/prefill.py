@@ -22,6 +22,7 @@ from .wrapper import BACKENDS
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
     "fmha_varlen",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
@@ -123,6 +124,7 @@ def single_request(
     return attention.run(q, kv, scales, return_lse=return_lse, **options)
 
 
+cudnn_batch_prefill_with_kv_cache = missing("cudnn_batch_prefill_with_kv_cache")
 fmha_varlen = missing("fmha_varlen")
 trtllm_batch_context_with_kv_cache = missing("trtllm_batch_context_with_kv_cache")
 trtllm_fmha_v2_prefill = missing("trtllm_fmha_v2_prefill")
