@@ -2,7 +2,7 @@
 
     python -m integration.tiny_models.compare [vllm|sglang ...]
 
-Exit status: 1 if an answer differs by more than 1e-4, else 0.
+Exit status: 1 if an answer differs by more than 1e-4, else 0. `compare_gpu` does so on a GPU.
 """
 
 from __future__ import annotations

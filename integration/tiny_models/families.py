@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
     "max_position_embeddings": 512,
     "pad_token_id": PAD,
     "bos_token_id": BOS,
@@ -87,20 +87,20 @@ def _gpt_oss() -> tuple[Any, Any]:
 
 
 def _bloom() -> tuple[Any, Any]:
-    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=128, n_layer=3, n_head=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=256, n_layer=3, n_head=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     return config, transformers.BloomForCausalLM
 
 
 def _bert() -> tuple[Any, Any]:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
-    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
+    layers: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
     return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers), transformers.BertModel
 
 
 def _modernbert() -> tuple[Any, Any]:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
     special: dict[str, Any] = {"cls_token_id": BOS, "sep_token_id": EOS}
-    layers: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
+    layers: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
     return transformers.ModernBertConfig(**{name: COMMON[name] for name in names}, **special, **layers), transformers.ModernBertModel
 
 
@@ -161,7 +161,7 @@ def _deepseek() -> tuple[Any, Any]:
 
 
 def _whisper() -> tuple[Any, Any]:
-    sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes: dict[str, Any] = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
     special: dict[str, Any] = {
         "decoder_start_token_id": BOS,

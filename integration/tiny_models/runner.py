@@ -28,15 +28,26 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the models are")
     parser.add_argument("families", nargs="*", help=f"default: {' '.join(names)}")
+    parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     arguments, _ = parser.parse_known_args()
     answers = Path(os.environ.get("ATTN_BACKEND_ANSWERS", arguments.folder))
-    failed = []
+    failed: list[str] = []
+    running: dict[int, str] = {}
+
+    def wait_for_one() -> None:
+        child, status = os.wait()
+        failed.extend([running.pop(child)] if os.waitstatus_to_exitcode(status) != 0 else [])
+        running.pop(child, None)
+
     for name in arguments.families or names:
         child = os.fork()
         if child == 0:
             _answer_and_leave(FAMILIES[name], arguments.folder, answers_file(answers, name, who), answer_all)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
-            failed.append(name)
+        running[child] = name
+        if len(running) == arguments.jobs:
+            wait_for_one()
+    while running:
+        wait_for_one()
     sys.exit(f"failed: {' '.join(failed)}" if failed else 0)
 
 
