@@ -28,7 +28,7 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
 
     backend = "attn_backend" if OURS == "ours" else "triton"
     options: dict[str, Any] = {"dtype": "bfloat16", "context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "mem_fraction_static": 0.9}
-    options |= {"cuda_graph_max_bs": 4, "log_level": "error", "port": free_port(), "sampling_backend": "pytorch"}
+    options |= {"cuda_graph_max_bs_decode": 4, "log_level": "error", "port": free_port(), "sampling_backend": "pytorch"}
     engine = sglang.Engine(model_path=str(folder), attention_backend=backend, **options | family.engines["sglang"])
     try:
         prompts = [question.expanded for question in questions(family)]

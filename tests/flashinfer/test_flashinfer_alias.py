@@ -42,12 +42,13 @@ NAMES = {
     "flashinfer.prefill": ["cudnn_batch_prefill_with_kv_cache", "trtllm_batch_context_with_kv_cache", "BatchPrefillWithRaggedKVCacheWrapper"],
     "flashinfer.sampling": ["top_k_top_p_sampling_from_logits", "min_p_sampling_from_probs", "softmax"],
     "flashinfer.utils": ["FP4Tensor"],
-    "flashinfer.autotuner": ["autotune", "AutoTuner"],
+    "flashinfer.autotuner": ["autotune", "AutoTuner", "get_autotune_process_group", "set_autotune_process_group"],
     "flashinfer.comm.mnnvl": ["CommBackend"],
     "flashinfer.fp4_quantization": ["block_scale_interleave"],
     "flashinfer.fused_moe": ["trtllm_fp4_block_scale_moe", "convert_to_block_layout"],
     "flashinfer.fused_moe.core": ["get_w2_permute_indices_with_cache"],
     "flashinfer.gemm": ["gemm_fp8_nt_groupwise", "fp8_blockscale_gemm_sm90"],
+    "flashinfer.jit.core": ["logger"],
     "flashinfer.jit.env": ["FLASHINFER_WORKSPACE_DIR"],
 }
 IMPORTS = [f"from {module} import {', '.join(names)}" for module, names in NAMES.items()]

@@ -1,0 +1,1 @@
+from attn_backend.flashinfer.jit.core import *  # noqa: F403
