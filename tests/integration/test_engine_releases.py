@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA
+from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA, SPARSE_MLA
 from engine_modules import Parameters, Release, parameters_of
 
 from attn_backend.releases import RELEASES, was_checked
@@ -158,6 +158,32 @@ def test_mla_names_what_ours_reads(version: str) -> None:
         assert chunk.names[0] == "chunk_idx"
         assert "cu_seq_lens" in fields["ChunkedContextMetadata"]
         assert "chunks" not in fields["ChunkedContextMetadata"]
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> None:
+    """The builder of vLLM makes ours by the names of fields, which are other ones in other releases; and what the indexer has found is where it is read."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    build = release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.build")
+    base = release.find(MLA, "MLACommonMetadata")
+    assert isinstance(build, ast.FunctionDef)
+    assert isinstance(base, ast.ClassDef)
+    calls = [node for node in ast.walk(build) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.metadata_cls"]
+    filled = {keyword.arg for call in calls for keyword in call.keywords}
+    assert len(calls) == 1
+    assert not calls[0].args
+    fields = [
+        field for class_ in (base, our_class("vllm/sparse_mla_metadata.py:SparseMlaMetadata")) for field in class_.body if isinstance(field, ast.AnnAssign)
+    ]
+    assert filled <= {ast.unparse(field.target) for field in fields}
+    assert {ast.unparse(field.target) for field in fields if field.value is None} <= filled
+    assert {"block_table", "req_id_per_token", "num_actual_tokens"} <= filled
+    assert "torch.int32" in ast.unparse(release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.__init__") or build)
+    names = release.find("vllm.config.cache", "CacheDType")
+    assert isinstance(names, ast.Assign)
+    assert "fp8_ds_mla" in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])

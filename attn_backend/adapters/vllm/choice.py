@@ -1,4 +1,5 @@
-"""Which class stands behind `--attention-backend CUSTOM`: vLLM has one name for all models, and a class is either for MLA or not."""
+"""Which class stands behind `--attention-backend CUSTOM`: vLLM has one name for all models, and a class is either for MLA or not, and
+for sparse attention or not."""
 
 from __future__ import annotations
 
@@ -14,6 +15,10 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not compat.uses_mla():
         return AttnBackend
-    from attn_backend.adapters.vllm.mla_backend import MlaBackend  # only now: it imports the engine's layers
+    if compat.uses_sparse_mla():
+        from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend  # only now: it imports the engine's layers
+
+        return SparseMlaBackend
+    from attn_backend.adapters.vllm.mla_backend import MlaBackend
 
     return MlaBackend

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,6 +127,26 @@ def uses_mla() -> bool:
     """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
+
+
+def uses_sparse_mla() -> bool:
+    """Whether that model also has an indexer that selects tokens: then vLLM asks for a sparse backend."""
+    config = get_current_vllm_config_or_none()
+    return hasattr(getattr(getattr(config, "model_config", None), "hf_config", None), "index_topk")
+
+
+def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
+    """What a deployment of a model with an indexer needs and this package does not have; None if nothing."""
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        return "latents in host memory (HiSparse)"
+    return None
+
+
+def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
+    """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks. Releases without the field put nothing there."""
+    if not hasattr(kv_cache_spec, "block_stride_alignment"):
+        return kv_cache_spec
+    return replace(kv_cache_spec, block_stride_alignment=kv_cache_spec.state_content_size_bytes)
 
 
 def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:

@@ -11,8 +11,9 @@ from attn_backend.metadata.kv_cache import KVCache
 # By vLLM's names. "auto" is the model's dtype by the time a layer is made: what a checkpoint declares has taken its place.
 PLAIN_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOAT8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Of latents: a row is 576 numbers, with the scale of the layer. (fp8_ds_mla is for sparse attention.)
+# Of latents: a row is 576 numbers, with the scale of the layer; or, for sparse attention, 656 bytes with scales of its own.
 FLOAT8_LATENTS = ("fp8", "fp8_e4m3")
+SCALED_LATENTS = "fp8_ds_mla"
 
 
 def kv_cache_view(kv_cache: torch.Tensor, float8: torch.dtype | None = None, layer: Any = None, *, writes: bool = True) -> KVCache:

@@ -21,7 +21,7 @@ from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import workspace_maxima
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.manifest import HeadDims
 from attn_backend.metadata.composition import BSRView
@@ -66,7 +66,6 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         warn_if_untried(device, sampler.logger)
         widths = self.mla_dims
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
-        decompressed = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
         max_rows, max_batch = workspace_maxima(vllm_config)
         room: dict[str, Any] = {"dtype": dtype, "device": device, "max_batch": max_batch}
         max_decode_rows = min(max_rows, max_batch * max(self.reorder_batch_threshold, 1))
@@ -75,13 +74,10 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             kv_dtype = torch.float8_e4m3fn if has_float8 else None
             return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, max_rows=max_decode_rows, cascade=use_cascade(), **room)
 
-        def make_prefill() -> Attention:
-            return Attention(self.num_heads, self.num_heads, decompressed.qk, head_dim_v=decompressed.v, max_rows=max_rows, **room)
-
         self.decode_attention = outside_memory_pools(make_decode, device)
         if not compat.has_chosen_mla_prefill(vllm_config):
-            new_tokens, context = (outside_memory_pools(make_prefill, device) for _ in range(2))
-            self._prefill_backend = MlaPrefill(self._prefill_backend, new_tokens, context)
+            make = [lambda: make_prefill(self.num_heads, widths, dtype, device, max_rows, max_batch)] * 2
+            self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
         sampler.install(device, vllm_config)
 
     def _build_decode(self, block_table_tensor: Tensor, seq_lens_device: Tensor, *args: Any, **kwargs: Any) -> MlaDecodeMetadata:
