@@ -41,7 +41,7 @@ MEMBERS = {
         "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading supports_quant_query_input",
         "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
         "vllm.config.cache:CacheConfig": "cache_dtype",
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads page_size _prefill_backend _build_decode",
         f"{MLA}:QueryLenSupport": "VARLEN",
         f"{MLA}:MLADims": "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
@@ -55,7 +55,7 @@ MEMBERS = {
         "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend": (
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config prepare_metadata"
         ),
-        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config",
+        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",

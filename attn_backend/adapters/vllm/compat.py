@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from attn_backend.settings import Settings
 
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
@@ -127,6 +132,24 @@ def uses_mla() -> bool:
     """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
+
+
+def is_chosen() -> bool:
+    """Whether --attention-backend of the configuration at hand is CUSTOM."""
+    config = get_current_vllm_config_or_none()
+    return getattr(getattr(config, "attention_config", None), "backend", None) is AttentionBackendEnum.CUSTOM
+
+
+def serves_on_cpu() -> bool:
+    """Whether this package takes the place of vLLM's CPU backends."""
+    return current_platform.is_cpu() and Settings.read().vllm_cpu
+
+
+def own_backend(name: str) -> type:
+    """The class that vLLM itself has under a name of its registry."""
+    module, _, class_name = AttentionBackendEnum[name].value.rpartition(".")
+    own: type = getattr(import_module(module), class_name)
+    return own
 
 
 def uses_sparse_mla() -> bool:
