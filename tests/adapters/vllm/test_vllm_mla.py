@@ -222,16 +222,33 @@ def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
         make_impl(None, **changes)
 
 
-def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has the same bits alone and in a batch, also behind a cached prefix that others' would cut into other chunks: nothing is decompressed."""
+    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
+    problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
+    assert problem.builder.reorder_batch_threshold == 256, "as many rows as a step may have"
+    output, expected = problem.run(batch)
+    check(output, expected, torch.float32)
+    assert (problem.metadata.num_prefills, problem.metadata.num_decode_tokens) == (0, sum(batch.query_lens))
+    q, old = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE), problem.metadata
+    together, _ = problem.impl.forward_mqa(q, problem.cache, old, problem.layer)
+    row = 0
+    for request, query_len in enumerate(batch.query_lens):
+        alone = make_batch([query_len], [batch.kv_lens[request]], table_width=16)
+        alone.metadata.block_table_tensor = batch.metadata.block_table_tensor[request : request + 1]
+        alone.metadata.seq_lens_cpu_upper_bound = alone.metadata.seq_lens
+        of_request, _ = problem.impl.forward_mqa(q[row : row + query_len], problem.cache, problem.builder.build(0, alone.metadata), problem.layer)
+        assert of_request.equal(together[row : row + query_len])
+        row += query_len
+
+
+def test_deployments_that_are_refused() -> None:
     parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
     with pytest.raises(NotImplementedError, match="decode context parallelism"):
         Problem(parallel_config=parallel)
     model = SimpleNamespace(dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"):
         Problem(model_config=model)
-    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
-    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT"):
-        Problem()
 
 
 DEEPSEEK = {
@@ -250,6 +267,7 @@ DEEPSEEK = {
         {"device_capability": DeviceCapability(8, 0)},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3"},
+        {"use_batch_invariant": True},
     ],
     ids=str,
 )
@@ -268,7 +286,6 @@ def test_accepts(changes: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
         ({"use_sparse": True}, "sparse"),
         ({"block_size": 8}, "block_size"),
-        ({"use_batch_invariant": True}, "batch"),
         ({"has_sink": True}, "sink"),
     ],
     ids=str,
