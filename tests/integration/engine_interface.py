@@ -6,6 +6,7 @@ Each name must be in every release that is listed, but for those with a reason i
 from __future__ import annotations
 
 MLA = "vllm.model_executor.layers.attention.mla_attention"
+DSA = "sglang.srt.layers.attention.dsa_backend"
 SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
 # Our classes, and the engines' that they derive from.
@@ -26,6 +27,7 @@ BASES = {
     ],
     "sglang": [
         ("sglang/backend.py:SGLangAttentionBackend", "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"),
+        ("sglang/sparse.py:SparseBackend", f"{DSA}:DeepseekSparseAttnBackend"),
         ("sglang/sampler.py:AttnSampler", "sglang.srt.layers.sampler:Sampler"),
     ],
 }
@@ -92,10 +94,16 @@ MEMBERS = {
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
         "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
+        "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool": "kv_cache_dim dsa_kv_cache_store_fp8 kv_lora_rank qk_rope_head_dim dtype",
+        f"{DSA}:DeepseekSparseAttnBackend": (
+            "device num_q_heads dsa_kv_cache_store_fp8 dsa_prefill_impl dsa_decode_impl enable_auto_select_prefill_impl _forward_flashmla_sparse "
+            "prefill_attention_backend_str decode_attention_backend_str forward_decode forward_extend"
+        ),
         "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
-            "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
+            "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool "
+            "hisparse_coordinator"
         ),
         "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config",
         "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
@@ -138,6 +146,8 @@ CALLS = {
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.configs.model_config:is_deepseek_dsa": (1, ""),
+        "sglang.srt.configs.model_config:get_dsa_index_topk": (1, ""),
+        f"{DSA}:DeepseekSparseAttnBackend.__init__": (1, ""),
         "sglang.srt.utils.common:support_triton": (1, ""),
         "sglang.srt.utils.common:is_pin_memory_available": (1, ""),
         "sglang.srt.plugins.hook_registry:HookRegistry.register": (3, ""),

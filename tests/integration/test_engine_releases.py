@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA, SPARSE_MLA
+from engine_interface import BASES, CALLS, DSA, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA, SPARSE_MLA
 from engine_modules import Parameters, Release, parameters_of
 
 from attn_backend.releases import RELEASES, was_checked
@@ -252,6 +252,27 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
     names = release.find("sglang.srt.mem_cache.kv_cache_dtype", "configure_kv_cache_dtype")
     assert isinstance(names, ast.FunctionDef)
     assert all(f"server_args_kv_cache_dtype == '{name}'" in ast.unparse(names) for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8"))
+
+
+@pytest.mark.parametrize("version", RELEASES["sglang"])
+def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
+    """All that flashmla_sparse does with the selected tokens, with as many slots of each row in every layer; and models look for a name on the backend."""
+    release = read("sglang", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    backend = release.find(DSA, "DeepseekSparseAttnBackend")
+    assert isinstance(backend, ast.ClassDef)
+    calls = [node for node in ast.walk(backend) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._forward_flashmla_sparse"]
+    named = [{keyword.arg for keyword in call.keywords} for call in calls]
+    assert named
+    assert all({"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim"} <= names <= {"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim",
+        "topk_length", "attn_sink"} for names in named)  # fmt: skip
+    assert not any(call.args for call in calls)
+    text = ast.unparse(backend)
+    assert "_impl == 'flashmla_sparse'" in text
+    stamped = release.module("sglang.srt.model_executor.model_runner_components.attention_backend_setup")
+    assert stamped is not None
+    assert "attn_backend.decode_attention_backend_str = resolved.decode" in ast.unparse(stamped)
 
 
 @pytest.mark.parametrize("version", RELEASES["sglang"])
