@@ -9,6 +9,8 @@
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
 | chunked local attention | a builder derived from ours cuts requests at their chunks | the same: ours takes that back |
 | chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
+| metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
+| what lies between two blocks of a layer | up to 0.30 nothing that breaks a row | whatever the spec does not forbid: block_stride_alignment |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
