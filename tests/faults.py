@@ -313,6 +313,20 @@ FAULTS = (
         ("tests/metadata/test_selection.py",),
     ),
     Fault(
+        "sparse MLA: every part of a long step runs the plan of the first",
+        "attn_backend/adapters/selected.py",
+        "if self._first_planned != begin:",
+        "if False:",
+        ("tests/adapters/test_selected.py",),
+    ),
+    Fault(
+        "SGLang: sparse MLA goes on with the plan of the step before",
+        "attn_backend/adapters/sglang/sparse.py",
+        "if layer.layer_id <= self._last_layer:",
+        "if False:",
+        ("tests/adapters/sglang/test_sglang_sparse.py",),
+    ),
+    Fault(
         "latents: scales of their own are those of the columns before",
         "csrc/attention/widened_row.cuh",
         "const int number = piece * kBlockColumns / Latent::kColumnsOfScale;",

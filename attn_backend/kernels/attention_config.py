@@ -20,7 +20,7 @@ KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
-_MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 _MAX_CPU_BATCH = 2**20
 
 
@@ -86,12 +86,12 @@ def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, 
     max_rows = check_int("max_rows", max_rows, 1)
     if max_rows * group_size > MAX_INT32:
         refuse("max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head")
-    max_batch = check_int("max_batch", max_batch, 1, _MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
+    max_batch = check_int("max_batch", max_batch, 1, MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
     max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
     if max_rows * max_levels > MAX_INT32:
         refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
-    if on_cuda and max_batch * max_levels > _MAX_CUDA_BATCH:
-        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {_MAX_CUDA_BATCH} on CUDA")
+    if on_cuda and max_batch * max_levels > MAX_CUDA_BATCH:
+        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {MAX_CUDA_BATCH} on CUDA")
     return max_rows, max_batch, max_levels
 
 

@@ -117,10 +117,10 @@ class KVCache:
         return cache
 
     def by_slot(self) -> KVCache:
-        """The same cache in pages of one token: page p is slot p, page p // page_size and token p % page_size of this one.
+        """The same cache in pages of one token. Token t of page p is slot p * page_stride + t; slots between pages, if there are any, belong to others.
 
         Raises:
-            ValueError: the pages do not follow one another, as those of a layer among others do not.
+            ValueError: the way from one page to the next is no whole number of tokens.
         """
         return KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale)
 
@@ -132,6 +132,15 @@ class KVCache:
     def page_size(self) -> int:
         """Tokens."""
         return self.k.shape[1]
+
+    @property
+    def page_stride(self) -> int:
+        """Slots from one page to the next in `by_slot()`: page_size, but more where the pages of other layers lie between.
+
+        Raises:
+            ValueError: as `by_slot`.
+        """
+        return _page_stride("k", self.k)
 
     @property
     def num_kv_heads(self) -> int:
@@ -235,13 +244,23 @@ def _pages_of_slots(name: str, tensor: Tensor, page_size: int) -> Tensor:
     return _view(name, tensor, lambda: tensor[: pages * page_size].unflatten(0, (pages, page_size)))
 
 
+def _page_stride(name: str, part: Tensor) -> int:
+    """Tokens from one page to the next."""
+    pages, page_size = part.shape[:2]
+    page_stride, token_stride = part.stride()[:2]
+    if pages == 1 or page_size == 1:
+        return page_size
+    if page_stride < page_size * token_stride or page_stride % token_stride != 0:
+        refuse(f"kv.{name}", part, "a cache whose pages are a whole number of tokens apart: stride(0) = n * stride(1), n >= page_size")
+    return page_stride // token_stride
+
+
 def _pages_of_one(name: str, part: Tensor) -> Tensor:
     pages, page_size, heads, columns = part.shape
     page_stride, token_stride, head_stride, column_stride = part.stride()
-    if pages > 1 and page_size > 1 and page_stride != page_size * token_stride:
-        refuse(f"kv.{name}", part, "a cache whose pages follow one another: stride(0) = page_size * stride(1)")
+    slots = (pages - 1) * _page_stride(name, part) + page_size if pages > 0 else 0
     step = token_stride if page_size > 1 else page_stride
-    return part.as_strided((pages * page_size, 1, heads, columns), (step, step, head_stride, column_stride))
+    return part.as_strided((slots, 1, heads, columns), (step, step, head_stride, column_stride))
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:

@@ -9,7 +9,13 @@ from .structure import INT32, INT32_OR_INT64, check_int, check_same_device, inde
 
 
 def selected_slots(
-    indices: Tensor, block_table: Tensor | None = None, requests: Tensor | None = None, page_size: int = 1, *, out: Tensor | None = None
+    indices: Tensor,
+    block_table: Tensor | None = None,
+    requests: Tensor | None = None,
+    page_size: int = 1,
+    *,
+    page_stride: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The slots of selected tokens, as `BSRView.selected` takes them: those that there are, in the order of `indices`, and -1 behind them.
 
@@ -20,6 +26,7 @@ def selected_slots(
         block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]. None: indices are slots.
         requests: int32 or int64 [rows], the request of each row; None, only where block_table is None or has a row of its own for each row of Q: row i.
         page_size: tokens of a page of block_table.
+        page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None: page_size.
         out: int32 [rows, topk], written and returned; may be `indices` itself. None: a new tensor.
 
     Raises:
@@ -27,6 +34,7 @@ def selected_slots(
     """
     rows, topk = table_tensor("indices", indices, "[rows, topk]").shape
     check_int("page_size", page_size, 1)
+    page_stride = page_size if page_stride is None else check_int("page_stride", page_stride, page_size)
     if out is None:
         out = indices.new_empty(rows, topk)
     elif table_tensor("out", out, "[rows, topk]").shape != indices.shape:
@@ -34,7 +42,7 @@ def selected_slots(
     check_same_device("out", out, "indices", indices.device)
     slots = indices.long()
     if block_table is not None:
-        slots = _through_table(slots, table_tensor("block_table", block_table, "[batch, max_pages]"), requests, page_size)
+        slots = _through_table(slots, table_tensor("block_table", block_table, "[batch, max_pages]"), requests, page_size, page_stride)
     elif requests is not None:
         refuse("requests", requests, "None without a block_table")
     if topk == 0:
@@ -46,7 +54,7 @@ def selected_slots(
     return out.copy_(packed[:, :topk])
 
 
-def _through_table(tokens: Tensor, block_table: Tensor, requests: Tensor | None, page_size: int) -> Tensor:
+def _through_table(tokens: Tensor, block_table: Tensor, requests: Tensor | None, page_size: int, page_stride: int) -> Tensor:
     """int64 [rows, topk]: slots, -1 where there is no token."""
     rows = tokens.shape[0]
     check_same_device("block_table", block_table, "indices", tokens.device)
@@ -61,7 +69,7 @@ def _through_table(tokens: Tensor, block_table: Tensor, requests: Tensor | None,
     column = tokens.clamp(min=0) // page_size
     pages = block_table[requests.long().clamp(0, block_table.shape[0] - 1)[:, None], column.clamp(max=block_table.shape[1] - 1)].long()
     is_there = (tokens >= 0) & (column < block_table.shape[1]) & (pages >= 0)
-    return torch.where(is_there, pages * page_size + tokens % page_size, -1)
+    return torch.where(is_there, pages * page_stride + tokens % page_size, -1)
 
 
 def count_slots(slots: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ python -m integration.tiny_models.families FOLDER           # all of them; needs
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,20 @@ def _deepseek() -> tuple[Any, Any]:
     return transformers.DeepseekV2Config(**{name: COMMON[name] for name in names}, **latent, **layers), transformers.DeepseekV2ForCausalLM
 
 
+def _mimo() -> tuple[Any, Any]:
+    # Dense layers alone. What the engines read has the names of the checkpoint, what transformers reads its own.
+    layer_types = ["full_attention", "sliding_attention"] * 2
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config: dict[str, Any] = {"v_head_dim": 16, "sliding_window": WINDOW, "layer_types": layer_types, "mlp_layer_types": ["dense"] * 4, "rms_norm_eps": 1e-5}
+    config |= {"attention_value_scale": 0.7, "rope_parameters": dict.fromkeys(layer_types[:2], rope), "tie_word_embeddings": False}
+    heads = {"num_attention_heads": COMMON["num_attention_heads"], "num_key_value_heads": COMMON["num_key_value_heads"], "head_dim": 32, "v_head_dim": 16}
+    heads["num_key_value_heads"] *= 2  # of layers with a window, in transformers
+    named: dict[str, Any] = {f"swa_{name}": value for name, value in heads.items()}
+    named |= {"swa_rope_theta": 10000.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "layernorm_epsilon": 1e-5, "sliding_window_size": WINDOW}
+    named |= {"hybrid_layer_pattern": [0, 1] * 2, "moe_layer_freq": [0] * 4, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    return transformers.MiMoV2FlashConfig(**COMMON, **config, **named), transformers.MiMoV2FlashForCausalLM
+
+
 def _whisper() -> tuple[Any, Any]:
     sizes: dict[str, Any] = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
@@ -190,6 +205,10 @@ FAMILIES = {
         }),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
+        Family("mimo", "keys and values of different sizes, sinks, sliding window", "MiMo V2", _mimo, engines={
+            # SGLang's window leaves the query out; and the nested form of these parameters, transformers' own, it does not know.
+            "vllm": {}, "sglang": {"json_model_override_args": json.dumps({"sliding_window_size": WINDOW - 1, "rope_parameters": PLAIN_ROPE})},
+        }),
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
         Family("items", "several items behind one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
     )

@@ -6,6 +6,8 @@ Each name must be in every release that is listed, but for those with a reason i
 from __future__ import annotations
 
 MLA = "vllm.model_executor.layers.attention.mla_attention"
+DSA = "sglang.srt.layers.attention.dsa_backend"
+SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
 # Our classes, and the engines' that they derive from.
 BASES = {
@@ -17,10 +19,15 @@ BASES = {
         ("vllm/mla_impl.py:MlaImpl", f"{MLA}:MLACommonImpl"),
         ("vllm/mla_impl.py:MlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
         ("vllm/mla_metadata.py:MlaMetadataBuilder", f"{MLA}:MLACommonMetadataBuilder"),
+        ("vllm/sparse_mla_backend.py:SparseMlaBackend", f"{MLA}:MLACommonBackend"),
+        ("vllm/sparse_mla_impl.py:SparseMlaImpl", f"{SPARSE_MLA}:SparseMLACommonImpl"),
+        ("vllm/sparse_mla_impl.py:SparseMlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
+        ("vllm/sparse_mla_metadata.py:SparseMlaMetadataBuilder", f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder"),
         ("vllm/mla_prefill.py:MlaPrefill", "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"),
     ],
     "sglang": [
         ("sglang/backend.py:SGLangAttentionBackend", "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"),
+        ("sglang/sparse.py:SparseBackend", f"{DSA}:DeepseekSparseAttnBackend"),
         ("sglang/sampler.py:AttnSampler", "sglang.srt.layers.sampler:Sampler"),
     ],
 }
@@ -36,7 +43,7 @@ MEMBERS = {
         "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading supports_quant_query_input",
         "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
         "vllm.config.cache:CacheConfig": "cache_dtype",
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads page_size _prefill_backend _build_decode",
         f"{MLA}:QueryLenSupport": "VARLEN",
         f"{MLA}:MLADims": "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
@@ -44,16 +51,19 @@ MEMBERS = {
         f"{MLA}:MLACommonMetadata": "decode",
         f"{MLA}:MLACommonPrefillMetadata": "query_start_loc chunked_context",
         f"{MLA}:MLACommonImpl": "kv_lora_rank scale supports_quant_query_input",
+        f"{SPARSE_MLA}:SparseMLACommonImpl": "is_sparse topk_indices_buffer kv_lora_rank scale need_to_return_lse_for_decode",
+        f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder": "metadata_cls reorder_batch_threshold topk_tokens mla_dims _prefill_backend",
         "vllm.v1.attention.backend:MLAAttentionImpl": "need_to_return_lse_for_decode can_return_lse_for_decode supports_pcp",
         "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend": (
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config prepare_metadata"
         ),
-        "vllm.config.attention:AttentionConfig": "mla_prefill_backend",
+        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend",
+        "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
         "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
-        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed use_mla",
+        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed use_mla hf_config",
         "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
         "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size",
         "vllm.config.parallel:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank",
@@ -84,10 +94,16 @@ MEMBERS = {
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
         "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
+        "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool": "kv_cache_dim dsa_kv_cache_store_fp8 kv_lora_rank qk_rope_head_dim dtype",
+        f"{DSA}:DeepseekSparseAttnBackend": (
+            "device num_q_heads dsa_kv_cache_store_fp8 dsa_prefill_impl dsa_decode_impl enable_auto_select_prefill_impl _forward_flashmla_sparse "
+            "prefill_attention_backend_str decode_attention_backend_str forward_decode forward_extend"
+        ),
         "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "req_to_token size",
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
-            "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool"
+            "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool "
+            "hisparse_coordinator"
         ),
         "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config",
         "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
@@ -111,6 +127,12 @@ CALLS = {
         "vllm.config:get_current_vllm_config_or_none": (0, ""),
         f"{MLA}:MLACommonImpl.__init__": (10, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer"),
         f"{MLA}:MLACommonMetadataBuilder.__init__": (4, ""),
+        f"{SPARSE_MLA}:SparseMLACommonImpl.__init__": (
+            10,
+            "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer topk_indices_buffer",
+        ),
+        f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder.__init__": (4, ""),
+        f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder.build": (3, ""),
         "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend.__init__": (
             0,
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config",
@@ -124,6 +146,8 @@ CALLS = {
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.configs.model_config:is_deepseek_dsa": (1, ""),
+        "sglang.srt.configs.model_config:get_dsa_index_topk": (1, ""),
+        f"{DSA}:DeepseekSparseAttnBackend.__init__": (1, ""),
         "sglang.srt.utils.common:support_triton": (1, ""),
         "sglang.srt.utils.common:is_pin_memory_available": (1, ""),
         "sglang.srt.plugins.hook_registry:HookRegistry.register": (3, ""),
@@ -136,6 +160,9 @@ MAYBE = {
     "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA": "register: since the releases that serve MLA on a CPU",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.AMX_MLA": "the same",
+    "vllm.config.attention:AttentionConfig.hisparse_config": "compat.unsupported_sparse_feature: since the releases that have it",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec.block_stride_alignment": "compat.with_whole_rows_between_blocks asks",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec.state_content_size_bytes": "the same: older than block_stride_alignment",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
     "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_interface import BASES, CALLS, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA
+from engine_interface import BASES, CALLS, DSA, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA, SPARSE_MLA
 from engine_modules import Parameters, Release, parameters_of
 
 from attn_backend.releases import RELEASES, was_checked
@@ -161,6 +161,32 @@ def test_mla_names_what_ours_reads(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> None:
+    """The builder of vLLM makes ours by the names of fields, which are other ones in other releases; and what the indexer has found is where it is read."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    build = release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.build")
+    base = release.find(MLA, "MLACommonMetadata")
+    assert isinstance(build, ast.FunctionDef)
+    assert isinstance(base, ast.ClassDef)
+    calls = [node for node in ast.walk(build) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.metadata_cls"]
+    filled = {keyword.arg for call in calls for keyword in call.keywords}
+    assert len(calls) == 1
+    assert not calls[0].args
+    fields = [
+        field for class_ in (base, our_class("vllm/sparse_mla_metadata.py:SparseMlaMetadata")) for field in class_.body if isinstance(field, ast.AnnAssign)
+    ]
+    assert filled <= {ast.unparse(field.target) for field in fields}
+    assert {ast.unparse(field.target) for field in fields if field.value is None} <= filled
+    assert {"block_table", "req_id_per_token", "num_actual_tokens"} <= filled
+    assert "torch.int32" in ast.unparse(release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.__init__") or build)
+    names = release.find("vllm.config.cache", "CacheDType")
+    assert isinstance(names, ast.Assign)
+    assert "fp8_ds_mla" in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) -> None:
     """The lists are those by which the sampler itself decides whether it may replace them."""
     release = read("vllm", version)
@@ -226,6 +252,27 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
     names = release.find("sglang.srt.mem_cache.kv_cache_dtype", "configure_kv_cache_dtype")
     assert isinstance(names, ast.FunctionDef)
     assert all(f"server_args_kv_cache_dtype == '{name}'" in ast.unparse(names) for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8"))
+
+
+@pytest.mark.parametrize("version", RELEASES["sglang"])
+def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
+    """All that flashmla_sparse does with the selected tokens, with as many slots of each row in every layer; and models look for a name on the backend."""
+    release = read("sglang", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    backend = release.find(DSA, "DeepseekSparseAttnBackend")
+    assert isinstance(backend, ast.ClassDef)
+    calls = [node for node in ast.walk(backend) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._forward_flashmla_sparse"]
+    named = [{keyword.arg for keyword in call.keywords} for call in calls]
+    assert named
+    assert all({"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim"} <= names <= {"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim",
+        "topk_length", "attn_sink"} for names in named)  # fmt: skip
+    assert not any(call.args for call in calls)
+    text = ast.unparse(backend)
+    assert "_impl == 'flashmla_sparse'" in text
+    stamped = release.module("sglang.srt.model_executor.model_runner_components.attention_backend_setup")
+    assert stamped is not None
+    assert "attn_backend.decode_attention_backend_str = resolved.decode" in ast.unparse(stamped)
 
 
 @pytest.mark.parametrize("version", RELEASES["sglang"])

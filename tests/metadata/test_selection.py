@@ -34,6 +34,8 @@ def test_through_a_block_table(device: torch.device, dtype: torch.dtype) -> None
     assert found.tolist() == [[28, 9, 31, -1], [37, 18, 36, -1], [8, 29, -1, -1]]
     own = selected_slots(indices[:2], block_table, page_size=4)
     assert own.equal(found[:2]), "a row of the table for each row of Q"
+    between = selected_slots(indices, block_table, requests, page_size=4, page_stride=10)
+    assert between.tolist() == [[70, 21, 73, -1], [91, 42, 90, -1], [20, 71, -1, -1]], "slots of others lie between the pages"
 
 
 def test_refuses() -> None:
@@ -46,6 +48,7 @@ def test_refuses() -> None:
         ("requests", lambda: selected_slots(indices, None, torch.zeros(2, dtype=torch.int32))),
         ("block_table", lambda: selected_slots(indices, table.float())),
         ("page_size", lambda: selected_slots(indices, table, torch.zeros(2, dtype=torch.int32), 0)),
+        ("page_stride", lambda: selected_slots(indices, table, torch.zeros(2, dtype=torch.int32), 4, page_stride=3)),
         ("out", lambda: selected_slots(indices, out=indices[:1])),
         ("slots", lambda: BSRView.selected(indices.long())),
         ("pages_change", lambda: BSRView(torch.zeros(3, dtype=torch.int32), BSRView.selected(indices).table, pages_change=1)),  # type: ignore[arg-type]
@@ -63,6 +66,11 @@ def test_a_cache_by_slots() -> None:
     assert by_slot.v[13, 0, 0].equal(latents[3, 1, :512])
     wide = torch.randn(24, 640).bfloat16()[:, :576].unflatten(0, (6, 4))
     assert KVCache.from_latent(wide).by_slot().k[9, 0, 0].equal(wide[2, 1])
-    apart = torch.randn(6, 2, 4, 576).bfloat16()[:, 0]
-    with pytest.raises(ValueError, match=r"^kv\.k is .*, must be a cache whose pages follow one another"):
-        KVCache.from_latent(apart).by_slot()
+    layers = torch.randn(6, 2, 4, 576).bfloat16()  # pages of another layer between those of this one
+    of_one = KVCache.from_latent(layers[:, 1])
+    assert (kv.page_stride, of_one.page_stride, of_one.by_slot().num_pages) == (4, 8, 44)
+    assert of_one.by_slot().k[3 * 8 + 2, 0, 0].equal(layers[3, 1, 2])
+    assert KVCache.from_latent(layers[:, 1, :1]).by_slot().k[3, 0, 0].equal(layers[3, 1, 0])
+    padded = torch.randn(6, 4 * 576 + 8).bfloat16()[:, : 4 * 576].unflatten(1, (4, 576))
+    with pytest.raises(ValueError, match=r"^kv\.k is .*, must be a cache whose pages are a whole number of tokens apart"):
+        KVCache.from_latent(padded).by_slot()

@@ -11,6 +11,7 @@ from attn_backend.adapters.options import SAMPLER_SWITCH, insist_on_sampler, use
 if TYPE_CHECKING:
     from .backend import SGLangAttentionBackend
     from .sampler import AttnSampler
+    from .sparse import SparseBackend
 
 NAME = "attn_backend"
 
@@ -35,7 +36,7 @@ def register() -> None:
         compat.register_sampler("pytorch", create_sampler)
 
 
-def create_backend(runner: object) -> SGLangAttentionBackend:
+def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
     """The backend of one model runner; SGLang calls it while it starts, so what is refused here stops the start.
 
     Raises:
@@ -44,6 +45,12 @@ def create_backend(runner: object) -> SGLangAttentionBackend:
     """
     try:
         from .backend import SGLangAttentionBackend
+        from .mla import is_sparse
+
+        if is_sparse(runner):
+            from .sparse import SparseBackend  # only now: it imports SGLang's backend for such models
+
+            return SparseBackend(runner)
     except ImportError as error:
         raise RuntimeError(f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is missing.") from error
     return SGLangAttentionBackend(runner)

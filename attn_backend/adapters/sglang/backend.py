@@ -37,7 +37,7 @@ from .encoder_table import decoder_page_table
 from .items import Items, items_of
 from .layer_cache import LayerCache, quantise
 from .mla import append_latents, has_latents
-from .support import attention_layers, check_float8_heads, check_runner, plan_key, refuse, slopes_of, wants_spans
+from .support import attention_layers, check_float8_heads, check_runner, longest_extend, plan_key, refuse, slopes_of, wants_spans
 from .window import window_page_table
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._max_batch = -(-self.req_to_token_pool.size // 32) * 32  # the engine pads batches to what its graphs and its ranks need
         if compat.deterministic() and self.device.type == "cuda" and self._max_batch > MAX_CUDA_INVARIANT_BATCH:
             raise refuse(f"--enable-deterministic-inference for {self._max_batch} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
-        self._max_rows = self._longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
+        self._max_rows = longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
         self._plans: dict[PlanKey, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         self._caches: dict[int, LayerCache] = {}
@@ -407,15 +407,6 @@ class SGLangAttentionBackend(AttentionBackend):
             return mapping[slots]
         self._window_slot_buffer[count:].zero_()  # a captured prefill writes its padding rows too: to slot 0, which no request has
         return torch.index_select(mapping, 0, slots, out=self._window_slot_buffer[:count])
-
-    @staticmethod
-    def _longest_extend(runner: Any) -> int:
-        """Most new tokens of one step. Without chunks a prompt as long as the context comes in one piece; a batch of several stops at max_prefill_tokens."""
-        return max(
-            runner.model_config.context_len,
-            int(compat.setting("schedule.max_prefill_tokens", 16384)),
-            int(compat.setting("schedule.chunked_prefill_size", 0)),
-        )
 
 
 def _output(q: Tensor, known: Layer, forward_batch: Any) -> Tensor:

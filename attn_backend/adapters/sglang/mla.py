@@ -17,7 +17,9 @@ from torch.nn import Module
 
 from attn_backend import KVCache, append_mla_kv
 from attn_backend.kernels.manifest import HeadDims
-from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
+from attn_backend.metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_BYTES
+
+from . import NAME, compat
 
 
 def has_latents(runner: Any) -> bool:
@@ -25,10 +27,37 @@ def has_latents(runner: Any) -> bool:
     return bool(runner.model_config.attention_arch == AttentionArch.MLA)
 
 
+def is_sparse(runner: Any) -> bool:
+    """Whether the model also has an indexer, which selects the tokens that a row attends to (DeepSeek V3.2, GLM 5)."""
+    return has_latents(runner) and bool(is_deepseek_dsa(runner.model_config.hf_config))
+
+
+def unsupported_sparse(runner: Any) -> str | None:
+    """What keeps a model with an indexer from being served; None if nothing."""
+    config, pool = runner.model_config.hf_config, runner.token_to_kv_pool
+    names = {compat.setting("exec.kernel.prefill_attention_backend", None), compat.setting("exec.kernel.decode_attention_backend", None)} - {None, NAME}
+    what = "sparse attention over latents"
+    if device(runner.device).type != "cuda":
+        return f"{what} on a CPU (the indexer is SGLang's, with kernels for GPUs alone)"
+    if not isinstance(pool, MLATokenToKVPool) or (pool.kv_lora_rank, pool.qk_rope_head_dim) != (512, 64):
+        return f"{what} of other widths than 512 + 64"
+    if pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576) or (pool.dtype in FLOAT8_DTYPES) != pool.dsa_kv_cache_store_fp8:
+        return f"{what} in 8-bit rows without scales of their own (pass --kv-cache-dtype bfloat16, or flashmla_sparse as --dsa-prefill-backend and -decode-)"
+    if runner.dtype != torch.bfloat16:
+        return f"{what} for a model of {runner.dtype} (pass --dtype bfloat16)"
+    if getattr(config, "index_kpool", 1) > 1 or getattr(config, "learnable_sink", False):
+        return f"{what} with pooled index keys or attention sinks"
+    if runner.hisparse_coordinator is not None:
+        return "--enable-hisparse"
+    if compat.deterministic():
+        return f"{what} with --enable-deterministic-inference"
+    return f"{what} beside another backend ({', '.join(sorted(map(str, names)))})" if names else None
+
+
 def unsupported(runner: Any) -> str | None:
     """What keeps a model with latents from being served; None if nothing."""
-    if is_deepseek_dsa(runner.model_config.hf_config):
-        return "sparse attention over latents (DeepSeek V3.2, GLM 5)"
+    if is_sparse(runner):
+        return unsupported_sparse(runner)
     pool = runner.token_to_kv_pool
     if not isinstance(pool, MLATokenToKVPool):
         return f"latents in a {type(pool).__name__}"

@@ -123,6 +123,15 @@ def _check_speculation(algorithm: str, topk: int) -> None:
     raise refuse(f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} ({why})", advice)
 
 
+def longest_extend(runner: Any) -> int:
+    """Most new tokens of one step. Without chunks a prompt as long as the context comes in one piece; a batch of several stops at max_prefill_tokens."""
+    return max(
+        runner.model_config.context_len,
+        int(compat.setting("schedule.max_prefill_tokens", 16384)),
+        int(compat.setting("schedule.chunked_prefill_size", 0)),
+    )
+
+
 def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_pool: bool, attention_chunk_size: int | None, has_spans: bool) -> PlanKey:
     """What to plan for this layer.
 

@@ -32,8 +32,10 @@ def register() -> None:
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")
-        import_module("attn_backend.adapters.vllm.choice")
+        choice = import_module("attn_backend.adapters.vllm.choice")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+        for name in choice.DIFF_KV_NAMES:
+            registry.register_backend(registry.AttentionBackendEnum[name], f"{choice.__name__}.{name}")
         if Settings.read().vllm_cpu:
             for name, path in CPU_BACKEND_PATHS.items():
                 if name in registry.AttentionBackendEnum.__members__:

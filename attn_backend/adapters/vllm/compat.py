@@ -9,6 +9,8 @@
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
 | chunked local attention | a builder derived from ours cuts requests at their chunks | the same: ours takes that back |
 | chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
+| metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
+| what lies between two blocks of a layer | up to 0.30 nothing that breaks a row | whatever the spec does not forbid: block_stride_alignment |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
@@ -16,12 +18,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from attn_backend.settings import Settings
 
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
@@ -126,6 +134,44 @@ def uses_mla() -> bool:
     """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
+
+
+def is_chosen() -> bool:
+    """Whether --attention-backend of the configuration at hand is CUSTOM."""
+    config = get_current_vllm_config_or_none()
+    return getattr(getattr(config, "attention_config", None), "backend", None) is AttentionBackendEnum.CUSTOM
+
+
+def serves_on_cpu() -> bool:
+    """Whether this package takes the place of vLLM's CPU backends."""
+    return current_platform.is_cpu() and Settings.read().vllm_cpu
+
+
+def own_backend(name: str) -> type:
+    """The class that vLLM itself has under a name of its registry."""
+    module, _, class_name = AttentionBackendEnum[name].value.rpartition(".")
+    own: type = getattr(import_module(module), class_name)
+    return own
+
+
+def uses_sparse_mla() -> bool:
+    """Whether that model also has an indexer that selects tokens: then vLLM asks for a sparse backend."""
+    config = get_current_vllm_config_or_none()
+    return hasattr(getattr(getattr(config, "model_config", None), "hf_config", None), "index_topk")
+
+
+def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
+    """What a deployment of a model with an indexer needs and this package does not have; None if nothing."""
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        return "latents in host memory (HiSparse)"
+    return None
+
+
+def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
+    """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks. Releases without the field put nothing there."""
+    if not hasattr(kv_cache_spec, "block_stride_alignment"):
+        return kv_cache_spec
+    return replace(kv_cache_spec, block_stride_alignment=kv_cache_spec.state_content_size_bytes)
 
 
 def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:

@@ -33,6 +33,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     float8_head_sizes: ClassVar[list[int]] = [dim for dim in head_sizes if HeadDims.of(dim).runs_over("e4m3")]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
+    head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
     supports_dcp: bool = False
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # of some layers True
@@ -75,11 +76,16 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
         if head_size not in self.head_sizes:
             self._refuse(f"head size {head_size}")
+        heads = HeadDims(head_size, head_size if self.head_size_v is None else self.head_size_v)
+        if not heads.runs_on_cuda:
+            self._refuse(f"heads of {heads.qk}/{heads.v} columns")
+        if heads.v != head_size and attn_type != AttentionType.DECODER:
+            self._refuse(f"heads of {heads.qk}/{heads.v} columns in attention of type {attn_type}")
         if attn_type not in self.attn_types:
             self._refuse(f"attention of type {attn_type}")
         if kv_cache_dtype not in ("auto", *PLAIN_DTYPES, *FLOAT8_DTYPES):
             self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype")
-        if kv_cache_dtype in FLOAT8_DTYPES and head_size not in self.float8_head_sizes:
+        if kv_cache_dtype in FLOAT8_DTYPES and not heads.runs_over("e4m3"):
             self._refuse(f"head size {head_size} in a KV cache of dtype {kv_cache_dtype}", "pass the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
@@ -91,8 +97,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
         self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
-        self.supports_quant_query_input = multiplies_float8(self.float8, head_size, torch.get_default_device())
-        key = key._replace(kv_dtype=self.float8, float8_q=self.supports_quant_query_input)
+        self.supports_quant_query_input = heads.v == head_size and multiplies_float8(self.float8, head_size, torch.get_default_device())
+        key = key._replace(head_dim_v=None if heads.v == head_size else heads.v, kv_dtype=self.float8, float8_q=self.supports_quant_query_input)
         if sliding_window is not None and not is_decoder:
             key = key._replace(window_right=sliding_window - 1)
         self.plan_key = key
@@ -129,11 +135,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     ) -> torch.Tensor:
         """
         Args:
-            query, output: [tokens, num_heads, head_size]; rows beyond the batch are padding and left alone. query: where supports_quant_query_input is True,
-                float8_e4m3fn, divided by layer._q_scale.
-            key, value: [tokens, num_kv_heads, head_size]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the cache,
-                just before. None where another layer's cache is read.
-            kv_cache: [blocks, num_kv_heads, page, 2 * head_size], any strides; of 8 bits uint8, or its own dtype.
+            query: [tokens, num_heads, head_size], output: [tokens, num_heads, columns of V]; rows beyond the batch are padding and left alone. query: where
+                supports_quant_query_input is True, float8_e4m3fn, divided by layer._q_scale.
+            key, value: [tokens, num_kv_heads, columns of K, of V]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the
+                cache, just before. None where another layer's cache is read.
+            kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; of 8 bits uint8, or its own dtype.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
 
         Returns:
@@ -174,7 +180,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
         Args:
             layer: vLLM's, which has the scales.
-            key, value: [tokens, num_kv_heads, head_size]
+            key, value: [tokens, num_kv_heads, columns of K, of V]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
         if self.plan_key.of_this_step:
@@ -186,7 +192,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
-        return kv_cache_view(kv_cache, self.float8, layer, writes=self.kv_sharing_target_layer_name is None)
+        return kv_cache_view(kv_cache, self.head_size, self.float8, layer, writes=self.kv_sharing_target_layer_name is None)
 
 
 class CpuAttnImpl(AttnImpl):

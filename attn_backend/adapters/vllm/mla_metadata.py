@@ -21,8 +21,9 @@ from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import workspace_maxima
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
 from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.manifest import HeadDims
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
@@ -39,7 +40,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
     Requests of up to reorder_batch_threshold new tokens are attended to in the latents themselves. Their plan lies in a workspace of the builder: a full CUDA
-    graph of decodes reads it there, and serves every batch that is built afterwards. Longer ones are the engine's prefills (mla_prefill.py).
+    graph of decodes reads it there, and serves every batch that is built afterwards. Longer ones are the engine's prefills (mla_prefill.py), but under
+    VLLM_BATCH_INVARIANT, where there are none.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -58,30 +60,31 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         has_float8 = kv_cache_spec.dtype in (torch.uint8, torch.float8_e4m3fn) and vllm_config.cache_config.cache_dtype in FLOAT8_LATENTS
         if unsupported is None and kv_cache_spec.dtype != dtype and not has_float8:
             unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
-        if unsupported is None and compat.batch_invariant():
-            unsupported = "VLLM_BATCH_INVARIANT with multi-head latent attention"
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        batch_invariant = compat.batch_invariant()
+        if unsupported is None and batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+            advice = f"pass a smaller --max-num-seqs, {MAX_CUDA_INVARIANT_BATCH} at most"
+            unsupported = f"VLLM_BATCH_INVARIANT with batches of {max_batch} requests ({advice})"
         if unsupported is not None:
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
         widths = self.mla_dims
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
-        decompressed = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
-        max_rows, max_batch = workspace_maxima(vllm_config)
+        if batch_invariant:
+            self.reorder_batch_threshold = max_rows  # how a cached prefix is cut into chunks depends on the batch: all requests stay in their latents
         room: dict[str, Any] = {"dtype": dtype, "device": device, "max_batch": max_batch}
         max_decode_rows = min(max_rows, max_batch * max(self.reorder_batch_threshold, 1))
 
         def make_decode() -> Attention:
             kv_dtype = torch.float8_e4m3fn if has_float8 else None
-            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, max_rows=max_decode_rows, cascade=use_cascade(), **room)
-
-        def make_prefill() -> Attention:
-            return Attention(self.num_heads, self.num_heads, decompressed.qk, head_dim_v=decompressed.v, max_rows=max_rows, **room)
+            options: dict[str, Any] = {"max_rows": max_decode_rows, "cascade": use_cascade(), "batch_invariant": batch_invariant}
+            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, **options, **room)
 
         self.decode_attention = outside_memory_pools(make_decode, device)
         if not compat.has_chosen_mla_prefill(vllm_config):
-            new_tokens, context = (outside_memory_pools(make_prefill, device) for _ in range(2))
-            self._prefill_backend = MlaPrefill(self._prefill_backend, new_tokens, context)
+            make = [lambda: make_prefill(self.num_heads, widths, dtype, device, max_rows, max_batch)] * 2
+            self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
         sampler.install(device, vllm_config)
 
     def _build_decode(self, block_table_tensor: Tensor, seq_lens_device: Tensor, *args: Any, **kwargs: Any) -> MlaDecodeMetadata:

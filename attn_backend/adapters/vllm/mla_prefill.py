@@ -10,9 +10,20 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.manifest import HeadDims
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.page_table import PageTable
+
+
+def make_prefill(num_heads: int, widths: Any, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int) -> Attention:
+    """Attention of the heads of decompressed K and V.
+
+    Args:
+        widths: vLLM's MLADims.
+    """
+    heads = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
+    return Attention(num_heads, num_heads, heads.qk, head_dim_v=heads.v, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
 
 
 class MlaPrefill(MLAPrefillBackend):

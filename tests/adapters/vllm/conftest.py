@@ -36,7 +36,7 @@ def registry() -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
-    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA"} & set(AttentionBackendEnum.__members__):
+    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} & set(AttentionBackendEnum.__members__):
         AttentionBackendEnum[name].clear_override()
 
 

@@ -233,8 +233,8 @@ def test_long_lengths_are_refused_on_a_cpu() -> None:
 
 def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
     cache = make_cache("NHD")
-    view = kv_cache_view(cache)
-    assert kv_cache_view(cache) is view
+    view = kv_cache_view(cache, 64)
+    assert kv_cache_view(cache, 64) is view
     assert view.k.data_ptr() == cache.data_ptr()
     assert view.k.shape == view.v.shape == (NUM_PAGES, PAGE, 2, 64)
     freed = weakref.ref(view)

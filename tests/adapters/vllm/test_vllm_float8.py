@@ -125,11 +125,11 @@ def test_scales_that_are_found_later() -> None:
     """vLLM up to 0.27 may compute them in the first step (calculate_kv_scales): the tensors stay, and are read when kernels run."""
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
     serve(impl, layer, cache, make_batch(*MIXED))
-    view = kv_cache_view(cache)
+    view = kv_cache_view(cache, 64)
     layer._k_scale.fill_(0.04)
     layer._v_scale.fill_(0.2)
     serve(impl, layer, cache, make_batch(*MIXED, seed=1))
-    assert kv_cache_view(cache) is view
+    assert kv_cache_view(cache, 64) is view
 
 
 def test_scales_in_other_tensors() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
+from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Projection, V, make_layer, make_mla_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
-from vllm_layer import NUM_PAGES, PAGE, Batch, Layer, make_batch, make_config
+from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
 from attn_backend.adapters.vllm import choice, compat
 from attn_backend.adapters.vllm.backend import AttnBackend
@@ -24,10 +25,7 @@ from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
 
-HEADS, LATENT, NOPE, ROPE, V = 3, 512, 32, 64, 24
-SCALE = (NOPE + ROPE) ** -0.5
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-WIDTHS = {"q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V}
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +44,6 @@ class Chosen(MLAPrefillBackend):
         raise AssertionError
 
     run_prefill_context_chunk = run_prefill_new_tokens
-
-
-class Projection:
-    """kv_b_proj: from a latent to K and V of each head."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.weight = (torch.randn(HEADS * (NOPE + V), LATENT) * LATENT**-0.5).to(dtype)
-        self.params_dtype = dtype
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
-        return x @ self.weight.T, None
-
-    def parts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[heads, NOPE, LATENT] of K, [heads, V, LATENT] of V."""
-        return self.weight.to(dtype).view(HEADS, NOPE + V, LATENT).split([NOPE, V], dim=1)  # type: ignore[return-value]
 
 
 def make_impl(kv_b_proj: Any, **changes: Any) -> MlaImpl:
@@ -83,30 +66,8 @@ class Problem:
         self.projection = Projection(dtype)
         with set_current_vllm_config(VllmConfig()):
             self.impl = make_impl(self.projection, kv_cache_dtype=cache_dtype)
-        self.layer: Any = Layer(self.impl)
-        w_uk, w_uv = self.projection.parts(dtype)
-        prefill = Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None)
-        of_layer = {"num_heads": HEADS, "head_size": LATENT + ROPE, "prefill_backend": prefill, "use_pcp": False, "kv_cache_dtype": cache_dtype, **WIDTHS}
-        of_layer |= {
-            "q_pad_num_heads": None,
-            "hisparse_cache": None,
-            "W_UK_T": w_uk,
-            "W_UV": w_uv.transpose(1, 2),
-            "_k_scale": torch.ones(()) if cache_dtype == "auto" else torch.tensor(0.25),
-        }
-        of_layer |= {f"is_{what}_enabled": False for what in ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")}
-        vars(self.layer).update(of_layer)
-        self.layer._v_up_proj = MethodType(MLAAttention._v_up_proj, self.layer)
-        model = SimpleNamespace(dtype=dtype, max_model_len=64, get_head_size=lambda: LATENT + ROPE, get_num_attention_heads=lambda _: HEADS)
-        parts = {
-            "model_config": model,
-            "cache_config": SimpleNamespace(block_size=PAGE, cache_dtype=cache_dtype),
-            "attention_config": SimpleNamespace(use_prefill_query_quantization=False, mla_prefill_backend=chosen),
-            "parallel_config": SimpleNamespace(
-                decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, tensor_parallel_size=1
-            ),
-        }
-        config = make_config({"layer": self.layer}, **parts | changes)
+        self.layer = make_layer(self.impl, self.projection, dtype, cache_dtype, Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None))
+        config = make_mla_config(self.layer, dtype, cache_dtype, chosen, **changes)
         stored = dtype if cache_dtype == "auto" else torch.uint8
         spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=stored)
         builder = type("Builder", (MlaMetadataBuilder,), {"reorder_batch_threshold": threshold})
@@ -227,7 +188,7 @@ def test_lse_where_ranks_merge_states() -> None:
     problem.impl.need_to_return_lse_for_decode = True
     q = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE)
     for given in (q, q.split([LATENT, ROPE], -1)):
-        out, lse = problem.impl.forward_mqa(tuple(given) if isinstance(given, tuple) else given, problem.cache, problem.metadata, None)
+        out, lse = problem.impl.forward_mqa(tuple(given) if isinstance(given, tuple) else given, problem.cache, problem.metadata, problem.layer)
         assert out.shape == (len(q), HEADS, LATENT)
         row = 0
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
@@ -261,16 +222,33 @@ def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
         make_impl(None, **changes)
 
 
-def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has the same bits alone and in a batch, also behind a cached prefix that others' would cut into other chunks: nothing is decompressed."""
+    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
+    problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
+    assert problem.builder.reorder_batch_threshold == 256, "as many rows as a step may have"
+    output, expected = problem.run(batch)
+    check(output, expected, torch.float32)
+    assert (problem.metadata.num_prefills, problem.metadata.num_decode_tokens) == (0, sum(batch.query_lens))
+    q, old = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE), problem.metadata
+    together, _ = problem.impl.forward_mqa(q, problem.cache, old, problem.layer)
+    row = 0
+    for request, query_len in enumerate(batch.query_lens):
+        alone = make_batch([query_len], [batch.kv_lens[request]], table_width=16)
+        alone.metadata.block_table_tensor = batch.metadata.block_table_tensor[request : request + 1]
+        alone.metadata.seq_lens_cpu_upper_bound = alone.metadata.seq_lens
+        of_request, _ = problem.impl.forward_mqa(q[row : row + query_len], problem.cache, problem.builder.build(0, alone.metadata), problem.layer)
+        assert of_request.equal(together[row : row + query_len])
+        row += query_len
+
+
+def test_deployments_that_are_refused() -> None:
     parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
     with pytest.raises(NotImplementedError, match="decode context parallelism"):
         Problem(parallel_config=parallel)
     model = SimpleNamespace(dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"):
         Problem(model_config=model)
-    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
-    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT"):
-        Problem()
 
 
 DEEPSEEK = {
@@ -289,6 +267,7 @@ DEEPSEEK = {
         {"device_capability": DeviceCapability(8, 0)},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3"},
+        {"use_batch_invariant": True},
     ],
     ids=str,
 )
@@ -307,7 +286,6 @@ def test_accepts(changes: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
         ({"use_sparse": True}, "sparse"),
         ({"block_size": 8}, "block_size"),
-        ({"use_batch_invariant": True}, "batch"),
         ({"has_sink": True}, "sink"),
     ],
     ids=str,

@@ -1,0 +1,106 @@
+"""Sparse attention over latents: each row of a step attends to the tokens that the engine's indexer has selected for it (DeepSeek V3.2, GLM 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention_config import MAX_CUDA_BATCH
+from attn_backend.metadata.composition import BSRView
+from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.selection import selected_slots
+
+
+class SelectedAttention:
+    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each writes its own slots and runs.
+
+    Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows than fit is cut: its parts are planned in each
+    layer, when they run, which no graph may capture.
+    """
+
+    def __init__(self, num_heads: int, topk: int, *, max_rows: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> None:
+        """
+        Args:
+            num_heads: query heads.
+            topk: most tokens that a row attends to.
+            max_rows: most rows of a step.
+            dtype: of Q and the output.
+            kv_dtype: of the latents (`Attention`); None: dtype.
+        """
+        self.max_rows = min(max_rows, MAX_CUDA_BATCH)
+        self.attention = Attention(
+            num_heads, 1, 576, head_dim_v=512, dtype=dtype, kv_dtype=kv_dtype, device=device, max_rows=self.max_rows, max_batch=self.max_rows, cascade=False
+        )
+        self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(max(max_rows, 1), dtype=torch.int32, device=device)
+        self._num_rows = 0
+        self._first_planned = 0
+
+    def plan(self, counts: Tensor) -> None:
+        """
+        Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its first part.
+
+        Args:
+            counts: int32 or int64 [rows], how many tokens each row attends to: as many in every layer.
+        """
+        self._num_rows = counts.shape[0]
+        self._counts[: self._num_rows].copy_(counts)
+        if self._num_rows > 0:
+            self._plan_part(0, min(self._num_rows, self.max_rows))
+
+    def _plan_part(self, begin: int, end: int) -> None:
+        self.attention.plan(BSRView.selected(self._slots[: end - begin], self._counts[begin:end]))
+        self._first_planned = begin
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        indices: Tensor,
+        block_table: Tensor | None = None,
+        requests: Tensor | None = None,
+        *,
+        lse: Tensor | None = None,
+        sm_scale: float,
+    ) -> Tensor:
+        """
+        Args:
+            q: [rows, num_heads, 576], the step's rows, or the first of them.
+            kv: a layer's latents.
+            indices, block_table, requests: as `selected_slots` has them, with the pages of kv.
+            lse: float32 [rows, num_heads], written.
+
+        Returns:
+            [rows, num_heads, 512]
+        """
+        num_rows = q.shape[0]
+        out = q.new_empty(num_rows, q.shape[1], 512)
+        slots = kv.by_slot()
+        for begin in range(0, num_rows, self.max_rows):
+            end = min(begin + self.max_rows, num_rows)
+            if self._first_planned != begin:
+                self._plan_part(begin, min(begin + self.max_rows, self._num_rows))
+            part = slice(begin, end)
+            of_part = None if requests is None else requests[part]
+            selected_slots(indices[part], block_table, of_part, kv.page_size, page_stride=kv.page_stride, out=self._slots[: end - begin])
+            self.attention.run(q[part], slots, out=out[part], lse=None if lse is None else lse[part], sm_scale=sm_scale)
+        return out
+
+
+def count_visible(topk: int, num_rows: int, requests: Tensor, qo_indptr: Tensor, kv_lens: Tensor) -> Tensor:
+    """How many tokens an indexer selects for each row: all that the row sees under a causal mask, but at most topk. Reads nothing on the host.
+
+    Args:
+        num_rows: of the step, padding behind the last request included, which gets 0.
+        requests: int32 [num_rows], the request of each row.
+        qo_indptr: int32 [batch + 1].
+        kv_lens: int32 or int64 [batch], tokens of each request, the step's included.
+
+    Returns:
+        [num_rows], of kv_lens' dtype.
+    """
+    rows = torch.arange(num_rows, device=kv_lens.device)
+    requests = requests[:num_rows].long()
+    seen = kv_lens[requests] - qo_indptr[requests + 1] + rows + 1
+    return torch.where(rows < qo_indptr[-1], seen.clamp(0, topk), 0)

@@ -1,0 +1,113 @@
+"""Sparse attention over latents (DeepSeek V3.2, GLM 5): a backend of SGLang's own for it, whose attention is this package's.
+
+The indexer, its metadata and the pools remain SGLang's. They and the models know its backend by its class and by its name, `dsa`, so this is that class and
+has that name for them. Of its ways to attend it takes `flashmla_sparse`, for every step: SGLang then looks the selected tokens up, and calls one method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import get_dsa_index_topk
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from torch import Tensor
+
+from attn_backend import KVCache
+from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.selected import SelectedAttention
+from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
+from attn_backend.metadata.selection import count_slots
+
+from . import compat
+from .backend import logger
+from .support import check_runner, longest_extend, refuse
+
+_NAME = "dsa"  # which SGLang's models look for
+_WAY = "flashmla_sparse"
+
+
+class SparseBackend(DeepseekSparseAttnBackend):
+    """Raises ValueError in the constructor, that is while the engine starts, for what it cannot serve."""
+
+    def __init__(self, runner: Any) -> None:
+        check_runner(runner)
+        super().__init__(runner)
+        self.dsa_prefill_impl = self.dsa_decode_impl = _WAY
+        self.enable_auto_select_prefill_impl = False
+        device = torch.device(self.device)
+        warn_if_untried(device, logger)
+        draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
+        max_rows = longest_extend(runner) + runner.req_to_token_pool.size * max(1, draft_tokens)
+        topk = get_dsa_index_topk(runner.model_config.hf_config)
+
+        def make(kv_dtype: torch.dtype | None) -> SelectedAttention:
+            return SelectedAttention(self.num_q_heads, topk, max_rows=max_rows, dtype=runner.dtype, kv_dtype=kv_dtype, device=device)
+
+        # Prompts over a pool of 8 bits: SGLang widens what they see.
+        self._rows = {runner.dtype: make(None)}
+        if self.dsa_kv_cache_store_fp8:
+            self._rows[SCALED_LATENT_DTYPE] = make(SCALED_LATENT_DTYPE)
+        self._planned: SelectedAttention | None = None  # the one that holds this step's plan
+        self._last_layer = -1
+
+    @property
+    def prefill_attention_backend_str(self) -> str:
+        return _NAME
+
+    @prefill_attention_backend_str.setter
+    def prefill_attention_backend_str(self, name: str | None) -> None:
+        """SGLang writes the server's names here."""
+
+    @property
+    def decode_attention_backend_str(self) -> str:
+        return _NAME
+
+    @decode_attention_backend_str.setter
+    def decode_attention_backend_str(self, name: str | None) -> None:
+        """As for prefills."""
+
+    def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self._note(layer)
+        out: Tensor = super().forward_decode(q, k, v, layer, *args, **kwargs)
+        return out
+
+    def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self._note(layer)
+        out: Tensor = super().forward_extend(q, k, v, layer, *args, **kwargs)
+        return out
+
+    def _note(self, layer: Any) -> None:
+        """A step begins where the numbers of layers begin again: a graph that is captured then plans in its first layer."""
+        if layer.layer_id <= self._last_layer:
+            self._planned = None
+        self._last_layer = layer.layer_id
+
+    def _forward_flashmla_sparse(
+        self,
+        q_all: Tensor,
+        kv_cache: Tensor,
+        v_head_dim: int,
+        page_table_1: Tensor,
+        sm_scale: float,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            q_all: [rows, num_heads, 576].
+            kv_cache: [slots, 1, 576], or 656 bytes a slot, of 8-bit floats for SGLang.
+            page_table_1: int32 [rows, topk], slots; -1 behind them. As many of each row in every layer.
+
+        Returns:
+            [rows, num_heads, 512]
+        """
+        if attn_sink is not None:
+            raise refuse("attention sinks over selected tokens")
+        is_scaled = kv_cache.shape[-1] == SCALED_LATENT_BYTES
+        cache = KVCache.from_latent(kv_cache.view(SCALED_LATENT_DTYPE) if is_scaled else kv_cache, v_head_dim)
+        rows = self._rows[cache.dtype]
+        if self._planned is not rows:
+            rows.plan(count_slots(page_table_1))
+            self._planned = rows
+        return rows.run(q_all, cache, page_table_1, sm_scale=sm_scale)

@@ -1,0 +1,90 @@
+"""One plan for the rows of a batch that attend to the tokens which the indexer selects (DeepSeek V3.2, GLM 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import MLACommonDecodeMetadata, MLACommonMetadata
+from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonMetadataBuilder
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from attn_backend.adapters.capability import warn_if_untried
+from attn_backend.adapters.selected import SelectedAttention, count_visible
+from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, SCALED_LATENTS
+from attn_backend.adapters.vllm.memory import outside_memory_pools
+from attn_backend.adapters.vllm.metadata import workspace_maxima
+from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
+from attn_backend.metadata.kv_cache import SCALED_LATENT_DTYPE
+
+
+@dataclass(kw_only=True)
+class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
+    """A planned batch, with the fields that SparseMLACommonMetadataBuilder fills and vLLM's layer reads.
+
+    attention: planned for all rows; runs may leave out the last ones, which the engine may attend to in decompressed K and V.
+    """
+
+    block_table: Tensor  # int32 [requests, blocks]
+    req_id_per_token: Tensor  # int32 [tokens]
+    seq_lens: Tensor | None = None
+    block_size: int = 64
+    topk_tokens: int = 2048
+    decode_max_query_len: int = 0
+    prefill_max_seq_len: int = 0
+    cp_kv_cache_interleave_size: int = 1
+    attention: SelectedAttention | None = None
+
+
+class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
+    """Plans the batches of one group of layers, on the device, without waiting for it.
+
+    A row attends to all that it sees, or to topk_tokens of it where that is more. So the plan is one for all layers, although each selects for itself.
+    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V (mla_prefill.py): there nothing is left out.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    metadata_cls = SparseMlaMetadata
+    reorder_batch_threshold: int = 128  # as for MlaMetadataBuilder
+    _prefill_backend: Any  # which SparseMLACommonMetadataBuilder makes, plans and hands to the layers; None: there is none for this model
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            NotImplementedError: the model or the deployment needs what this package does not have.
+        """
+        dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+        unsupported = compat.unsupported_feature(vllm_config) or compat.unsupported_sparse_feature(vllm_config)
+        kv_dtypes = dict.fromkeys(FLOAT8_LATENTS, torch.float8_e4m3fn) | {SCALED_LATENTS: SCALED_LATENT_DTYPE}
+        kv_dtype = kv_dtypes.get(cache_dtype) if kv_cache_spec.dtype.itemsize == 1 else None
+        if unsupported is None and kv_dtype is None and kv_cache_spec.dtype != dtype:
+            unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
+        if unsupported is None and kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
+            unsupported = f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)"
+        if unsupported is None and compat.batch_invariant():
+            unsupported = "VLLM_BATCH_INVARIANT with sparse attention over latents"
+        if unsupported is not None:
+            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        warn_if_untried(device, sampler.logger)
+        num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        topk = self.topk_tokens
+        self._rows = outside_memory_pools(
+            lambda: SelectedAttention(num_heads, topk, max_rows=max_rows, dtype=dtype, kv_dtype=kv_dtype, device=device),
+            device,
+        )
+        if self._prefill_backend is not None and not compat.has_chosen_mla_prefill(vllm_config):
+            make = [lambda: make_prefill(num_heads, self.mla_dims, dtype, device, max_rows, max_batch)] * 2
+            self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
+        sampler.install(device, vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> SparseMlaMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        cm = common_attn_metadata
+        self._rows.plan(count_visible(self.topk_tokens, metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens))
+        metadata.attention = self._rows
+        return metadata
