@@ -7,8 +7,8 @@
 
 namespace attn {
 
-/// Element_: that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h. QElement_:
-/// of Q; may be StoredElement_, of 8 bits. OutElement_: of O; may be Float8E4M3.
+/// Element_: that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
+/// QElement_: of Q; may be StoredElement_, of 8 bits. OutElement_: of O; may be Float8E4M3.
 template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_,
           class OutElement_ = Element_>
 struct Traits {
