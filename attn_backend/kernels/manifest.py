@@ -81,7 +81,7 @@ SHIPPED_HEAD_DIMS = {
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of which e4m3 Q and K are multiplied as they are, on Hopper
-SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # of outputs of 8 bits
+SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # of outputs of 8 bits, of bf16 over bf16 and e4m3
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,8 @@ def _attention_kernels() -> list[Kernel]:
                 multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
                 made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
             for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
-                made += attention_kernels(element, dims, ("standard",), "e4m3", float8_out=True)
+                for kv_element in (None, "e4m3"):
+                    made += attention_kernels(element, dims, ("standard",), kv_element, float8_out=True)
                 multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True, float8_out=True)
                 made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
     made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
