@@ -26,7 +26,7 @@ def quantised(out: Tensor, out_scale: Tensor | float) -> Tensor:
 
 
 def check_rounded(out: Tensor, exact: Tensor, out_scale: Tensor | float, tolerance: float, where: Any = "") -> None:
-    """exact: float64, the output before it is divided and rounded. tolerance: of its norm, and ten times that in one row."""
+    """exact: float64, the output before it is divided and rounded. tolerance: of its norm."""
     scale = float(out_scale)
     assert out.dtype == DTYPE
     got, limited = out.double().cpu(), (exact.cpu() / scale).clamp(-LARGEST, LARGEST)
@@ -34,17 +34,13 @@ def check_rounded(out: Tensor, exact: Tensor, out_scale: Tensor | float, toleran
     size = exact.cpu().norm(dim=-1, keepdim=True) / exact.shape[-1] ** 0.5 / scale  # of a number in a row
     most = limited.abs() * HALF_UNIT * 1.01 + HALF_LEAST + 20 * tolerance * size
     assert ((got - limited).abs() <= most).all(), f"{float(((got - limited).abs() / most).max()):.2f} times as far off as allowed {where}"
-    is_normal = (limited.abs() > 2.0**-4) & (limited.abs() < LARGEST)
-    if int(is_normal.sum()) > 1000:  # rounding does not make them larger or smaller on average
-        factor = float((got * limited)[is_normal].sum() / limited[is_normal].square().sum())
-        assert abs(factor - 1) <= 3e-3 + tolerance, f"{factor} {where}"
 
 
 def check_like_unfused(out: Tensor, plain: Tensor, out_scale: Tensor | float, where: Any = "") -> None:
     """plain: of 16 bits, whose rounding makes some numbers fall to the other side."""
     ours, theirs = out.float(), quantised(plain, out_scale).float()
-    differs = ours != theirs
-    assert differs.float().mean() <= 0.15, f"{float(differs.float().mean()):.3f} {where}"
+    different = int((ours != theirs).sum())
+    assert different <= 0.15 * ours.numel(), f"{different} of {ours.numel()} {where}"
     apart = (ours - theirs).abs()
     assert (apart <= ours.abs().clamp_min(2.0**-6) * 2 * HALF_UNIT * 1.01).all(), where
 
