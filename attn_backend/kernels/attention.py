@@ -78,7 +78,7 @@ class Attention:
             kernel, to look at its schedules.
         variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
         sinks: whether runs may be given sinks: logits, one for each query head, that join the sum of a row's exponentials (gpt-oss).
-        float8_out: whether runs may be given an out_scale: their output is float8_e4m3fn. On CUDA such runs have kernels of their own, loaded beside the others.
+        float8_out: whether runs may be given an out_scale: their output is float8_e4m3fn. On CUDA they have kernels of their own, loaded beside the others.
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -315,8 +315,8 @@ class Attention:
         Args:
             q: [rows, num_qo_heads, head_dim], of q_dtype; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
-            out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; written; allocated when None. It may be q itself; otherwise it must
-                not overlap q or the cache (not checked).
+            out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; written; allocated when None. It may be q itself; otherwise it
+                must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.

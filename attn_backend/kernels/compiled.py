@@ -42,7 +42,8 @@ def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
 def _run(
     handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float,
     out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool,
-    sinks: Tensor | None, q_scale: Tensor | None, q_value: float, out_scale: Tensor | None, out_value: float, tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[float],
+    sinks: Tensor | None, q_scale: Tensor | None, q_value: float, out_scale: Tensor | None, out_value: float,
+    tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[float],
 ) -> None:  # fmt: skip
     names = tensor_names.split() + number_names.split()
     variant_args: dict[str, Any] | None = dict(zip(names, [*tensors, *numbers], strict=True)) or None

@@ -123,8 +123,7 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   const KernelCode codes[kMaxDesignKernels] = {};
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
-  const auto q_dtype = static_cast<DataType>(passed.q_dtype),
-             kv_dtype = static_cast<DataType>(passed.kv_dtype);
+  const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
   const LaunchContext context{
       levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);

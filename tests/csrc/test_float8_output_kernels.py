@@ -28,9 +28,7 @@ BATCHES = (
 SHARES = (0.0, 0.3, 0.0)  # of outputs at the limit
 
 
-def run_and_check(
-    case: case_tensors.Case, expected: torch.Tensor, attention: DeviceAttention, number: int, tolerance: float = 5e-3, **options: Any
-) -> None:
+def run_and_check(case: case_tensors.Case, expected: torch.Tensor, attention: DeviceAttention, number: int, tolerance: float = 5e-3, **options: Any) -> None:
     """Twice: without lse, the Hopper kernel stores rows by TMA where it can."""
     scale = scale_for(expected, SHARES[number % 3])
     out_scale = torch.tensor([scale]) if number % 2 else scale

@@ -137,7 +137,7 @@ MAYBE = {
     "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA": "register: since the releases that serve MLA on a CPU",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.AMX_MLA": "the same",
-    "vllm.model_executor.layers.quantization.utils.quant_utils:kFp8StaticTensorSym": "not among the sources that are kept: each release's Triton backend has it",
+    "vllm.model_executor.layers.quantization.utils.quant_utils:kFp8StaticTensorSym": "in a file that is not kept: each release's Triton backend has it",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
     "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",

@@ -110,8 +110,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self.alibi_slopes = outside_memory_pools(lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM asks before it takes the quantisation that follows a layer out of the model's graph, and gives its scale to forward(). What it then matches are all
-        layers of these sizes, so the answer depends on nothing else."""
+        """vLLM asks before it takes the quantisation behind a layer out of the model's graph, and gives its scale to forward(). It then matches all layers of
+        these sizes, so the answer depends on nothing else."""
         return self.plan_key.float8_out and compat.has_one_fixed_scale(quant_key)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
