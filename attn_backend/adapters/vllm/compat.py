@@ -124,8 +124,8 @@ def chunk_of(kv_cache_spec: Any) -> int:
 
 
 def fuses_output_scales() -> bool:
-    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant, by default on for quantised models). Which
-    layers do is known when they run: a graph that was compiled before has been told then."""
+    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant). Which layers do is known when they run: a graph
+    from vLLM's cache was compiled in another process, which asked then."""
     config = get_current_vllm_config_or_none()
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     return bool(getattr(passes, "fuse_attn_quant", False))
