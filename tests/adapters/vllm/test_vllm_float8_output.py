@@ -127,6 +127,42 @@ def test_nothing_is_fused_unless_vllm_is_configured_to() -> None:
         impl.forward(None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1))
 
 
+# Of CUDA, that the pass names and does not call here.
+CUDA_OPERATORS = ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant")
+
+
+@pytest.mark.slow
+def test_vllms_pass_takes_the_quantisation_out_of_the_graph() -> None:
+    """Its own pass over the graph of one layer and what quantises its output: it asks the layer, and hands it the scale."""
+    vllm_config = pytest.importorskip("vllm.config")
+    declared = torch.library.Library("_C", "FRAGMENT")
+    for name in CUDA_OPERATORS:
+        if not hasattr(torch.ops._C, name):
+            declared.define(f"{name}(Tensor! out, Tensor input) -> ()")
+    from torch._subclasses import FakeTensorMode
+    from vllm.model_executor.layers.attention import Attention
+
+    attn_quant_fusion = pytest.importorskip("vllm.compilation.passes.fusion.attn_quant_fusion")
+    passes = vllm_config.PassConfig(fuse_attn_quant=True)
+    config = vllm_config.VllmConfig(compilation_config=vllm_config.CompilationConfig(pass_config=passes, splitting_ops=[]))
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    with vllm_config.set_current_vllm_config(config):
+        layer = Attention.__new__(Attention)
+        torch.nn.Module.__init__(layer)
+        layer.layer_name, layer.num_heads, layer.head_size, layer.impl = "model.layers.0.attn", 6, 64, make_impl()
+        config.compilation_config.static_forward_context[layer.layer_name] = layer
+        fusion = attn_quant_fusion.AttnQuantFusionPass(config)
+        unfused = attn_quant_fusion.AttnFp8StaticQuantPattern(layer, torch.bfloat16)
+        with FakeTensorMode():
+            graph = fusion._trace_fn(unfused.pattern, unfused.get_inputs()).graph
+        fusion(graph)
+    assert fusion.matched_count == 1
+    (attention,) = [node for node in graph.nodes if "output_scale" in node.kwargs]
+    assert attention.kwargs["output_scale"] is not None
+    assert attention.kwargs["output_block_scale"] is None
+    assert not [node for node in graph.nodes if "clamp" in str(node.target)]
+
+
 @pytest.mark.usefixtures("fuses")
 def test_scales_of_blocks_are_refused() -> None:
     impl: CpuAttnImpl = make_impl()
