@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class _Passed(ctypes.Structure):
         ("uses_softmax", ctypes.c_int64),
         ("variant_bytes", ctypes.c_int64),
         ("variant", ctypes.c_char_p),
+        ("out_scale_data", ctypes.c_void_p),
+        ("out_scale", ctypes.c_double),
         ("padding", ctypes.c_int64),  # what follows lies at a multiple of 16 bytes
         ("scales", AttentionScales),
         ("launched", ctypes.c_int64),
@@ -81,10 +84,10 @@ class _Passed(ctypes.Structure):
 
 def library(
     folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None,
-    float8_q: bool = False,
+    float8_q: bool = False, float8_out: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
     """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there. float8_q: Q has the
-    dtype of the cache.
+    dtype of the cache. float8_out: O is of 8 bits.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -99,10 +102,11 @@ def library(
     kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(str(kv_dtype).removeprefix("torch."))
     cubins = design.cubins_for(head_dim, kv_element)
     for cubin, stem in cubins.items():
-        text += manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q).replace("attention_kernel", f"{cubin}_kernel")
-    text += manifest.merge_source(element, variant_type)
+        source = manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q, float8_out)
+        text += source.replace("attention_kernel", f"{cubin}_kernel")
+    text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
-    name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q)
+    name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q, float8_out)
     made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
     made.device_attention.restype = ctypes.c_char_p
     assert made.launched_offset() == _Passed.launched.offset
@@ -124,7 +128,9 @@ class DeviceAttention:
 
     def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
         dims = manifest.HeadDims(attention.head_dim, attention.head_dim_v)
-        self._library = library(folder, kernel, attention.dtype, dims, variant, attention.kv_dtype, attention.q_dtype != attention.dtype)
+        # Of outputs of dtype, and of those of 8 bits: compiled when the first run asks for them.
+        of_kernels = folder, kernel, attention.dtype, dims, variant, attention.kv_dtype, attention.q_dtype != attention.dtype
+        self._library = cache(lambda float8_out: library(*of_kernels, float8_out))
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
@@ -150,6 +156,7 @@ class DeviceAttention:
         sinks: Tensor | None = None,
         variant_args: Mapping[str, Any] | None = None,
         q_scale: Tensor | float | None = None,
+        out_scale: Tensor | float | None = None,
     ) -> Tensor:
         """As Attention.run. slope: of "slanted" and "placed".
 
@@ -157,7 +164,7 @@ class DeviceAttention:
             emulation.DeviceError: a kernel does something wrong.
         """
         attention = self._attention
-        out = q.new_empty((*q.shape[:2], attention.head_dim_v), dtype=attention.dtype) if out is None else out
+        out = attention._new_out(q, out_scale) if out is None else out
         config = attention._library.schedule_config(attention._handle)
         partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
         if isinstance(self._variant, Variant):
@@ -176,11 +183,14 @@ class DeviceAttention:
             uses_softmax,
             len(params),
             params,
+            out_scale.data_ptr() if isinstance(out_scale, Tensor) else None,
+            out_scale if isinstance(out_scale, float) else 0.0,
             0,
             AttentionScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), KvScale.of(q_scale), of_dtypes[2], of_dtypes[1]),
             -1,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())
-        emulation.check(self._library.device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed))
+        device_attention = self._library(out_scale is not None).device_attention
+        emulation.check(device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed))
         self.launched = self._kernels[passed.launched]
         return out

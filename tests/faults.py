@@ -41,6 +41,7 @@ class Fault:
 DRAWS = ("tests/kernels/test_sampling_draws.py",)
 DEVICE = "tests/csrc/test_device_kernels.py"
 ATTENTION = "tests/csrc/test_attention_kernels.py"
+FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and dtype0")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
@@ -375,6 +376,27 @@ FAULTS = (
         "Transposed::columns(values, k), k > 0);",
         "Transposed::columns(values, k), 1);",
         FLOAT8_QUERIES,
+    ),
+    Fault(
+        "8-bit outputs: merge forgets the scale",
+        "csrc/attention/merge/merge.cuh",
+        "values[i] *= out_factor;",
+        "values[i] *= 1.0f;",
+        FLOAT8_OUTPUTS,
+    ),
+    Fault(
+        "8-bit outputs: the second row of a lane is staged where the first is",
+        "csrc/attention/output.cuh",
+        "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8",
+        "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row - half * 8, n / 2) + n % 2 * 8",
+        FLOAT8_OUTPUTS,
+    ),
+    Fault(
+        "8-bit outputs on a CPU: a scale too small to be inverted makes NaN of 0",
+        "csrc/attention/params.h",
+        "return min_of(1.0f / (out_scale_data == nullptr ? out_scale : *out_scale_data), kMaxFloat);",
+        "return 1.0f / (out_scale_data == nullptr ? out_scale : *out_scale_data);",
+        ("tests/kernels/test_float8_output.py", "-k", "cpu and scale_of_0"),
     ),
 )
 

@@ -158,8 +158,8 @@ def spoiled(call: Call) -> Call:
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
         elif isinstance(result, torch.Tensor):
-            with torch.no_grad():
-                result.mul_(1.05)
+            with torch.no_grad():  # of 8 bits by more than rounding may
+                result.copy_(result.float().mul(1.5)) if result.element_size() == 1 else result.mul_(1.05)
         elif isinstance(result, attn_backend.Samples | attn_backend.SpeculativeSamples):
             result.token_ids.add_(1)
         return result

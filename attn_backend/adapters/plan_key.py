@@ -26,6 +26,7 @@ class PlanKey(NamedTuple):
         head_dim_v: columns of a head of V; None: head_dim.
         kv_dtype: of a cache whose elements are not those of the output; None: they are.
         float8_q: whether Q has kv_dtype, too.
+        float8_out: whether some layers' outputs may be float8_e4m3fn, with a scale.
     """
 
     num_qo_heads: int
@@ -46,6 +47,7 @@ class PlanKey(NamedTuple):
     head_dim_v: int | None = None
     kv_dtype: torch.dtype | None = None
     float8_q: bool = False
+    float8_out: bool = False
 
     @property
     def needs_variant(self) -> bool:

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
     variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
     variant.add_argument("--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant")
+    variant.add_argument("--float8-out", action="store_true", help="also the kernels of an Attention with float8_out=True. Also without --variant")
     what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
     variant.add_argument("--head-dim", action="append", type=manifest.HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_archs(arguments.arch or [], [*manifest.ARCHS])
         if arguments.float8_q and not arguments.kv_dtype:
             raise ValueError("--float8-q is given, must come with --kv-dtype")
-        if not arguments.head_dim and not arguments.kv_dtype:
+        if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             return build.run(arguments)
         _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
@@ -79,14 +80,14 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [manifest.HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
-                float8 = (arguments.kv_dtype, arguments.float8_q)
+                float8 = (arguments.kv_dtype, arguments.float8_q, arguments.float8_out)
                 for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8):
                     print(entry, flush=True)
 
 
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
     """The standard kernels for other head dims, or caches, than those in the package."""
-    head_dims = arguments.head_dim or manifest.SHIPPED_FLOAT8_HEAD_DIMS
+    head_dims = arguments.head_dim or (manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS)
     kv_element = manifest.KV_ELEMENT_NAMES.get(arguments.kv_dtype)
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
@@ -99,9 +100,10 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     for arch in arguments.arch or manifest.ARCHS:
         for head_dim in head_dims:
             for element in elements:
-                for kernel in manifest.attention_kernels(element, head_dim, kv_element=kv_element, float8_q=arguments.float8_q):
-                    if arch in kernel.archs:
-                        print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
+                for float8_out in sorted({False, arguments.float8_out}):
+                    for kernel in manifest.attention_kernels(element, head_dim, manifest.VARIANTS, kv_element, arguments.float8_q, float8_out):
+                        if arch in kernel.archs:
+                            print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 
 
 def _own_arch() -> str:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..variants import Variant
 
 _CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
-_MAX_FLOAT = torch.finfo(torch.float32).max
+_MAX_FLOAT, _LEAST_FLOAT = torch.finfo(torch.float32).max, 2.0**-149
 
 
 class Attention:
@@ -78,6 +78,7 @@ class Attention:
             kernel, to look at its schedules.
         variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
         sinks: whether runs may be given sinks: logits, one for each query head, that join the sum of a row's exponentials (gpt-oss).
+        float8_out: whether runs may be given an out_scale: their output is float8_e4m3fn. On CUDA they have kernels of their own, loaded beside the others.
 
     Raises:
         ValueError: an argument that is not supported, named with its value and what it must be.
@@ -108,6 +109,7 @@ class Attention:
         sinks: bool = False,
         head_dim_v: int | None = None,
         q_dtype: torch.dtype | None = None,
+        float8_out: bool = False,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -140,10 +142,10 @@ class Attention:
         self._options = {
             "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": dims.qk, "head_dim_v": dims.v, "dtype": dtype, "q_dtype": q_dtype,
             "kv_dtype": kv_dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels, "num_ctas": num_ctas or None,
-            "cascade": cascade, "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks,
+            "cascade": cascade, "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks, "float8_out": float8_out,
         }  # fmt: skip
-        check_types(bool, "True or False", sinks=sinks)
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype)
+        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
+        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out)
         if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
             cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
@@ -173,14 +175,16 @@ class Attention:
             uses_softmax=variant is None or variant.uses_softmax,
             has_mask=variant is not None and variant.has_mask,
             has_sinks=sinks,
+            float8_out=float8_out,
         )
+        of_kernels = design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks, float8_out
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks))
+            self._handle: int = self._library.attention_create(config, _kernel_files(*of_kernels))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks))
+            self._handle = self._library.attention_create(config, _kernel_files(*of_kernels))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
@@ -280,14 +284,14 @@ class Attention:
     def run(
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
         sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
-        variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None,
+        variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None, out_scale: Scale = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def run(
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
         logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
-        q_scale: Scale = None,
+        q_scale: Scale = None, out_scale: Scale = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def run(
@@ -304,13 +308,15 @@ class Attention:
         variant_args: VariantArgs | None = None,
         sinks: Tensor | None = None,
         q_scale: Scale = None,
+        out_scale: Scale = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
             q: [rows, num_qo_heads, head_dim], of q_dtype; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
-            out: [rows, num_qo_heads, head_dim_v], written; allocated when None. It may be q itself; otherwise it must not overlap q or the cache (not checked).
+            out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; written; allocated when None. It may be q itself; otherwise it
+                must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
@@ -324,6 +330,8 @@ class Attention:
                 merged with others.
             q_scale: of a float8 q, whose elements stand for numbers that are larger by this factor; None: 1. A number above 0; or a float32 tensor of such,
                 [], [1] or [num_kv_heads], read when the kernel runs.
+            out_scale: the output is divided by it, rounded to the nearest float8_e4m3fn number, and limited to +-448. A number above 0; or a float32 tensor of
+                one such, read when the kernel runs. lse stays what it is. Needs float8_out.
 
         Returns:
             out; with return_lse (out, lse).
@@ -337,20 +345,20 @@ class Attention:
                 lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             out = self.run(
                 q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args,
-                sinks=sinks, q_scale=q_scale,
+                sinks=sinks, q_scale=q_scale, out_scale=out_scale,
             )  # fmt: skip
             assert lse is not None  # what is no tensor was refused
             return out, lse
         if is_compiling():
-            out = self._new_out(q) if out is None else out
-            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks, "q_scale": q_scale}
-            return compiled.run(self._handle, q, kv, out, variant_args, options)
+            out = self._new_out(q, out_scale) if out is None else out
+            options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
+            return compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
         try:
             # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if out is None:
-                out = self._new_out(q)
+                out = self._new_out(q, out_scale)
             elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
                 check_plain("out", out)
             if lse is not None:
@@ -358,18 +366,19 @@ class Attention:
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
-            if sinks is None and q_scale is None and kv.k_scale is None and kv.v_scale is None:
+            if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number(q_scale))
+                of_out = (None, 0.0) if out_scale is None else _tensor_or_number("out_scale", out_scale)
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number("q_scale", q_scale), *of_out)
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
-                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale}
-                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, **more_options)
+                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks}
+                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, q_scale=q_scale, out_scale=out_scale, **more_options)
             check_types(KVCache, "a KVCache", kv=kv)
             tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
             explain_failure(tensors.items())
@@ -385,13 +394,14 @@ class Attention:
                 check_page_ids(view, kv.num_pages)
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
-            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks)
+            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, out_scale)
         return out
 
-    def _new_out(self, q: Tensor) -> Tensor:
-        if self.head_dim_v == self.head_dim and self.q_dtype == self.dtype:
+    def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:
+        dtype = self.dtype if out_scale is None else torch.float8_e4m3fn
+        if self.head_dim_v == self.head_dim and self.q_dtype == dtype:
             return torch.empty_like(q)
-        return q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self.dtype)
+        return q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=dtype)
 
     def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
         """Gives what follows the variant's arguments."""
@@ -461,30 +471,32 @@ class _DebugAttention(Attention):
             self._in_use_until_done.release()
 
 
-def _tensor_or_number(q_scale: Scale) -> tuple[Tensor | None, float]:
+def _tensor_or_number(name: str, scale: Scale) -> tuple[Tensor | None, float]:
     """What the library is given, which checks the rest."""
-    if q_scale is None:
+    if scale is None:
         return None, 1.0
-    if isinstance(q_scale, Tensor):
-        return check_plain("q_scale", q_scale), 1.0
-    if isinstance(q_scale, bool) or not isinstance(q_scale, Real) or not 0 < q_scale <= _MAX_FLOAT:
-        refuse("q_scale", q_scale, "a number above 0 that a float32 holds, or a float32 tensor")
-    return None, float(q_scale)
+    if isinstance(scale, Tensor):
+        return check_plain(name, scale), 1.0
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not _LEAST_FLOAT <= scale <= _MAX_FLOAT:
+        refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
+    return None, float(scale)
 
 
 def _kernel_files(
     design: manifest.Design | None, dtype: torch.dtype, q_dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device,
-    variant: AttentionVariant | None, sinks: bool,
+    variant: AttentionVariant | None, sinks: bool, float8_out: bool,
 ) -> dict[str, str]:  # fmt: skip
     """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
     files = {} if variant is None else variant.files()
     if design is None or device.type == "cpu":
         return files
     element = DTYPE_NAMES[dtype]
-    names = {"plan": "plan", "merge": manifest.merge_name(element)}
-    if variant is None:
-        kv_element = KV_DTYPE_NAMES.get(kv_dtype)
-        which = dims, "sinks" if sinks else "standard", kv_element, q_dtype != dtype
-        names |= {kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(dims, kv_element).items()}
+    names = {"plan": "plan"}
+    for prefix, out_element in manifest.out_elements(element, float8_out).items():
+        names[f"{prefix}merge"] = manifest.merge_name(out_element)
+        if variant is None:
+            kv_element = KV_DTYPE_NAMES.get(kv_dtype)
+            which = dims, "sinks" if sinks else "standard", kv_element, q_dtype != dtype, prefix != ""
+            names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(dims, kv_element).items()}
     arch = arch_of(torch.cuda.get_device_capability(device))
     return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

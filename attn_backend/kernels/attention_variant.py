@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache
+from ..metadata.kv_cache import Scale
 from ..metadata.structure import refuse
 from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
@@ -27,7 +28,7 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 class AttentionVariant:
     """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some. kv_dtype: of the cache; None:
-    dtype. float8_q: Q has it, too.
+    dtype. float8_q: Q has it, too. float8_out: whether outputs may be of 8 bits.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim, or one that transforms K or V, of a
@@ -36,7 +37,7 @@ class AttentionVariant:
 
     def __init__(
         self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device,
-        sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False,
+        sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False,
     ) -> None:  # fmt: skip
         from ..variants import Variant
 
@@ -49,7 +50,7 @@ class AttentionVariant:
         self._kv_element = KV_DTYPE_NAMES.get(kv_dtype) if kv_dtype is not None else None
         if self._kv_element is not None and (variant.has_key or variant.has_value):
             refuse("kv_dtype", kv_dtype, f"{dtype} under variant {variant.name}, which transforms K or V")
-        self._float8_q = float8_q
+        self._float8_q, self._float8_out = float8_q, float8_out
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
         self._dims = dims
@@ -65,7 +66,7 @@ class AttentionVariant:
             if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q)
+            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q, float8_out)
             self._options += " --sinks" if sinks else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
@@ -184,10 +185,12 @@ class AttentionVariant:
                 return False
         return True
 
-    def interpret(self, levels: Sequence[BSRView], q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None) -> None:
+    def interpret(
+        self, levels: Sequence[BSRView], q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, out_scale: Scale
+    ) -> None:
         """A run by torch, whose arguments have been checked."""
         visibilities = [self.visibility(view, len(levels)) for view in levels]
-        interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks)
+        interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, out_scale)
 
     def forget_bound(self) -> None:
         """The next call packs again."""
@@ -198,7 +201,8 @@ class AttentionVariant:
         if jit:
             return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
-        place += manifest.float8_options(self._kv_element, self._float8_q and self._target != "cpu")
+        on_gpu = self._target != "cpu"
+        place += manifest.float8_options(self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu)
         return f"attn-backend compile {place} --arch {self._target}{self._options}"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.checks import check_page_ids
+from ..metadata.kv_cache import Scale
 from ..metadata.structure import refuse
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Pairs:
 
 def run(
     variant: Variant, args: Mapping[str, Any], levels: Sequence[BSRView], visibilities: Sequence[tuple[bool, int]],
-    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None,
+    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, out_scale: Scale,
 ) -> None:  # fmt: skip
     """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level.
 
@@ -91,7 +92,7 @@ def run(
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
                     seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
                     states.add(rows, scores, seen, v)
-    states.finish(out, lse, sinks)
+    states.finish(out, lse, sinks, out_scale)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class _States:
         grouped = weights.unflatten(1, (v.shape[1], -1))
         self._o[rows] += torch.einsum("rkgt,tkd->rkgd", grouped, v).flatten(1, 2)
 
-    def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None, out_scale: Scale) -> None:
         """Writes the rows that the plan has."""
         rows, o, peak, total = self._is_planned, self._o, self._peak, self._sum
         if self._uses_softmax:
@@ -139,6 +140,9 @@ class _States:
                 rescale = torch.exp(peak - with_sink)
                 peak, o, total = with_sink, o * rescale[..., None], total * rescale + torch.exp(sinks - with_sink)
             o = o / total.masked_fill(total == 0, 1.0)[..., None]
+        if out_scale is not None:
+            limit = torch.finfo(out.dtype).max
+            o = (o / out_scale).clamp(-limit, limit).float()  # one rounding as kernels have it
         out[rows] = o[rows].to(out.dtype)
         if lse is not None:
             lse[rows] = (peak + torch.log(total))[rows].float()

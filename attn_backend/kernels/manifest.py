@@ -21,7 +21,9 @@ ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
-LATE_KERNELS = ("attention_rows",)  # those of a design that a variant has only if a cache needs them
+FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
+LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # those of a design that a variant has only if a cache needs them
+OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 
 
@@ -79,6 +81,7 @@ SHIPPED_HEAD_DIMS = {
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of which e4m3 Q and K are multiplied as they are, on Hopper
+SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # of outputs of 8 bits, of bf16 over bf16 and e4m3
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,13 @@ class Kernel:
 
 
 def attention_name(
-    design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None, float8_q: bool = False
-) -> str:
+    design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None, float8_q: bool = False,
+    float8_out: bool = False,
+) -> str:  # fmt: skip
     """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element. float8_q: Q has the
-    type of the cache, too."""
+    type of the cache, too. float8_out: O is of 8 bits."""
     elements = element if kv_element is None else f"{element}_{kv_element}{'_q' if float8_q else ''}"
-    return f"attention_{design}_{elements}_d{HeadDims.of(head_dim)}_{variant}"
+    return f"attention_{design}_{elements}{f'_to_{OUT_ELEMENT}' if float8_out else ''}_d{HeadDims.of(head_dim)}_{variant}"
 
 
 def kv_dtype_of(kv_element: str) -> str:
@@ -136,7 +140,7 @@ def kv_dtype_must_be(kv_element: str | None) -> str:
 
 
 def merge_name(element: str, variant: str = "") -> str:
-    """variant: that transforms the output; else one kernel serves all."""
+    """element: of O. variant: that transforms the output; else one kernel serves all."""
     return f"merge_{element}_{variant}".rstrip("_")
 
 
@@ -188,36 +192,43 @@ def variant_place(name: str) -> str:
 
 def variant_kernels(
     arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None,
-    float8_q: bool = False,
+    float8_q: bool = False, float8_out: bool = False,
 ) -> dict[str, Kernel]:  # fmt: skip
     """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some. kv_element, float8_q: as in
-    attention_name()."""
+    attention_name(). float8_out: those of outputs of 8 bits, too."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
-    made = {
-        kernel: Kernel(
-            attention_name(stem, element, head_dim, name, kv_element, float8_q),
-            (arch,),
-            text + attention_source(stem, element, head_dim, variant_type, kv_element, float8_q),
-        )
-        for kernel, stem in design.cubins_for(HeadDims.of(head_dim), kv_element).items()
-    }
-    if variant.has_output:
-        made["merge"] = Kernel(merge_name(element, variant.name), (arch,), text + merge_source(element, USER_VARIANT))
+    made = {}
+    for prefix, out_element in out_elements(element, float8_out).items():
+        of = kv_element, float8_q, prefix != ""
+        for kernel, stem in design.cubins_for(HeadDims.of(head_dim), kv_element).items():
+            source = text + attention_source(stem, element, head_dim, variant_type, *of)
+            made[prefix + kernel] = Kernel(attention_name(stem, element, head_dim, name, *of), (arch,), source)
+        if variant.has_output:
+            made[f"{prefix}merge"] = Kernel(merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT))
     if variant.has_mask:
         made["row_ranges"] = Kernel(f"row_ranges_{variant.name}", (arch,), text + _ROW_RANGES)
     return made
 
 
-def attention_source(design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None, float8_q: bool = False) -> str:
-    """design: of Design.cubins. kv_element, float8_q: as in attention_name()."""
+def out_elements(element: str, float8_out: bool) -> dict[str, str]:
+    """Elements that outputs may have, by what stands in front of their kernels' names in csrc/."""
+    return {"": element} | ({FLOAT8_OUT: OUT_ELEMENT} if float8_out else {})
+
+
+def attention_source(
+    design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None, float8_q: bool = False, float8_out: bool = False
+) -> str:
+    """design: of Design.cubins. kv_element, float8_q, float8_out: as in attention_name()."""
     dims = HeadDims.of(head_dim)
     kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
     variant, q_type = f"attn::{variant_type}", f", attn::{kv_type}" if float8_q else ""
     if kv_element is not None:
         wrapped = "WithScaledLoads" if dims in _WIDE_HEAD_DIMS else "WithScales"
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
+    if float8_out:
+        q_type = f"{q_type or f', attn::{CUDA_ELEMENTS[element]}'}, attn::{CUDA_KV_ELEMENTS[OUT_ELEMENT]}"
     traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}{q_type}>"
     template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
     if copier and dims in _WIDE_HEAD_DIMS and kv_element is not None:
@@ -226,7 +237,8 @@ def attention_source(design: str, element: str, head_dim: int | HeadDims, varian
 
 
 def merge_source(element: str, variant_type: str) -> str:
-    return _MERGE.substitute(element=CUDA_ELEMENTS[element], variant=variant_type)
+    """element: of O."""
+    return _MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
 
 
 _SM80_ATTENTION = Template("""\
@@ -307,15 +319,17 @@ extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${na
 
 
 def attention_kernels(
-    element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None, float8_q: bool = False
-) -> list[Kernel]:
-    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element, float8_q: as in attention_name()."""
+    element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None, float8_q: bool = False,
+    float8_out: bool = False,
+) -> list[Kernel]:  # fmt: skip
+    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element, float8_q, float8_out: as in attention_name()."""
     made = []
     stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(HeadDims.of(head_dim), kv_element).values()}
     for variant in variants:
         for design, archs in stems.items():
-            name = attention_name(design, element, head_dim, variant, kv_element, float8_q)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], kv_element, float8_q)))
+            of = kv_element, float8_q, float8_out
+            name = attention_name(design, element, head_dim, variant, *of)
+            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], *of)))
     return made
 
 
@@ -325,12 +339,14 @@ class _KernelShape(NamedTuple):
     element: str
     kv_element: str | None
     float8_q: bool
+    float8_out: bool
     dims: HeadDims
 
 
 def _shape_of(name: str) -> _KernelShape | None:
-    shape = re.fullmatch(rf"attention_.*_({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)})(_q)?)?_d(\d+(?:_\d+)?)_.*", name)
-    return None if shape is None else _KernelShape(shape[1], shape[2], shape[3] is not None, HeadDims.parse(shape[4]))
+    elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
+    shape = re.fullmatch(rf"attention_.*_{elements}_d(\d+(?:_\d+)?)_.*", name)
+    return None if shape is None else _KernelShape(shape[1], shape[2], shape[3] is not None, shape[4] is not None, HeadDims.parse(shape[5]))
 
 
 def compile_options(name: str) -> str:
@@ -338,14 +354,13 @@ def compile_options(name: str) -> str:
     shape = _shape_of(name)
     if shape is None:
         return ""
-    return f" --head-dim {shape.dims}{float8_options(shape.kv_element, shape.float8_q)}"
+    return f" --head-dim {shape.dims}{float8_options(shape.kv_element, shape.float8_q, shape.float8_out)}"
 
 
-def float8_options(kv_element: str | None, float8_q: bool) -> str:
+def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
     """Of `attn-backend compile`."""
-    if kv_element is None:
-        return ""
-    return f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+    of_cache = "" if kv_element is None else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+    return f"{of_cache}{' --float8-out' if float8_out else ''}"
 
 
 def source_of(name: str, arch: str) -> str | None:
@@ -355,7 +370,7 @@ def source_of(name: str, arch: str) -> str | None:
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
-    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element, float8_q=shape.float8_q)
+    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element, float8_q=shape.float8_q, float8_out=shape.float8_out)
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
@@ -371,7 +386,12 @@ def _attention_kernels() -> list[Kernel]:
             for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
                 multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
                 made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
-        made.append(Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])))
+            for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
+                for kv_element in (None, "e4m3"):
+                    made += attention_kernels(element, dims, ("standard",), kv_element, float8_out=True)
+                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True, float8_out=True)
+                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
+    made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
     return made
 
 

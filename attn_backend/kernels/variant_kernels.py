@@ -170,7 +170,7 @@ def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
 
 def compile_ahead(
     variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | manifest.HeadDims, isa: str, sinks: bool = False,
-    kv_dtype: str | None = None, float8_q: bool = False,
+    kv_dtype: str | None = None, float8_q: bool = False, float8_out: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
     target's default.
@@ -197,6 +197,6 @@ def compile_ahead(
         if design_name is not None and design_name not in designs:
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
         design = designs[design_name or next(iter(designs))]
-        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks, kv_element, float8_q)
+        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks, kv_element, float8_q, float8_out)
         entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
     return entries

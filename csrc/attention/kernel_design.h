@@ -42,8 +42,8 @@ constexpr int32_t kMaxDesignKernels = 2;
 struct LaunchContext {
   const PlanLevel* levels;  // as planned
   int32_t num_levels;
-  DataType dtype;     // of O
-  DataType q_dtype;   // of Q: dtype, or kv_dtype of 8 bits
+  DataType o_dtype;   // of O
+  DataType q_dtype;   // of Q
   DataType kv_dtype;  // of the cache
   HeadDims dims;
   const KernelCode* codes;  // of the design's kernels

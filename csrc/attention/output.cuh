@@ -140,11 +140,12 @@ struct OutputPlace {
   float* lse;  // nullptr: not wanted
 };
 
-/// Where a work item's rows go.
+/// Where a work item's rows go. Element_: of O.
 template <class Element_, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
   using Element = Element_;
   static constexpr bool kHasScales = Variant::kHasScales;
+  static constexpr bool kIsOf8Bits = Element::kBytes == 1;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
   int32_t group;
@@ -153,6 +154,7 @@ struct OutputTarget {
   bool to_states;           // of a partial state: the rows' own states, not a partial slot
   int64_t partial_row;      // first row of the partial slot
   const int32_t* requests;  // as write_requests() leaves them
+  float out_factor;         // of an output of 8 bits
 
   /// `starts_inside`, `ends_inside`: other CTAs compute KV tiles of the same pair before it, after it.
   __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const RowTileRows<kManyLevels>& rows_,
@@ -162,6 +164,7 @@ struct OutputTarget {
     bool keeps_states = false;
     if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
     complete = !keeps_states && !starts_inside && !ends_inside;
+    if constexpr (kIsOf8Bits) out_factor = params.out_factor();
     to_states = keeps_states && !starts_inside;
     partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, starts_inside ? kStartsInside : kEndsInside)) *
                   params.max_tile_rows;
@@ -191,7 +194,8 @@ struct OutputTarget {
     return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);
   }
 
-  /// The variant's transform of the output of complete rows. `column`: of the first value.
+  /// Makes elements' values of the output of complete rows: the variant's transform, and the scale. `column`: of the
+  /// first value.
   template <int kValues>
   __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
     if constexpr (VariantHooks<Variant>::kOutput) {
@@ -199,6 +203,10 @@ struct OutputTarget {
       const ScoreRow row = score_row(params, rows, group, kv_head, tile_row);
 #pragma unroll
       for (int i = 0; i < kValues; ++i) values[i] = variant.output(values[i], row, column + i);
+    }
+    if constexpr (kIsOf8Bits) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] *= out_factor;
     }
   }
 
@@ -242,9 +250,11 @@ __device__ __forceinline__ T* shuffle_pointer(T* pointer, int source) {
 
 /// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile. kFours:
 /// they are outputs of widened_accumulate().
-template <class Tile, bool kFours = false, class Element, int kColumns, int kRowBlocks, class Target>
-__device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
-                                           int b, const float (&inverse)[2], int32_t block_row, char* staged) {
+template <class Tile, bool kFours = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
+__device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns, kRowBlocks>& state,
+                                           const Target& target, int b, const float (&inverse)[2], int32_t block_row,
+                                           char* staged) {
+  using Element = typename Target::Element;
   if constexpr (kFours) {
     const int lane = ptx::lane_id();
 #pragma unroll
@@ -255,8 +265,24 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kR
         const float4 outputs = state.four_outputs(b, n, half, inverse[half]);
         float values[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
         target.transform(values, row, n * 8 + lane % 4 * 4);
-        *reinterpret_cast<uint2*>(staged + Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8) =
-            make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+        char* const to = staged + (Target::kIsOf8Bits ? Tile::offset(row, n / 2) + lane % 4 * 4
+                                                      : Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8);
+        store_four<Element>(to, values);
+      }
+    }
+    return;
+  }
+  if constexpr (Target::kIsOf8Bits) {
+    const int lane = ptx::lane_id();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = block_row + half * 8 + lane / 4;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        float values[2] = {state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]};
+        target.transform(values, row, n * 8 + lane % 4 * 2);
+        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8 + lane % 4 * 2) =
+            static_cast<uint16_t>(Element::pack(values[0], values[1]));
       }
     }
     return;
@@ -279,9 +305,9 @@ __device__ __forceinline__ void stage_rows(const WarpState<Element, kColumns, kR
 
 /// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
 /// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes. kFours: as in stage_rows().
-template <class Tile, bool kFours = false, class Element, int kColumns, int kRowBlocks, class Target>
-__device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRowBlocks>& state, const Target& target,
-                                                int32_t first_row, char* staged) {
+template <class Tile, bool kFours = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
+__device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, kRowBlocks>& state,
+                                                const Target& target, int32_t first_row, char* staged) {
   const int lane = ptx::lane_id();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
@@ -323,7 +349,12 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Element, kColumns, kRo
 #pragma unroll
           for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
             const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
-            if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+            if constexpr (Tile::kHeadBytes % 16 == 0) {
+              if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+            } else if (to[i] != nullptr && chunk <= Tile::kHeadChunks) {  // rows lie at multiples of 8 bytes
+              *reinterpret_cast<uint2*>(to[i] + chunk * 16) = make_uint2(rows[i].x, rows[i].y);
+              if (is_there) *reinterpret_cast<uint2*>(to[i] + chunk * 16 + 8) = make_uint2(rows[i].z, rows[i].w);
+            }
           }
         }
       }
@@ -443,8 +474,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
       if (target.complete) {
         float values[4] = {total.x, total.y, total.z, total.w};
         target.transform(values, of_tile, chunk * 4);
-        *reinterpret_cast<uint2*>(to + chunk * 4 * Element::kBytes) =
-            make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+        store_four<Element>(to + chunk * 4 * Element::kBytes, values);
       } else {
         reinterpret_cast<float4*>(to)[chunk] = total;
       }

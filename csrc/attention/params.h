@@ -16,7 +16,7 @@ struct AttentionParams {
   int64_t q_head_stride;
   KvTensor k;
   KvTensor v;
-  void* o;  // [num_rows, num_kv_heads * group_size, v_columns]
+  void* o;  // [num_rows, num_kv_heads * group_size, v_columns]; e4m3 if it has a scale
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;              // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
@@ -40,6 +40,17 @@ struct AttentionParams {
   VariantParams variant;
   int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
                          // this: the schedule may be read while it runs (the Hopper kernel does)
+  float out_scale;       // of O in 8 bits; 0: it has none, or it lies in memory
+  const float* out_scale_data;  // read when the kernel runs; nullptr: out_scale
+
+  ATTN_HD bool has_out_scale() const { return out_scale != 0.0f || out_scale_data != nullptr; }
+
+  /// What an output is multiplied by before it is rounded to 8 bits. A scale too small to be inverted must not make NaN
+  /// of 0.
+  ATTN_HD float out_factor() const {
+    constexpr float kMaxFloat = 3.402823466e38f;
+    return min_of(1.0f / (out_scale_data == nullptr ? out_scale : *out_scale_data), kMaxFloat);
+  }
 };
 
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that

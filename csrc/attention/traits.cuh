@@ -7,13 +7,15 @@
 
 namespace attn {
 
-/// Element_: of O and, unless it is QElement_, of Q. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see
-/// variants.h. QElement_: of Q; may be StoredElement_, of 8 bits.
-template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_>
+/// Element_: that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
+/// QElement_: of Q; may be StoredElement_, of 8 bits. OutElement_: of O; may be Float8E4M3.
+template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_,
+          class OutElement_ = Element_>
 struct Traits {
   using Element = Element_;
   using StoredElement = StoredElement_;
   using QElement = QElement_;
+  using OutElement = OutElement_;
   using Shape = Shape_;
   using Variant = Variant_;
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;

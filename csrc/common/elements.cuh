@@ -32,12 +32,14 @@ struct Float16 {
   }
 };
 
-// What only a cache may hold: four elements a word, which are widened before they are multiplied.
+// Of 8 bits: four elements a word, which are widened before they are multiplied.
 
 struct Float8E4M3 {
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e4m3(pair); }
+  /// In the lower 16 bits; what is too large becomes the largest number.
+  __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_e4m3(low, high); }
 };
 
 struct Float8E5M2 {
@@ -50,6 +52,17 @@ struct Float8E5M2 {
 struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
 };
+
+/// Stores four neighbouring elements.
+template <class Element>
+__device__ __forceinline__ void store_four(char* to, const float (&values)[4]) {
+  const uint32_t low = Element::pack(values[0], values[1]), high = Element::pack(values[2], values[3]);
+  if constexpr (Element::kBytes == 1) {
+    *reinterpret_cast<uint32_t*>(to) = low | high << 16;
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+  }
+}
 
 /// The elements of a word of a cache as two pairs of Element: (0, 1) and (2, 3).
 template <class Element, class KvElement>

@@ -101,9 +101,9 @@ bool leads_beyond_ragged(const Schedule& schedule, int32_t num_rows) {
   return false;
 }
 
-const std::string& file_of(const KernelFiles& files, const char* kernel) {
+const std::string& file_of(const KernelFiles& files, const std::string& kernel) {
   const auto file = files.find(kernel);
-  if (file == files.end()) refuse(std::string("files[\"") + kernel + "\"]", "missing", "the path of a cubin");
+  if (file == files.end()) refuse("files[\"" + kernel + "\"]", "missing", "the path of a cubin");
   return file->second;
 }
 
@@ -126,7 +126,7 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   }
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda ? driver::multiprocessor_count(config.device) *
-                                            driver::ctas_per_multiprocessor(attention_kernels_[0], design_.threads)
+                                            driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads)
                                       : cpu::kCtas;
   }
   schedule_config_ = make_schedule_config(config_, design_, forest_requests);
@@ -141,27 +141,34 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
   if (schedule.max_nodes > 0)
     plan_forest_kernel_ =
         driver::load_kernel(plan_file, "plan_forest_kernel", device, plan_forest_shared_bytes(schedule.max_nodes));
-  merge_kernel_ = driver::load_kernel(file_of(files, "merge"), "merge_kernel", device, 0);
-  if (design_.prefetches_code) merge_code_ = driver::find_code(merge_kernel_);
   if (config_.has_mask)
     row_ranges_kernel_ = driver::load_kernel(file_of(files, "row_ranges"), "row_ranges_kernel", device, 0);
+  load_output_kernels(files, "", kernels_);
+  if (config_.float8_out) load_output_kernels(files, kFloat8Out, float8_kernels_);
+}
+
+void Attention::load_output_kernels(const KernelFiles& files, const std::string& prefix, OutputKernels& kernels) {
+  kernels.merge = driver::load_kernel(file_of(files, prefix + "merge"), "merge_kernel", config_.device, 0);
+  if (design_.prefetches_code) kernels.merge_code = driver::find_code(kernels.merge);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
+    const std::string name = prefix + design_.kernels[i];
     const bool widens_on_load = is_wide(config_.dims()) && is_float8(config_.kv_dtype);  // its first kernel is all
-    const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(design_.kernels[i]) == 0;
-    if (!comes_later) load_attention_kernel(i, file_of(files, design_.kernels[i]));
+    const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(name) == 0;
+    if (!comes_later) load_attention_kernel(kernels, i, file_of(files, name));
   }
 }
 
-void Attention::load_attention_kernel(int32_t kernel, const std::string& file) {
-  attention_kernels_[kernel] = driver::load_kernel(file, "attention_kernel", config_.device,
-                                                   design_.shared_bytes(config_.dims(), bytes_of(config_.kv_dtype)));
-  if (design_.prefetches_code) attention_codes_[kernel] = driver::find_code(attention_kernels_[kernel]);
+void Attention::load_attention_kernel(OutputKernels& kernels, int32_t kernel, const std::string& file) {
+  kernels.attention[kernel] = driver::load_kernel(file, "attention_kernel", config_.device,
+                                                  design_.shared_bytes(config_.dims(), bytes_of(config_.kv_dtype)));
+  if (design_.prefetches_code) kernels.codes[kernel] = driver::find_code(kernels.attention[kernel]);
 }
 
 void Attention::load_kernel(const std::string& kernel, const std::string& file) {
   const InUse in_use(*this);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
-    if (kernel == design_.kernels[i]) return load_attention_kernel(i, file);
+    if (kernel == design_.kernels[i]) return load_attention_kernel(kernels_, i, file);
+    if (kernel == kFloat8Out + std::string(design_.kernels[i])) return load_attention_kernel(float8_kernels_, i, file);
   }
   refuse("kernel", kernel, "one of the design");
 }
@@ -274,9 +281,12 @@ uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, d
     return errors;
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
-  const LaunchContext context{plan_params_.levels, plan_params_.num_levels, config_.dtype,    config_.q_dtype,
-                              config_.kv_dtype,    config_.dims(),          attention_codes_, merge_code_,
-                              driver::encode};
+  const bool float8_out = params.has_out_scale();
+  const OutputKernels& kernels = float8_out ? float8_kernels_ : kernels_;
+  const LaunchContext context{
+      plan_params_.levels, plan_params_.num_levels, float8_out ? DataType::kFloat8E4M3 : config_.dtype,
+      config_.q_dtype,     config_.kv_dtype,        config_.dims(),
+      kernels.codes,       kernels.merge_code,      driver::encode};
   KernelArguments arguments;
   AttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);
@@ -284,13 +294,14 @@ uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, d
   if (kernel == kRowsTooFarApart)
     refuse("k.stride(0)", params.k.page_stride,
            "smaller, or of a larger power of two: a row lies too far from the first");
-  if (!attention_kernels_[kernel]) TVM_FFI_THROW(MissingKernelError) << design_.kernels[kernel];  // Python loads it
-  driver::launch(attention_kernels_[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
+  if (!kernels.attention[kernel])  // Python loads it
+    TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
+  driver::launch(kernels.attention[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
                  &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1,
                        true};
   merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));
-  driver::launch(merge_kernel_, merge, &params, stream);
+  driver::launch(kernels.merge, merge, &params, stream);
   return 0;
 }
 

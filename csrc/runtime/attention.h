@@ -22,7 +22,7 @@ struct AttentionConfig {
   int32_t num_kv_heads;
   int32_t head_dim;    // of Q and K
   int32_t head_dim_v;  // of V and O
-  DataType dtype;      // of O
+  DataType dtype;      // of O, unless it is of 8 bits
   DataType q_dtype;    // of Q: dtype, or kv_dtype of 8 bits
   DataType kv_dtype;   // of the cache: dtype, or of 8 bits
   int32_t max_rows;
@@ -38,13 +38,16 @@ struct AttentionConfig {
   bool uses_softmax;  // of the variant
   bool has_mask;      // the variant
   bool has_sinks;     // runs may be given sinks
+  bool float8_out;    // runs may be given a scale of O, which is then e4m3
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
 };
 
-/// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names.
-/// With a variant only the design's first kernel must be there. On a CPU "variant", a shared library, if there is one.
+/// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names;
+/// with kFloat8Out before them, those of outputs of 8 bits. With a variant only the design's first kernel must be
+/// there. On a CPU "variant", a shared library, if there is one.
 using KernelFiles = std::map<std::string, std::string>;
+constexpr const char* kFloat8Out = "float8_out_";
 
 /// What `plan` is told of a level of a composition beside its tensors. Filled by Python.
 struct LevelOptions {
@@ -135,19 +138,27 @@ class Attention {
   }
 
  private:
+  /// The kernels of runs whose outputs are of one type.
+  struct OutputKernels {
+    driver::Kernel merge;
+    driver::Kernel attention[kMaxDesignKernels];  // of the design
+    KernelCode codes[kMaxDesignKernels] = {};
+    KernelCode merge_code{};
+  };
+
   void find_row_ranges(driver::Stream stream);
   void load_kernels(const KernelFiles& files, int32_t forest_requests);
-  void load_attention_kernel(int32_t kernel, const std::string& file);
+  /// `prefix`: kFloat8Out, or none.
+  void load_output_kernels(const KernelFiles& files, const std::string& prefix, OutputKernels& kernels);
+  void load_attention_kernel(OutputKernels& kernels, int32_t kernel, const std::string& file);
 
   AttentionConfig config_;
   const KernelDesign& design_;
   const bool is_interpreted_;  // a variant for a CPU without a file
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
-  driver::Kernel plan_kernel_, plan_forest_kernel_, merge_kernel_, row_ranges_kernel_;
-  driver::Kernel attention_kernels_[kMaxDesignKernels];
-  KernelCode attention_codes_[kMaxDesignKernels] = {};
-  KernelCode merge_code_{};
+  driver::Kernel plan_kernel_, plan_forest_kernel_, row_ranges_kernel_;
+  OutputKernels kernels_, float8_kernels_;
   cpu::Kernels cpu_kernels_{};  // of the variant
   VariantParams variant_params_{};
   bool has_variant_params_ = false;

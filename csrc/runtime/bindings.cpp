@@ -206,11 +206,30 @@ KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const A
   return made;
 }
 
-/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits.
+/// Of O in 8 bits: one number above 0, or a tensor of one.
+void set_out_scale(const Optional<TensorView>& scale, double value, const Attention& attention,
+                   AttentionParams& params) {
+  if (!attention.config().float8_out)
+    refuse("out_scale", scale.has_value() ? std::string("a tensor") : std::to_string(value),
+           "None, or the Attention made with float8_out=True");
+  if (!scale.has_value()) {
+    params.out_scale = static_cast<float>(value);
+    return;
+  }
+  const TensorView& t = scale.value();
+  check_tensor("out_scale", t, device_of(attention.config()));
+  check_dtype("out_scale", t, DLDataType{kDLFloat, 32, 1});
+  if (t.numel() != 1) refuse("out_scale.shape", shape_of(t), "of one element");
+  params.out_scale_data = static_cast<const float*>(t.data_ptr());
+}
+
+/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits. out_scale:
+/// of O in 8 bits; None: out_value; that is 0: O has the Attention's dtype.
 int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
                          Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
                          Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
-                         double k_value, double v_value, Optional<TensorView> q_scale, double q_value) {
+                         double k_value, double v_value, Optional<TensorView> q_scale, double q_value,
+                         Optional<TensorView> out_scale, double out_value) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -220,13 +239,15 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
       head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
   check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
   const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
-  check_rows("out", out, device, config.dtype, {"rows", q.size(0)}, heads, head_dim_v);
+  AttentionParams params{};
+  if (out_scale.has_value() || out_value != 0.0) set_out_scale(out_scale, out_value, attention, params);
+  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
+  check_rows("out", out, device, o_dtype, {"rows", q.size(0)}, heads, head_dim_v);
   check_no_overlap("out", out);
   if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max())
     refuse("sm_scale", sm_scale, "above 0 and finite");
   if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max())
     refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
-  AttentionParams params{};
   const Dim k_columns =
       config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes} : head_dim;
   params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
@@ -287,7 +308,7 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
   return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
-                          std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0);
+                          std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0, std::nullopt, 0.0);
 }
 
 }  // namespace

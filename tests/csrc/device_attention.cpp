@@ -55,12 +55,14 @@ struct PassedAttention {
   int64_t strides[10];
   int64_t sizes[6];
   double sm_scale;
-  int64_t dtype;     // DataType of O
+  int64_t dtype;     // DataType of O, unless it has a scale
   int64_t q_dtype;   // of Q
   int64_t kv_dtype;  // of the cache
   int64_t uses_softmax;
   int64_t variant_bytes;  // of the variant's Params
   const void* variant;
+  const float* out_scale_data;  // as in AttentionParams
+  double out_scale;
   AttentionScales scales;  // of an 8-bit cache
   int64_t launched;        // the kernel that was launched, a number among the design's
 };
@@ -93,6 +95,8 @@ AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, 
   params.sm_scale = static_cast<float>(passed.sm_scale);
   params.sinks = passed.sinks;
   params.adds_up = passed.uses_softmax == 0;
+  params.out_scale_data = passed.out_scale_data;
+  params.out_scale = static_cast<float>(passed.out_scale);
   std::memcpy(params.variant.bytes, passed.variant, static_cast<size_t>(passed.variant_bytes));
   return params;
 }
@@ -118,10 +122,10 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   for (size_t i = 0; i < levels.size(); ++i) levels[i].table.indices = params.schedule.header->levels[i].indices;
   const KernelCode codes[kMaxDesignKernels] = {};
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
-  const auto dtype = static_cast<DataType>(passed.dtype), q_dtype = static_cast<DataType>(passed.q_dtype),
-             kv_dtype = static_cast<DataType>(passed.kv_dtype);
+  const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
+  const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
   const LaunchContext context{
-      levels.data(), static_cast<int32_t>(levels.size()), dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
+      levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));

@@ -16,6 +16,7 @@ import forests
 import numpy
 import torch
 from float8_cases import DTYPES, SCALES, Float8Case
+from float8_outputs import out_of_8_bits, scale_for
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 
@@ -112,6 +113,22 @@ def float8_batches(rng: numpy.random.Generator, device: torch.device) -> Iterato
         case = problem.case
         attention = case.attention(**problem.options, **object_options(rng, device)) if attention is None else attention
         step = Step(case.q, case.kv, case.view, case.out, case.lse, case.spec, once(problem.expected), problem.run_options.get("q_scale"))
+        yield from around(rng, step_call(rng, attention, step))
+
+
+def float8_outputs(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
+    """One object whose runs have outputs of 8 bits, some of them beyond the largest number, and outputs of 16 bits."""
+    heads = heads_of(rng, device) | {"strided": False}
+    if device.type == "cuda":  # what is in the package
+        heads |= {"head_dim": 128, "dtype": torch.bfloat16}
+    attention = None
+    while True:
+        case = case_tensors.build(small_spec(rng, device, **heads), device)
+        attention = case.attention(float8_out=True, **object_options(rng, device)) if attention is None else attention
+        step = step_of_case(case)
+        if rng.random() < 0.8:
+            scale = scale_for(step.expected()[0], 0.2 * (rng.random() < 0.5))
+            step = replace(step, out=out_of_8_bits(case), out_scale=scale if rng.random() < 0.5 else torch.tensor([scale], device=device))
         yield from around(rng, step_call(rng, attention, step))
 
 
@@ -253,6 +270,7 @@ def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[
             "dtype": heads["dtype"],
             "device": device,
             "num_ctas": heads["num_ctas"],
+            "float8_out": device.type == "cpu" and bool(rng.random() < 0.3),
             **options,
         }
         yield from around(rng, Call("Attention", Attention, arguments, constructor_kinds(arguments, device), check_constructed, public=True))
@@ -277,6 +295,7 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
         "num_ctas": IntArgument(low=1, high=4096, optional=True),
         "cascade": ChoiceArgument(wrong=(2, -1, "auto", "Always")),
         "batch_invariant": ChoiceArgument(wrong=(2, "yes")),
+        "float8_out": ChoiceArgument(wrong=(2, "yes")),
         "kernel": ChoiceArgument(wrong=("gpu", "", "Hopper", 1), optional=True),
     }
 

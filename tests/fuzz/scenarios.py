@@ -17,8 +17,9 @@ Scenario = Callable[[numpy.random.Generator, torch.device], Iterator[Call]]
 
 # Each with its share of all scenarios.
 SCENARIOS: dict[Scenario, float] = {
-    attention_calls.batches: 0.35,
+    attention_calls.batches: 0.31,
     attention_calls.float8_batches: 0.05,
+    attention_calls.float8_outputs: 0.04,
     attention_calls.prefix_forests: 0.08,
     attention_calls.trees: 0.05,
     attention_calls.cascades: 0.05,

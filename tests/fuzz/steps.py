@@ -11,6 +11,7 @@ import cases
 import compositions
 import numpy
 import torch
+from float8_outputs import check_rounded
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
@@ -31,7 +32,7 @@ class Step:
     """What one step attends to: made from a case, or from a prefix forest.
 
     q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in their order.
-    shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits.
+    shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits. out_scale: of out of 8 bits.
     """
 
     q: Tensor
@@ -42,6 +43,7 @@ class Step:
     shape: cases.Spec | compositions.Shape
     expected: Callable[[], tuple[Tensor, Tensor]]
     q_scale: float | None = None
+    out_scale: Tensor | float | None = None
 
 
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
@@ -160,7 +162,8 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         kv = make_cache(**without_prefix(given, of_cache))
         made = BSRView(given["qo_indptr"], table, causal=given["causal"], window_left=given["window_left"], rows=given["row_list"])
         plan_or_none(attention, Composition((made,)) if as_composition else made, step.q, step.kv)
-        return attention.run(given["q"], kv, **{name: given[name] for name in ("out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale")})
+        options = ("out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale", "out_scale")
+        return attention.run(given["q"], kv, **{name: given[name] for name in options})
 
     def check(given: Arguments, result: Tensor) -> None:
         place = torch.arange(total, device=device) if places is None else places.long()
@@ -187,7 +190,10 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         "logits_soft_cap": shape.logits_soft_cap,
         "after_append": bool(rng.random() < 0.2),
         "q_scale": step.q_scale,
+        "out_scale": step.out_scale,
     }
+    one = torch.ones(1, device=device)
+    no_scales = (0.0, -0.1, math.nan, math.inf, 1e300, 1e-60, one.double(), one.int(), one[:0], one.expand(2))
     kinds: Kinds = {
         **table_kinds,
         **cache_kinds,
@@ -196,7 +202,8 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         "causal": ChoiceArgument("BSRView", wrong=(1, 0), optional=True),
         "window_left": IntArgument("BSRView", low=-1, high=MAX_INT32),
         "row_list": TensorArgument("BSRView", ("rows",), ("qo_indptr",), dtypes=INT32, optional=True),
-        **run_kinds(attention, q),
+        "out_scale": ChoiceArgument("Attention.run", wrong=no_scales, types=("x", [1.0], object(), {}), optional=True),
+        **run_kinds(attention, q, out.dtype),
     }
 
     def values(rng: numpy.random.Generator) -> list[Any]:
@@ -205,12 +212,12 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
     return Call("plan and run", function, arguments, kinds, check, prepare=prepare, values=values, reported=attention.raise_for_errors)
 
 
-def run_kinds(attention: Attention, q: Tensor) -> Kinds:
-    """What is known of the arguments of run()."""
+def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = None) -> Kinds:
+    """What is known of the arguments of run(). out_dtype: None: the object's."""
     run = "Attention.run"
     return {
         "q": TensorArgument(run, others=("out", "lse"), dtypes=(attention.q_dtype,), exact=(1, 2)),
-        "out": TensorArgument(run, dtypes=(attention.dtype,), exact=(0, 1, 2), optional=True, written=True),
+        "out": TensorArgument(run, dtypes=(out_dtype or attention.dtype,), exact=(0, 1, 2), optional=True, written=True),
         "lse": TensorArgument(run, dtypes=(torch.float32,), exact=(0, 1), optional=True, written=True),
         "sm_scale": FloatArgument(run, optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
         "logits_soft_cap": FloatArgument(run, wrong=(-1.0, torch.inf, -torch.inf, 1e300)),
@@ -220,17 +227,22 @@ def run_kinds(attention: Attention, q: Tensor) -> Kinds:
 
 def check_result(shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_ref: Tensor, lse_ref: Tensor) -> None:
     """Compares with float64. Nothing else may have been written: neither other rows, nor what lies around `out`."""
-    out, lse = given["out"], given["lse"]
+    out, lse, out_scale = given["out"], given["lse"], given.get("out_scale")
     assert out is None or result is out, "run() did not return out"
     assert result.shape == given["q"].shape
-    if out is None:  # allocated by run: rows that nobody has hold anything
-        kept = torch.full_like(result, torch.nan)
-        kept[rows] = result[rows]
-        result = kept
-    else:
+    if out is not None:
         room = result.new_empty(0).set_(result.untyped_storage())
-        assert int((~room.isnan()).sum()) == int((~result.isnan()).sum()), "run() wrote around out"
+        assert int((~room.float().isnan()).sum()) == int((~result.float().isnan()).sum()), "run() wrote around out"
+    wide = result.float()
+    if out_scale is not None:
+        check_rounded(result.detach()[rows], o_ref, out_scale, cases.TOLERANCE[shape.dtype])
+        wide = wide.double()
+        wide[rows] = o_ref
+    if out is None:  # allocated by run: rows that nobody has hold anything
+        kept = torch.full_like(wide, torch.nan)
+        kept[rows] = wide[rows]
+        wide = kept
     if lse is None:
         lse = torch.full(result.shape[:2], torch.nan, dtype=torch.float64, device=result.device)
         lse[rows] = lse_ref
-    compositions.check_states(shape, rows.tolist(), result.detach(), lse.detach(), o_ref, lse_ref)
+    compositions.check_states(shape, rows.tolist(), wide.detach(), lse.detach(), o_ref, lse_ref)

@@ -20,12 +20,12 @@ def test_kernel_set_is_complete() -> None:
     shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for variant, dims in head_dims.items() for head_dim in dims]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
-    merges = {"merge_bf16", "merge_f16", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
+    shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
+    multiplied = ["bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard", "bf16_e4m3_q_to_e4m3_d128_standard"]
+    merges = {"merge_bf16", "merge_f16", "merge_e4m3", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
     everywhere = {"plan"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
-    hopper = {
-        f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, "bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard"]
-    }
+    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied]}
     assert set(manifest.kernels("sm_80")) == everywhere
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
@@ -38,6 +38,9 @@ def test_names_say_what_kernels_are_for() -> None:
     assert source is not None
     assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3>" in source
     assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
+    name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
+    assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True, float8_out=True) == name
+    assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q --float8-out"
 
 
 def test_arch_of_capability() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -128,6 +129,19 @@ def chunk_of(kv_cache_spec: Any) -> int:
     if not chunk:
         raise NotImplementedError(f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another --attention-backend")
     return int(chunk)
+
+
+def fuses_output_scales() -> bool:
+    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant). Which layers do is known when they run: a graph
+    from vLLM's cache was compiled in another process, which asked then."""
+    config = get_current_vllm_config_or_none()
+    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
+    return bool(getattr(passes, "fuse_attn_quant", False))
+
+
+def has_one_fixed_scale(quant_key: Any) -> bool:
+    """Whether vLLM's description of a quantisation is: float8_e4m3fn, one scale for the whole tensor, known beforehand."""
+    return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == torch.float8_e4m3fn)
 
 
 def uses_mla() -> bool:

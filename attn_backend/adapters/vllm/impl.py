@@ -8,11 +8,12 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, kv_cache_view
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import KVCache
 
 
@@ -24,6 +25,11 @@ def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.
     """
     has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
     return has_kernel and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def has_float8_outputs(head_size: int, device: torch.device) -> bool:
+    """Whether outputs of 8 bits need no kernel that takes a minute of the engine's start to compile."""
+    return device.type != "cuda" or HeadDims.of(head_size) in SHIPPED_FLOAT8_OUT_HEAD_DIMS
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -97,8 +103,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
         self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
-        self.supports_quant_query_input = heads.v == head_size and multiplies_float8(self.float8, head_size, torch.get_default_device())
-        key = key._replace(head_dim_v=None if heads.v == head_size else heads.v, kv_dtype=self.float8, float8_q=self.supports_quant_query_input)
+        v_is_as_wide = heads.v == head_size
+        self.supports_quant_query_input = v_is_as_wide and multiplies_float8(self.float8, head_size, torch.get_default_device())
+        float8_out = v_is_as_wide and compat.fuses_output_scales() and has_float8_outputs(head_size, torch.get_default_device())
+        key = key._replace(head_dim_v=None if v_is_as_wide else heads.v, kv_dtype=self.float8)
+        key = key._replace(float8_q=self.supports_quant_query_input, float8_out=float8_out)
         if sliding_window is not None and not is_decoder:
             key = key._replace(window_right=sliding_window - 1)
         self.plan_key = key
@@ -107,6 +116,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if alibi_slopes is not None:
             device = torch.get_default_device()
             self.alibi_slopes = outside_memory_pools(lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """vLLM asks before it takes the quantisation behind a layer out of the model's graph, and gives its scale to forward(). It then matches all layers of
+        these sizes, so the answer depends on nothing else."""
+        return self.plan_key.float8_out and compat.has_one_fixed_scale(quant_key)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM calls it when weights have been loaded, also for the second time."""
@@ -141,12 +155,13 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 cache, just before. None where another layer's cache is read.
             kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; of 8 bits uint8, or its own dtype.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
+            output_scale: float32, one element: output is float8_e4m3fn, divided by it, where fused_output_quant_supported().
 
         Returns:
             output
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("attn_backend does not quantize its output")
+        if output_block_scale is not None or (output_scale is not None and not self.plan_key.float8_out):
+            raise NotImplementedError("attn_backend does not quantize its output by blocks, nor where vLLM is not configured to fuse that (fuse_attn_quant)")
         if attn_metadata is None:
             return output.fill_(0)
         plan = attn_metadata.plans[self.plan_key]
@@ -172,6 +187,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             variant_args=arguments,
             sinks=self._float_sinks,
             q_scale=layer._q_scale if self.plan_key.float8_q else None,
+            out_scale=output_scale,
         )
         return output
 

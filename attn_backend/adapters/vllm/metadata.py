@@ -123,6 +123,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 batch_invariant=batch_invariant,
                 variant=variant,
                 sinks=key.has_sinks,
+                float8_out=key.float8_out,
             )
             arguments: dict[str, torch.Tensor | int] | None = None
             if self.spans is not None and key.has_spans:

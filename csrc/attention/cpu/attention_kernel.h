@@ -104,7 +104,8 @@ class AttentionKernel {
 
  private:
   struct RowOut {
-    Element* o;
+    Element* o;  // unless it is of 8 bits
+    Float8E4M3* float8;
     float* lse;
   };
 
@@ -161,9 +162,20 @@ class AttentionKernel {
   }
 
   static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
-    Element* o = static_cast<Element*>(params.o) + place.row * params.o_row_stride + place.head * params.o_head_stride;
+    const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;
     const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
-    return RowOut{o, params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
+    return RowOut{static_cast<Element*>(params.o) + element, static_cast<Float8E4M3*>(params.o) + element,
+                  params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
+  }
+
+  /// Writes a complete row of outputs.
+  static void store_output(const AttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
+    if (params.has_out_scale()) {
+      const float factor = params.out_factor();
+      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out.float8[i]);
+      return;
+    }
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
   }
 
   /// What ends a row: what its sum of values is multiplied by, and its lse.
@@ -219,8 +231,7 @@ class AttentionKernel {
     for (int i = 0; i < columns; i += Isa::kWidth)
       Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
     transform_output(params, scratch.o, columns, group, place);
-    for (int i = 0; i < columns; i += Isa::kWidth)
-      Isa::store_elements(out.o + i, Isa::load(scratch.o + i), columns - i);
+    store_output(params, scratch.o, columns, out);
     if (out.lse != nullptr) *out.lse = end.lse;
   }
 
@@ -678,13 +689,12 @@ class AttentionKernel {
     const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
       const RowOut out = row_out(params_, place);
-      if constexpr (VariantHooks<Variant>::kOutput) {
+      if (VariantHooks<Variant>::kOutput || params_.has_out_scale()) {
         float finished[kMaxHeadDim];
         for (int i = 0; i < dims_.v; i += Isa::kWidth)
           Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
         transform_output(params_, finished, dims_.v, tile_.group, place);
-        for (int i = 0; i < dims_.v; i += Isa::kWidth)
-          Isa::store_elements(out.o + i, Isa::load(finished + i), dims_.v - i);
+        store_output(params_, finished, dims_.v, out);
       } else {
         for (int i = 0; i < dims_.v; i += Isa::kWidth)
           Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);

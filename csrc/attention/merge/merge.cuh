@@ -140,8 +140,12 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
   if (column < params.v_columns) {
     float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
     transform(values, column);
-    *reinterpret_cast<uint2*>(to_o + column * Element::kBytes) =
-        make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
+    if constexpr (Element::kBytes == 1) {
+      const float out_factor = params.out_factor();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] *= out_factor;
+    }
+    store_four<Element>(to_o + column * Element::kBytes, values);
   }
   if (column == 0 && to_lse != nullptr) *to_lse = end.lse;
 }
@@ -219,7 +223,7 @@ struct SharedPair {
 };
 
 /// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
-/// costs more the more code the kernel has (ADR 22).
+/// costs more the more code the kernel has (ADR 22). Element: of O.
 template <class Element, class Variant = StandardVariant>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
   // The schedule was complete before the attention kernel started, so it may be read while that kernel still runs.

@@ -255,14 +255,14 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
   const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
-  const OutputTarget<Element, kManyLevels, Variant> target(params, rows, row_tile.group, cursor.now.head,
-                                                           cursor.now.kv_tile > 0, ends_inside, requests);
+  using OutElement = typename Traits::OutElement;
+  using Target = OutputTarget<OutElement, kManyLevels, Variant>;
+  const Target target(params, rows, row_tile.group, cursor.now.head, cursor.now.kv_tile > 0, ends_inside, requests);
   if constexpr (kIsWide) {
-    using Columns = SharedTile<Element, kColumns>;
+    using Columns = SharedTile<OutElement, kColumns>;
     __syncthreads();  // all have read Q
-    write_warp_rows<Columns>(
-        state, TargetColumns<OutputTarget<Element, kManyLevels, Variant>, Element::kBytes>(target, first_column), 0,
-        shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
+    write_warp_rows<Columns>(state, TargetColumns<Target, OutElement::kBytes>(target, first_column), 0,
+                             shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
   } else if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output, Layout::kFours>(state, target, warp.first_row, shared + layout.q);
   } else {

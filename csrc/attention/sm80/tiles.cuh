@@ -14,7 +14,7 @@ using QTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
 
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>
-using OTile = SharedTile<typename Traits::Element, Traits::Shape::kV>;
+using OTile = SharedTile<typename Traits::OutElement, Traits::Shape::kV>;
 
 template <class Traits>
 using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;

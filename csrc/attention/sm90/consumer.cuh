@@ -260,7 +260,7 @@ struct Consumer : MmaConsumer<Traits> {
     const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Output::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Output::kBlocks; ++block) {
-      ptx::store_box(hopper_params.o, staged + block * Output::kBlockBytes, block * kBlockColumns,
+      ptx::store_box(hopper_params.o, staged + block * Output::kBlockBytes, block * Output::kBoxColumns,
                      target.kv_head * params.group_size.divisor, row, 0);
     }
     ptx::bulk_commit();

@@ -85,7 +85,7 @@ struct ConsumerBase {
   /// Of one warp: 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
   using Rows = LaneRows<Variant, 1>;
-  using Target = OutputTarget<Element, true, Variant>;
+  using Target = OutputTarget<typename Traits::OutElement, true, Variant>;
   using OfQuery = QueryTransform<Variant>;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;

@@ -111,7 +111,7 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
                        params.q_head_stride, packed_rows, map);
   };
   hopper.has_row_maps = encode_q(tuning(context.dims, bytes_of(context.kv_dtype)).q_rows(), hopper.q) &&
-                        encode_rows(params, context, params.o, context.dtype, context.dims.v, params.o_row_stride,
+                        encode_rows(params, context, params.o, context.o_dtype, context.dims.v, params.o_row_stride,
                                     params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
   hopper.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);

@@ -77,7 +77,7 @@ using QTile = SwizzledTile<QueryElement<Traits>, Traits::Shape::kQk, kTuning<Tra
 
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>
-using OTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.q_rows()>;
+using OTile = SwizzledTile<typename Traits::OutElement, Traits::Shape::kV, kTuning<Traits>.q_rows()>;
 
 template <class Traits>
 using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;

@@ -37,7 +37,8 @@ struct WideConsumer : Consumer<Traits> {
   static constexpr int kColumns = Base::kVColumns;  // of one warpgroup
   static constexpr int kRows = Shared::kTuning.q_rows();
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
-  using Half = SwizzledTile<Element, kColumns, kRows>;  // of O, where Q was
+  using OutElement = typename Traits::OutElement;
+  using Half = SwizzledTile<OutElement, kColumns, kRows>;  // of O, where Q was
   static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
   static_assert(!Base::OfQuery::kExists && !Base::kTransformsCache, "there is no time for transforms of wide rows");
 
@@ -58,7 +59,7 @@ struct WideConsumer : Consumer<Traits> {
         follow(item, state);
       }
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const TargetColumns<Target, Element::kBytes> target(
+      const TargetColumns<Target, OutElement::kBytes> target(
           Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside, nullptr),
           warpgroup() * kColumns);
       write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
