@@ -22,11 +22,13 @@ KEPT = {
     "vllm": ("v1/", "config/", "model_executor/layers/attention", "model_executor/custom_op.py", "plugins/", "platforms/", "envs.py", "sampling_params.py"),
     "sglang": tuple(
         f"srt/{name}"
-        for name in ("layers/", "mem_cache/", "model_executor/", "sampling/", "plugins/", "arg_groups/", "configs/", "managers/", "utils/", "server_args.py",
-                     "runtime_context.py", "models/gpt_oss.py", "models/gemma3_mm.py", "models/llama4.py", "models/whisper.py", "models/bert.py")
+        for name in ("layers/", "mem_cache/", "model_executor/", "sampling/", "speculative/", "plugins/", "arg_groups/", "configs/", "managers/", "utils/",
+                     "server_args.py", "runtime_context.py",
+                     "models/gpt_oss.py", "models/gemma3_mm.py", "models/llama4.py", "models/whisper.py", "models/bert.py")
     ),
 }  # fmt: skip
 ARCHIVE = "sources.zip"
+LISTS = {"vllm": "", "sglang": "-2"}  # a longer list has another name in the cache
 
 # vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata before it keeps it. This build backend tells what
 # is in PKG-INFO, and builds nothing.
@@ -67,7 +69,7 @@ def is_cached(engine: str, version: str) -> bool:
 
 
 def _name(engine: str, version: str) -> str:
-    return f"engine_sources/{engine}-{version}"
+    return f"engine_sources/{engine}-{version}{LISTS[engine]}"
 
 
 def _fetch(engine: str, version: str, folder: Path) -> None:
