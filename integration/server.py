@@ -89,10 +89,17 @@ class Server:
 @contextlib.contextmanager
 def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
     """A context in which the server answers; gives its base URL. Raises ServerError when it does not come up in `timeout_s`."""
+    with ready_server(engine, launch, log, timeout_s) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[Server]:
+    """As running_server; gives the server itself."""
     server = Server(engine, launch, log)
     try:
         server.wait_until_ready(timeout_s)
-        yield server.url
+        yield server
         server.raise_if_dead()
     except Exception:
         print_tail(log)

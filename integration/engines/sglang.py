@@ -124,6 +124,12 @@ class SGLang:
         output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
         return output_ids
 
+    def small_cache(self, tokens: int, device: str) -> list[str]:
+        return ["--max-total-tokens", str(tokens), "--schedule-conservativeness", "0.1"]  # it begins requests as if answers were short
+
+    def preemptions(self, base_url: str, log: Path) -> int:
+        return sum("Retract requests" in line for line in log.read_text(errors="replace").splitlines())
+
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         sampling = {"temperature": 0, "max_new_tokens": 1}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}

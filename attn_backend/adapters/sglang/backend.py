@@ -325,13 +325,13 @@ class SGLangAttentionBackend(AttentionBackend):
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
-        slots = forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc.contiguous()  # of draft steps: a column of a table
+        slots = forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc
         appended = False
         if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
             appended = self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == k_buffer.dtype)  # the pool converts others
             if appended:
-                self._append(k, v, kv, slots)
+                self._append(k, v, kv, slots.contiguous())  # those of a draft step are a column of a table
             else:
                 if self._is_float8:
                     k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
