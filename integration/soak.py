@@ -45,12 +45,16 @@ class Replay:
     smallest_gap: float | None
 
 
-def replay(engine: Engine, url: str, kept: list[tuple[Request, str]]) -> list[Replay]:
-    """One at a time."""
+def replay(engine: Engine, url: str, outcome: Outcome) -> list[Replay]:
+    """One at a time. What fails joins the errors."""
     replays = []
-    for request, text in kept:
-        is_same = ask(url, request)[0] == text
-        gap = None if is_same or request.kind != "greedy" else smallest_gap(engine, url, request)
+    for request, text in outcome.kept:
+        try:
+            is_same = ask(url, request)[0] == text
+            gap = None if is_same or request.kind != "greedy" else smallest_gap(engine, url, request)
+        except (RuntimeError, ValueError) as error:
+            outcome.errors.append(f"request {request.number}, asked again alone: {error}")
+            continue
         replays.append(Replay(request.number, request.kind, is_same, gap))
     return replays
 
@@ -102,7 +106,7 @@ def run(given: argparse.Namespace) -> bool:
         given.cuda_graphs,
         LONGEST + 32,
         given.concurrency,
-        [*engine.small_cache(given.cache_tokens, given.device), *given.server_arguments],
+        [*engine.soak_arguments(given.cache_tokens, given.device), *given.server_arguments],
         batch_invariant=given.batch_invariant,
     )
     log = results / f"server-{given.backend}.log"
@@ -113,7 +117,7 @@ def run(given: argparse.Namespace) -> bool:
             outcome = run_load(server.url, requests, 60 * given.minutes, given.concurrency, given.replay_every)
         preempted = engine.preemptions(server.url, log)
         print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)
-        replays = replay(engine, server.url, outcome.kept)
+        replays = replay(engine, server.url, outcome)
         tracebacks = server_tracebacks(log) - before
     for error in outcome.errors[:SHOWN_ERRORS]:
         print(f"error: {error}")

@@ -187,8 +187,8 @@ class Engine(Protocol):
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
 
-    def small_cache(self, tokens: int, device: str) -> list[str]:
-        """Arguments of a server whose KV cache holds so many tokens, which it fills, and takes requests' tokens away again."""
+    def soak_arguments(self, cache_tokens: int, device: str) -> list[str]:
+        """Arguments of a server with a KV cache of so many tokens, which it fills, so that requests lose theirs; it writes JSON without blanks."""
 
     def preemptions(self, base_url: str, log: Path) -> int:
         """How often a server has taken away the tokens of a request that it had begun."""

@@ -124,8 +124,9 @@ class SGLang:
         output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
         return output_ids
 
-    def small_cache(self, tokens: int, device: str) -> list[str]:
-        return ["--max-total-tokens", str(tokens), "--schedule-conservativeness", "0.1"]  # it begins requests as if answers were short
+    def soak_arguments(self, cache_tokens: int, device: str) -> list[str]:
+        begins_early = ["--schedule-conservativeness", "0.1"]  # as if answers were short
+        return ["--max-total-tokens", str(cache_tokens), *begins_early, "--constrained-json-disable-any-whitespace"]
 
     def preemptions(self, base_url: str, log: Path) -> int:
         return sum("Retract requests" in line for line in log.read_text(errors="replace").splitlines())
