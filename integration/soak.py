@@ -157,7 +157,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
     parser.add_argument("--minutes", type=float, default=20, help="of load; default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
-    parser.add_argument("--cache-tokens", type=int, default=1536, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
+    parser.add_argument("--cache-tokens", type=int, default=768, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
     parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")

@@ -39,6 +39,9 @@ def _create_steps(factory: Any) -> Any:
 
 
 def _create_extend(factory: Any) -> Any:
+    """For the draft model's passes over prompts and over what was accepted: the backend that its runner has already, if it is one of ours."""
     from .backend import SGLangAttentionBackend
 
-    return SGLangAttentionBackend(factory.draft_model_runner)
+    runner = factory.draft_model_runner
+    of_runner = getattr(runner, "attn_backend", None)
+    return of_runner if isinstance(of_runner, SGLangAttentionBackend) else SGLangAttentionBackend(runner)

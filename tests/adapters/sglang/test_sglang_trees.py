@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,10 +83,10 @@ def verify(engine: FakeEngine, backend: SGLangAttentionBackend, requests: list[i
     engine.advance(requests, new_lens)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "hybrid"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize(("device", "dtype"), [CASES[0], CASES[3]])
-def test_trees_are_verified(device: str, dtype: torch.dtype, page_size: int) -> None:
-    engine = FakeEngine(WINDOWED, page_size, dtype, device=device)
+def test_trees_are_verified(device: str, dtype: torch.dtype, page_size: int, hybrid: bool) -> None:
+    engine = FakeEngine(WINDOWED, page_size, dtype, hybrid, device)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     for requests in ([0, 1, 2], [2], [1, 0]):
@@ -96,6 +97,96 @@ def test_trees_are_verified(device: str, dtype: torch.dtype, page_size: int) -> 
         step(engine, backend, ForwardMode.DECODE, requests, [1] * len(requests))
         verify(engine, backend, requests, trees, eagle(short))
     step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None))
+
+
+@pytest.mark.parametrize("writes_in_place", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_captured_verification(writes_in_place: bool, device: str) -> None:
+    """Capture at one batch size, then replay other batches with padded requests. On a CPU the captured code just runs again."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), 1, dtype, device=device)
+    clear_padding(engine)
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    size, rows = 4, 4 * NODES
+    backend.init_cuda_graph_state(size, rows)
+    ones = torch.ones(size * NODES * (NODES + 1), dtype=torch.bool, device=device)
+    static = static_batch(ForwardMode.TARGET_VERIFY, size, rows, device, eagle(ones) if writes_in_place else ngram(ones))
+    like = engine.batch(ForwardMode.TARGET_VERIFY, [0], [NODES])
+    inputs = [[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)] for layer_id in range(2)]
+
+    def run() -> list[Tensor]:
+        backend.init_forward_metadata_in_graph(static)
+        return [backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    replay = capture(run, device)
+    for requests in ([2, 0, 1], [1], [0, 2]):
+        new_lens = [NODES] * len(requests)
+        trees = [random_tree(engine.generator) for _ in requests]
+        batch = engine.batch(ForwardMode.TARGET_VERIFY, requests, new_lens)
+        fill_static(static, batch, len(requests), len(requests) * NODES)
+        if writes_in_place:
+            mask = backend.verify_mask.buffer
+            mask.fill_(True)[: len(requests) * NODES * NODES] = without_prefixes(trees).to(device)
+            given: Any = eagle(mask)
+        else:
+            lens = [engine.requests[i].length for i in requests]
+            given = ngram((without_prefixes(trees) if device == "cpu" else with_prefixes(trees, lens)).to(device))
+        expected = []
+        for layer_id in range(2):
+            q, k, v = engine.tensors(batch, layer_id)
+            engine.remember(requests, new_lens, layer_id, k, v)
+            expected.append(engine.reference(requests, new_lens, layer_id, q, trees))
+            for buffer, tensor in zip(inputs[layer_id], (q, k, v), strict=True):
+                buffer.zero_()[: len(tensor)] = tensor
+        backend.init_forward_metadata_out_graph(SimpleNamespace(**{**vars(static), "spec_info": given}))
+        for out, reference in zip(replay(), expected, strict=True):
+            check(out[: len(reference)], reference)
+            assert not out.isnan().any()
+        engine.advance(requests, new_lens)
+
+
+def clear_padding(engine: FakeEngine) -> None:
+    """Padded requests write slot 0, and read what row 0 of the table names."""
+    for layer_id in range(len(engine.model)):
+        for buffer in engine.pool.get_kv_buffer(layer_id):
+            buffer[: engine.page_size] = 0.0
+    engine.req_to_token_pool.req_to_token[0] = 0
+
+
+def static_batch(mode: ForwardMode, size: int, rows: int, device: str, spec_info: object) -> SimpleNamespace:
+    """What a graph is captured with: tensors that stay where they are."""
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=torch.zeros(size, dtype=torch.int64, device=device),
+        seq_lens=torch.ones(size, dtype=torch.int64, device=device),
+        out_cache_loc=torch.zeros(rows, dtype=torch.int64, device=device),
+        spec_info=spec_info,
+        _attn_output=None,
+    )
+
+
+def fill_static(static: SimpleNamespace, batch: SimpleNamespace, num_requests: int, rows: int) -> None:
+    for name, count, padding in (("req_pool_indices", num_requests, 0), ("seq_lens", num_requests, 1), ("out_cache_loc", rows, 0)):
+        getattr(static, name).fill_(padding)[:count] = getattr(batch, name)
+
+
+def capture(run: Callable[[], list[Tensor]], device: str) -> Callable[[], list[Tensor]]:
+    """A function that runs it again: on a GPU from a graph, without Python."""
+    if device == "cpu":
+        return run
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return captured
+
+    return replay
 
 
 def test_what_the_draft_writes_in_place_is_read() -> None:
@@ -245,6 +336,50 @@ def test_steps_of_a_draft_model(device: str, dtype: torch.dtype, page_size: int,
     idle = SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0)
     steps.init_forward_metadata(idle)
     assert all(attention.forward_metadata is None for attention in steps.attn_backends)
+
+
+@pytest.mark.parametrize("topk", [1, TOPK])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_captured_steps_of_a_draft_model(topk: int, device: str) -> None:
+    """All steps of a draft in one graph, planned in it."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    engine = FakeEngine((LayerShape(), LayerShape(window=9)), 1, dtype, device=device)
+    clear_padding(engine)
+    runner = engine.runner(is_draft_worker=True)
+    extend, steps = SGLangAttentionBackend(runner), DraftStepsBackend(runner, topk, STEPS)
+    step(engine, extend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    size, rows = 4, 4 * topk
+    steps.init_cuda_graph_state(size, rows)
+    static = static_batch(ForwardMode.DECODE, size, rows * STEPS, device, None)
+    like = engine.batch(ForwardMode.DECODE, [0], [1])
+    inputs = [[[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, i)] for i in range(2)] for _ in range(STEPS - 1)]
+
+    def run() -> list[Tensor]:
+        steps.init_forward_metadata_in_graph(static)
+        slots, outs = static.out_cache_loc, []
+        for i, loc in enumerate(per_step_draft_out_cache_loc(slots, size, topk, STEPS)[: STEPS - 1]):
+            static.out_cache_loc = loc
+            outs += [steps.attn_backends[i].forward(*inputs[i][layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+        static.out_cache_loc = slots
+        return outs
+
+    steps.init_forward_metadata_out_graph(static, in_capture=True)
+    replay = capture(run, device)
+    for requests in ([2, 0, 1], [1]):
+        drafted = Draft(engine, requests, topk)
+        batch = drafted.batch()
+        fill_static(static, batch, len(requests), batch.out_cache_loc.shape[0])
+        expected = []
+        for of_step in inputs:
+            for layer_id in range(2):
+                q, k, v = engine.tensors(batch, layer_id)
+                expected.append(drafted.reference(layer_id, q, k, v))
+                for buffer, tensor in zip(of_step[layer_id], (q, k, v), strict=True):
+                    buffer.zero_()[: len(tensor)] = tensor
+        steps.init_forward_metadata_out_graph(SimpleNamespace(**vars(static)))
+        for out, reference in zip(replay(), expected, strict=True):
+            check(out[: len(reference)], reference)
+            assert not out.isnan().any()
 
 
 def test_slots_of_branches() -> None:
