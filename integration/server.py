@@ -61,7 +61,7 @@ class Server:
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
         self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
-        environment = engine.server_environment(launch) | {"TMPDIR": self._scratch.name}
+        environment = engine.server_environment(launch) | launch.environment | {"TMPDIR": self._scratch.name}
         self.process = start(engine.server_command(launch), log, environment, own_session=True)
 
     def wait_until_ready(self, timeout_s: float) -> None:

@@ -96,6 +96,7 @@ def run(given: argparse.Namespace) -> bool:
     if given.cache_tokens < LONGEST + 64:
         raise ValueError(f"cache-tokens: {given.cache_tokens}, must be {LONGEST + 64} or more: a request takes up to {LONGEST}")
     model = resolve_model(given.model, given.python)
+    arguments, environment = engine.soak_settings(given.cache_tokens, given.device)
     launch = Launch(
         given.python,
         model,
@@ -106,8 +107,9 @@ def run(given: argparse.Namespace) -> bool:
         given.cuda_graphs,
         LONGEST + 32,
         given.concurrency,
-        [*engine.soak_arguments(given.cache_tokens, given.device), *given.server_arguments],
+        [*arguments, *given.server_arguments],
         batch_invariant=given.batch_invariant,
+        environment=environment,
     )
     log = results / f"server-{given.backend}.log"
     requests = Requests(TextMaker(model.folder, given.seed), given.seed)

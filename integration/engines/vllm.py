@@ -135,9 +135,9 @@ class VLLM:
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
 
-    def soak_arguments(self, cache_tokens: int, device: str) -> list[str]:
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
         guided = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
-        return ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided]
+        return ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided], {}
 
     def preemptions(self, base_url: str, log: Path) -> int:
         counters = [line for line in get_text(f"{base_url}/metrics").splitlines() if line.startswith("vllm:num_preemptions_total")]
