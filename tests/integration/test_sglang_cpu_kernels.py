@@ -72,6 +72,10 @@ def test_a_tree_of_selected_tokens(kernels):
     assert mask[NODES * NODES :].all()  # the buffer's rest
     assert parents_from(next_token[0], next_sibling[0]) == parents
     assert positions.tolist() == [11, 12, 12, 13, 13, 14]
+    selected = torch.tensor([[0, 1, 2, 4, 7]])  # 7 without its parent, 3
+    kernels.build_tree_kernel_efficient_cpu(parent_list, selected, torch.tensor([11]), mask, positions, index, next_token, next_sibling, 2, 3, NODES, 1)
+    assert parents_from(next_token[0], next_sibling[0]) == [-1, 0, 0, 1, 2, -1]
+    assert mask[5 * NODES : 6 * NODES].tolist() == [False] * 5 + [True]
 
 
 def test_the_accepted_path(kernels):

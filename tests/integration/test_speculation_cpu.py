@@ -31,7 +31,9 @@ def write_eagle(model, folder):
     taken |= {"fc.weight": torch.cat([half, half], 1), "fc.bias": torch.zeros(config["hidden_size"])}
     folder.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in taken.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "tie_word_embeddings": False})
+    )
     return folder
 
 

@@ -47,7 +47,7 @@ def build_tree_kernel_efficient_cpu(
     num_nodes: int,
     tree_mask_mode: int,
 ) -> None:
-    """The tree of each request, from the drafted tokens that were selected for it.
+    """The tree of each request, from the drafted tokens that were selected for it. One whose parent was not, which ties can bring about, is not in the tree.
 
     Args:
         parent_list: int64 [batch, groups]: the drafted token (its place among all) that each group of topk tokens follows; the first group follows the root.
@@ -58,13 +58,13 @@ def build_tree_kernel_efficient_cpu(
     visible = tree_mask[: verified_seq_len.shape[0] * num_nodes * num_nodes].view(-1, num_nodes, num_nodes)
     for request, prefix_len in enumerate(verified_seq_len.tolist()):
         selected = selected_index[request].tolist()
-        parents = [-1]
-        for token in selected:
-            group = token // topk
-            parents.append(0 if group == 0 else 1 + selected.index(int(parent_list[request, group])))
+        node_of = {token: node for node, token in enumerate(selected, 1)}
+        groups = [token // topk for token in selected]
+        parents = [-1] + [0 if group == 0 else node_of.get(int(parent_list[request, group]), -1) for group in groups]
         visible[request] = torch.eye(num_nodes, dtype=torch.bool)
         for node in range(1, num_nodes):
-            visible[request, node] |= visible[request, parents[node]]
+            if parents[node] >= 0:
+                visible[request, node] |= visible[request, parents[node]]
         positions.view(-1, num_nodes)[request] = prefix_len + visible[request].sum(-1) - 1
         _link(parents, request, retrieve_index, retrieve_next_token, retrieve_next_sibling)
 
