@@ -67,5 +67,7 @@ def test_tokens_are_those_without_speculation(need_engine, smollm2, tmp_path):
         accepted[name] = [answer["meta_info"]["spec_accept_length"] for answer in got]
     print(accepted)
     assert accepted["ngram"][0] > 2  # the first text repeats itself
-    assert min(accepted["chain"]) > STEPS  # a model agrees with itself, but for the end of an answer
+    # The model agrees with itself, but for this: SGLang's draft models do not see the first token of a text.
+    assert min(accepted["chain"]) > 2
+    assert accepted["chain"][0] > STEPS
     assert min(accepted["tree"]) > 2
