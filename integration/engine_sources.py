@@ -20,13 +20,15 @@ from integration.cache import cache_folder, cached_folder
 # What is kept: all that the adapters may touch.
 KEPT = {
     "vllm": ("v1/", "config/", "model_executor/layers/attention", "model_executor/custom_op.py", "plugins/", "platforms/", "envs.py", "sampling_params.py"),
-    "sglang": tuple(
-        f"srt/{name}"
-        for name in ("layers/", "mem_cache/", "model_executor/", "sampling/", "plugins/", "arg_groups/", "configs/", "managers/", "utils/", "server_args.py",
-                     "runtime_context.py", "models/gpt_oss.py", "models/gemma3_mm.py", "models/llama4.py", "models/whisper.py", "models/bert.py")
+    "sglang": (
+        *(f"srt/{name}/" for name in ("layers", "mem_cache", "model_executor", "sampling", "speculative", "plugins", "arg_groups", "configs")),
+        *(f"srt/{name}" for name in ("managers/", "utils/", "server_args.py", "runtime_context.py")),
+        *(f"srt/models/{name}.py" for name in ("gpt_oss", "gemma3_mm", "llama4", "whisper", "bert")),
+        "kernels/ops/speculative/spec_tree.py",
     ),
 }  # fmt: skip
 ARCHIVE = "sources.zip"
+LISTS = {"vllm": "", "sglang": "-2"}  # a longer list has another name in the cache
 
 # vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata before it keeps it. This build backend tells what
 # is in PKG-INFO, and builds nothing.
@@ -67,7 +69,7 @@ def is_cached(engine: str, version: str) -> bool:
 
 
 def _name(engine: str, version: str) -> str:
-    return f"engine_sources/{engine}-{version}"
+    return f"engine_sources/{engine}-{version}{LISTS[engine]}"
 
 
 def _fetch(engine: str, version: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The two HTTP calls that a benchmark makes itself; the engines' own clients send the measured load."""
+"""The HTTP calls that tools make themselves; the engines' own clients send measured loads."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ def post_json(url: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
     if not answer.is_success:
         raise RuntimeError(f"{url}: HTTP {answer.status_code}: {answer.text[:2000]}")
     return answer.json()
+
+
+def get_text(url: str) -> str:
+    """GET. Raises RuntimeError."""
+    try:
+        return CLIENT.get(url, timeout=60).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def read_and_leave(url: str, body: dict[str, Any], num_lines: int, timeout_s: float = 600) -> int:
+    """POST `body`, which asks for a stream, and hang up after so many lines of it. Returns how many came. Raises RuntimeError."""
+    came = 0
+    try:
+        with CLIENT.stream("POST", url, json=body, timeout=timeout_s) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                came += bool(line)
+                if came == num_lines:
+                    break
+    except httpx.HTTPError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+    return came
 
 
 def is_ready(url: str) -> bool:

@@ -61,7 +61,7 @@ class Server:
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
         self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
-        environment = engine.server_environment(launch) | {"TMPDIR": self._scratch.name}
+        environment = engine.server_environment(launch) | launch.environment | {"TMPDIR": self._scratch.name}
         self.process = start(engine.server_command(launch), log, environment, own_session=True)
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -89,10 +89,17 @@ class Server:
 @contextlib.contextmanager
 def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
     """A context in which the server answers; gives its base URL. Raises ServerError when it does not come up in `timeout_s`."""
+    with ready_server(engine, launch, log, timeout_s) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[Server]:
+    """As running_server; gives the server itself."""
     server = Server(engine, launch, log)
     try:
         server.wait_until_ready(timeout_s)
-        yield server.url
+        yield server
         server.raise_if_dead()
     except Exception:
         print_tail(log)

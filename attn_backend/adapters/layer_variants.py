@@ -18,6 +18,13 @@ _SPANS = """
   }
 """
 
+_TREE = """
+  bool mask(const ScoreRow& row, int32_t kv_position) const {
+    const int32_t node = kv_position - (row.position - row.index);  // below 0: a token before the tree
+    return node < 0 | visible(row.row, max(node, 0));
+  }
+"""
+
 
 @cache
 def variant_of(key: PlanKey) -> Variant | None:
@@ -39,6 +46,8 @@ def variant_of(key: PlanKey) -> Variant | None:
         parts.append(Variant.from_source(_SPANS, params=params, name="spans"))
     if key.has_items:
         parts.append(builtin.multi_item_scoring())
+    if key.has_tree:
+        parts.append(Variant.from_source(_TREE, params={"visible": (torch.bool, 2)}, name="tree"))
     return reduce(and_, parts)
 
 

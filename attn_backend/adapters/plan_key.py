@@ -21,6 +21,7 @@ class PlanKey(NamedTuple):
         has_spans: whether some tokens of a prompt see both sides, those of an image for one (Gemma 3).
         has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
         has_alibi: whether logits get ALiBi's slopes.
+        has_tree: whether the new tokens are a tree, not a chain (speculative drafts in SGLang).
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
@@ -42,6 +43,7 @@ class PlanKey(NamedTuple):
     has_spans: bool = False
     has_items: bool = False
     has_alibi: bool = False
+    has_tree: bool = False
     has_sinks: bool = False
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
@@ -52,4 +54,4 @@ class PlanKey(NamedTuple):
     @property
     def needs_variant(self) -> bool:
         """Whether plain attention cannot serve these layers: soft cap, window to the left and sinks it has."""
-        return self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_alibi
+        return self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_alibi or self.has_tree

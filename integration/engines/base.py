@@ -72,6 +72,7 @@ class Launch:
     batch_invariant: bool = False
     tensor_parallel_size: int = 1  # GPUs
     kv_cache_dtype: str | None = None  # the engine's name of it; None: what the model declares
+    environment: dict[str, str] = field(default_factory=dict)  # besides the engine's own
     cache: Path | None = None  # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time should not share
 
     @property
@@ -186,6 +187,12 @@ class Engine(Protocol):
 
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
+
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
+        """Arguments and environment of a server with a KV cache of so many tokens, which it fills until requests lose theirs; JSON has no blanks."""
+
+    def preemptions(self, base_url: str, log: Path) -> int:
+        """How often a server has taken away the tokens of a request that it had begun."""
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         """The natural-log probability of every token of a prompt but the first."""

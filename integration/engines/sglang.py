@@ -124,6 +124,14 @@ class SGLang:
         output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
         return output_ids
 
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
+        # It begins requests as if answers were short, and forgets soon that they were not.
+        arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1", "--constrained-json-disable-any-whitespace"]
+        return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "5"}
+
+    def preemptions(self, base_url: str, log: Path) -> int:
+        return sum("Retract requests" in line for line in log.read_text(errors="replace").splitlines())
+
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         sampling = {"temperature": 0, "max_new_tokens": 1}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}

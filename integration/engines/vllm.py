@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from integration.device import uses_multicast
 from integration.engines.base import (
@@ -18,7 +19,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import post_json
+from integration.http import get_text, post_json
 from integration.workload import SharedPrefix, ShareGPT
 
 CLI = "vllm.entrypoints.cli.main"
@@ -133,6 +134,14 @@ class VLLM:
         body |= sampling.parameters() | {"seed": seed} | ({"logprobs": 2} if logprobs else {})
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
+
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
+        guided = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
+        return ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided], {}
+
+    def preemptions(self, base_url: str, log: Path) -> int:
+        counters = [line for line in get_text(f"{base_url}/metrics").splitlines() if line.startswith("vllm:num_preemptions_total")]
+        return round(sum(float(line.rpartition(" ")[2]) for line in counters))
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}

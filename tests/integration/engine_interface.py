@@ -28,6 +28,7 @@ BASES = {
     "sglang": [
         ("sglang/backend.py:SGLangAttentionBackend", "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"),
         ("sglang/sparse.py:SparseBackend", f"{DSA}:DeepseekSparseAttnBackend"),
+        ("sglang/draft_steps.py:DraftStepsBackend", "sglang.srt.layers.attention.triton_backend:TritonMultiStepDraftBackend"),
         ("sglang/sampler.py:AttnSampler", "sglang.srt.layers.sampler:Sampler"),
     ],
 }
@@ -89,6 +90,18 @@ MEMBERS = {
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
             "forward_mode batch_size req_pool_indices seq_lens out_cache_loc positions extend_seq_lens extend_seq_lens_cpu "
             "extend_prefix_lens_cpu encoder_lens encoder_out_cache_loc spec_info mm_inputs multi_item_delimiter_indices"
+        ),
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": "verify_mask update_verify_buffers_to_fill_after_draft",
+        "sglang.srt.layers.attention.triton_backend:TritonMultiStepDraftBackend": (
+            "needs_cpu_seq_lens topk speculative_num_steps attn_backends init_forward_metadata init_forward_metadata_out_graph "
+            "init_forward_metadata_in_graph init_cuda_graph_state"
+        ),
+        "sglang.srt.layers.attention.verify_mask:VerifyMask": "buffer mode max_bs is_read fits",
+        "sglang.srt.speculative.eagle_utils:TreeMaskMode": "QLEN_ONLY",
+        "sglang.srt.speculative.eagle_info:EagleVerifyInput": "topk draft_token_num custom_mask",
+        "sglang.srt.speculative.ngram_info:NgramVerifyInput": "draft_token_num custom_mask",
+        "sglang.srt.speculative.draft_utils:DraftBackendFactory": (
+            "_create_backend _create_triton_decode_backend _create_triton_prefill_backend draft_model_runner topk speculative_num_steps"
         ),
         "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
             "is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend is_draft_extend_v2"

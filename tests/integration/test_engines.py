@@ -89,3 +89,18 @@ def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
     assert lengths == ["4096", "256", "1", "128"]
     assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("128", "40.0")
     assert describe(workload, 40.0).endswith("128 output tokens; 128 prompts at 40/s")
+
+
+def test_a_soaks_cache_is_counted_in_tokens():
+    assert option(ENGINES["vllm"].soak_settings(768, "cpu")[0], "--num-gpu-blocks-override") == "24"
+    assert option(ENGINES["vllm"].soak_settings(768, "cuda")[0], "--num-gpu-blocks-override") == "48"
+    assert option(ENGINES["sglang"].soak_settings(768, "cpu")[0], "--max-total-tokens") == "768"
+
+
+def test_preemptions_are_counted(tmp_path, monkeypatch):
+    metrics = '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} 3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
+    monkeypatch.setattr("integration.engines.vllm.get_text", lambda url: metrics)
+    log = tmp_path / "server.log"
+    log.write_text("KV cache pool is full. Retract requests. #retracted_reqs: 1\nDecode batch\nKV cache pool is full. Retract requests. #retracted_reqs: 2\n")
+    assert ENGINES["vllm"].preemptions("http://127.0.0.1:1", log) == 7
+    assert ENGINES["sglang"].preemptions("http://127.0.0.1:1", log) == 2

@@ -26,10 +26,11 @@ def register() -> None:
     Raises:
         RuntimeError: this release of SGLang has no registry that this package knows; the message says what was looked for.
     """
-    from . import compat, name_checks
+    from . import compat, drafts, name_checks
 
     compat.register_backend(NAME, create_backend)
     name_checks.register(NAME)
+    drafts.register(NAME)
     if use_sampler():
         compat.register_sampler(NAME, create_sampler)
     if insist_on_sampler():

@@ -37,7 +37,8 @@ from .encoder_table import decoder_page_table
 from .items import Items, items_of
 from .layer_cache import LayerCache, quantise
 from .mla import append_latents, has_latents
-from .support import attention_layers, check_float8_heads, check_runner, longest_extend, plan_key, refuse, slopes_of, wants_spans
+from .support import attention_layers, check_float8_heads, check_runner, drafts_are_trees, longest_extend, plan_key, refuse, slopes_of, tree_key, wants_spans
+from .tree_mask import TreeMask, is_chain, mask_has_prefixes
 from .window import window_page_table
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class Batch:
     items: Items | None = None  # with --enable-mis
     spans: Spans | None = None  # where images see both sides
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
+    tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
+    slots: Tensor | None = None  # instead of req_to_token: see branch_slots
 
 
 class Plan:
@@ -67,6 +70,8 @@ class Plan:
         self.attention = attention  # captured by graphs: never replaced once there are any
         self.large: Attention | None = None  # for a batch beyond that one's bounds
         self.current: Attention | None = None  # the one that holds this step's plan
+        self.of_trees: Plan | None = None  # for steps that verify trees
+        self.logits_soft_cap = 0.0  # of this step's plan
         self.arguments: dict[str, Tensor | int] | None = None  # of this step, for the variant; slopes excepted, which each layer has for itself
 
 
@@ -80,7 +85,6 @@ class Layer:
         self.head_dim: int = layer.head_dim
         self.head_dim_v: int = layer.v_head_dim
         self.sm_scale = float(layer.scaling)
-        self.logits_soft_cap = 0.0 if plan.key.needs_variant else plan.key.logits_soft_cap  # a variant knows its own
         self.of_encoder = plan.key.of_encoder
         self.cache = cache
 
@@ -91,7 +95,8 @@ class SGLangAttentionBackend(AttentionBackend):
     needs_cpu_seq_lens = False  # plans read lengths on the device
     extend_dummy_seqs_capped_by_req_pool = True  # workspaces are sized for the requests that the pool holds
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, branches: int = 0) -> None:
+        """branches: of a draft model's one step, rows of each request; 0: a backend for all steps."""
         super().__init__()
         check_runner(runner)
         self.req_to_token_pool = runner.req_to_token_pool
@@ -111,16 +116,20 @@ class SGLangAttentionBackend(AttentionBackend):
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._draft_tokens = int(compat.setting("spec.speculative_num_draft_tokens", 0) or 0)
 
-        self._max_batch = -(-self.req_to_token_pool.size // 32) * 32  # the engine pads batches to what its graphs and its ranks need
+        self.max_context_len: int = runner.model_config.context_len  # the engine asks for it where it makes masks
+        self._max_batch = -(-self.req_to_token_pool.size // 32) * 32 * max(1, branches)  # the engine pads batches to what its graphs and its ranks need
         if compat.deterministic() and self.device.type == "cuda" and self._max_batch > MAX_CUDA_INVARIANT_BATCH:
             raise refuse(f"--enable-deterministic-inference for {self._max_batch} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
-        self._max_rows = longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
+        self._max_rows = self._max_batch if branches else longest_extend(runner) + self._max_batch * max(1, self._draft_tokens)
+        self._has_trees = drafts_are_trees() and not runner.is_draft_worker
+        self._verifies = self._draft_tokens > 0 and not runner.is_draft_worker
         self._plans: dict[PlanKey, Plan] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         self._caches: dict[int, LayerCache] = {}
         warn_if_untried(self.device, logger)
         self._has_spans = wants_spans(runner)
         self._large_spans: Spans | None = None
+        self._large_tree: TreeMask | None = None
         self._has_items = bool(compat.setting("exec.features.enable_mis", False))
         self._allocate_buffers()
         for layer, parent in attention_layers(runner.model, self._is_encoder_decoder):
@@ -145,11 +154,23 @@ class SGLangAttentionBackend(AttentionBackend):
             self._allocate_buffers()
             for plan in self._plans.values():
                 plan.attention = self._make_attention(plan.key, self._max_rows, self._max_batch)
+                if plan.of_trees is not None:
+                    plan.of_trees = self._make_plan_of_trees(plan.key)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where the engine's drafts write the mask of their trees; None: nothing is verified."""
+        return None if self._tree is None else self._tree.offered
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """What was prepared beside the draft: nothing that depends on it."""
 
     # Planning. `init_forward_metadata` of the base class calls both.
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Extends are planned here: the runner that captures whole prefills calls nothing else."""
+        """Extends are planned here: the runner that captures whole prefills calls nothing else. Masks of trees are taken over here: graphs read ours."""
+        if self._has_trees and forward_batch.forward_mode.is_target_verify():
+            self._take_trees(forward_batch)
         if not _is_uniform(forward_batch.forward_mode):
             self._plan(self._describe(forward_batch), forward_batch)
 
@@ -157,6 +178,30 @@ class SGLangAttentionBackend(AttentionBackend):
         """Decode and verify steps are planned here, inside the graph when there is one."""
         if _is_uniform(forward_batch.forward_mode):
             self._plan(self._describe(forward_batch), forward_batch)
+
+    def plan_draft(self, batch: Batch | None) -> None:
+        """Plans one step of a draft model. None: nothing to attend to."""
+        self.forward_metadata = batch
+        if batch is not None:
+            for plan in self._plans.values():
+                self._plan_layers(plan, batch)
+
+    def _take_trees(self, forward_batch: Any) -> None:
+        spec_info, lens = forward_batch.spec_info, forward_batch.seq_lens[: forward_batch.batch_size]
+        if spec_info is None or spec_info.custom_mask is None or is_chain(spec_info):
+            return
+        tree = self._tree_for(lens.shape[0], spec_info)
+        tree.fill(spec_info.custom_mask, lens, mask_has_prefixes(spec_info, self.device))
+
+    def _tree_for(self, batch_size: int, spec_info: Any) -> TreeMask:
+        nodes = int(spec_info.draft_token_num)
+        if self._tree is None or not self._has_trees or nodes != self._tree.num_nodes:
+            raise refuse(f"drafts that are trees of {nodes} tokens: the server's settings say nothing of them", "use --speculative-eagle-topk 1")
+        if batch_size * nodes <= self._tree.visible.shape[0]:
+            return self._tree
+        if self._large_tree is None or batch_size * nodes > self._large_tree.visible.shape[0]:  # no graph was captured for so many
+            self._large_tree = TreeMask(2 * batch_size, nodes, False, self.device)
+        return self._large_tree
 
     def _describe(self, forward_batch: Any) -> Batch | None:
         """None: nothing to attend to."""
@@ -190,12 +235,14 @@ class SGLangAttentionBackend(AttentionBackend):
             return None
         rows, kv_lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
         if mode.is_decode():
-            return Batch(batch_size, self._one_row_each(batch_size), 1, 1, kv_lens, rows)
+            return Batch(batch_size, self.one_row_each(batch_size), 1, 1, kv_lens, rows)
         if mode.is_target_verify():
-            draft_len = _chain_length(forward_batch.spec_info)
+            spec_info = forward_batch.spec_info
+            draft_len = int(spec_info.draft_token_num)
+            tree = None if is_chain(spec_info) else self._tree_for(batch_size, spec_info).visible
             qo_indptr = torch.arange(0, (batch_size + 1) * draft_len, draft_len, dtype=torch.int32, device=self.device)
-            return Batch(batch_size * draft_len, qo_indptr, draft_len, draft_len, kv_lens + draft_len, rows)
-        if mode.is_draft_extend_v2() or mode.is_dllm_extend():
+            return Batch(batch_size * draft_len, qo_indptr, draft_len, draft_len, kv_lens + draft_len, rows, tree=tree)
+        if mode.is_dllm_extend():
             raise refuse(f"the forward mode {mode.name}")
         qo_lens = forward_batch.extend_seq_lens[:batch_size]
         num_rows = forward_batch.positions.shape[0]
@@ -217,8 +264,13 @@ class SGLangAttentionBackend(AttentionBackend):
                 self._plan_layers(plan, batch)
 
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        key = plan.key
-        plan.current = self._attention_for(plan, batch)
+        planned = plan
+        if batch.tree is not None:
+            assert plan.of_trees is not None
+            planned = plan.of_trees
+        key = planned.key
+        plan.current = self._attention_for(planned, batch)
+        plan.logits_soft_cap = 0.0 if key.needs_variant else key.logits_soft_cap  # a variant knows its own
         plan.arguments = _arguments(key, batch)
         causal, window = visibility_of(key, causal=True)
         table, tokens_before = self._page_table(key, batch)
@@ -228,7 +280,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _page_table(self, key: PlanKey, batch: Batch) -> tuple[PageTable, Tensor | None]:
         """The tokens of each request, and how many are in front of the table; None: none."""
-        req_to_token = self.req_to_token_pool.req_to_token
+        req_to_token = self.req_to_token_pool.req_to_token if batch.slots is None else batch.slots
         if key.of_this_step:
             return PageTable.ragged(batch.qo_indptr), None
         if key.of_encoder:
@@ -279,7 +331,7 @@ class SGLangAttentionBackend(AttentionBackend):
             assert v is not None
             appended = self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == k_buffer.dtype)  # the pool converts others
             if appended:
-                self._append(k, v, kv, slots)
+                self._append(k, v, kv, slots.contiguous())  # those of a draft step are a column of a table
             else:
                 if self._is_float8:
                     k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
@@ -293,7 +345,7 @@ class SGLangAttentionBackend(AttentionBackend):
             kv,
             out=out.view(num_rows, known.num_qo_heads, known.head_dim_v),
             sm_scale=known.sm_scale,
-            logits_soft_cap=known.logits_soft_cap,
+            logits_soft_cap=known.plan.logits_soft_cap,
             after_append=appended,
             variant_args=arguments,
             sinks=sinks,
@@ -322,6 +374,8 @@ class SGLangAttentionBackend(AttentionBackend):
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(key, self._make_attention(key, self._max_rows, self._max_batch))
+            if self._has_trees and not key.of_this_step:
+                plan.of_trees = self._make_plan_of_trees(key)
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
         cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))
@@ -359,6 +413,10 @@ class SGLangAttentionBackend(AttentionBackend):
             plan.large = self._make_attention(plan.key, 2 * max(batch.num_rows, self._max_rows), max(batch_size, self._max_batch))
         return plan.large
 
+    def _make_plan_of_trees(self, key: PlanKey) -> Plan:
+        key = tree_key(key)
+        return Plan(key, self._make_attention(key, self._max_batch * self._draft_tokens, self._max_batch))
+
     def _make_attention(self, key: PlanKey, max_rows: int, max_batch: int) -> Attention:
         return Attention(
             key.num_qo_heads,
@@ -379,12 +437,15 @@ class SGLangAttentionBackend(AttentionBackend):
     def _allocate_buffers(self) -> None:
         self._arange = torch.arange(self._max_batch + 1, dtype=torch.int32, device=self.device)
         self._qo_indptr = torch.zeros(self._max_batch + 1, dtype=torch.int32, device=self.device)
+        self._tree = TreeMask(self._max_batch, self._draft_tokens, not self._has_trees, self.device) if self._verifies else None
+        self._large_tree = None
         self._spans = Spans(self._max_rows if self._has_spans else 0, self.device)
         self._one_qo_indptr, self._one_qo_len = self._qo_indptr[:2], self._qo_indptr[1:2]
         # Captured prefills read it at every replay, so it stays where it is.
         self._window_slot_buffer = torch.zeros(self._max_rows if self._window_pool is not None else 0, dtype=torch.int64, device=self.device)
 
-    def _one_row_each(self, batch_size: int) -> Tensor:
+    def one_row_each(self, batch_size: int) -> Tensor:
+        """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
         if batch_size > self._max_batch:
             return torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
         return self._arange[: batch_size + 1]
@@ -422,19 +483,13 @@ def _is_uniform(mode: Any) -> bool:
 
 def _arguments(key: PlanKey, batch: Batch) -> dict[str, Tensor | int] | None:
     """What the variant of a key is given in this step."""
+    if key.has_tree and batch.tree is not None:
+        return {"visible": batch.tree}
     if key.has_items and batch.items is not None:
         return batch.items._asdict()
     if key.has_spans and batch.spans is not None:
         return {"span_begin": batch.spans.begin, "span_end": batch.spans.end, "window": key.window_left}
     return None
-
-
-def _chain_length(spec_info: Any) -> int:
-    """Draft tokens of each request of a verifying step. A chain needs no mask beyond the causal one."""
-    topk = getattr(spec_info, "topk", None)
-    if topk != 1:
-        raise refuse(f"speculative drafts that are trees (topk = {topk})", "use --speculative-eagle-topk 1, or another --attention-backend")
-    return int(spec_info.draft_token_num)
 
 
 def _refuse_extras(extra: dict[str, Any]) -> None:

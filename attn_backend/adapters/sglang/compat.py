@@ -23,8 +23,8 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
     """Adds a backend to SGLang's registry and to the choices of `--attention-backend`. Registering the same name again only replaces the factory.
 
     It also joins the backends that --enable-deterministic-inference allows. Not those of them that keep the radix cache on: a prompt of which all but one
-    token is cached is computed like a decode, whose bits are not a prefill's. The engine's other lists of names (chunked prefix cache of MLA models, draft
-    models) promise what this backend does not do.
+    token is cached is computed like a decode, whose bits are not a prefill's. The engine's other lists of names (chunked prefix cache of MLA models)
+    promise what this backend does not do.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.

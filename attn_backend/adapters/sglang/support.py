@@ -16,12 +16,10 @@ from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 from attn_backend.metadata.structure import dtype_name
 
 from . import NAME, compat
-from .mla import has_latents, is_decompressed
+from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
 
-# Their draft is one chain of tokens when speculative_eagle_topk is 1: the verifying step is then plain causal attention.
-_CHAIN_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-_TREE_SPECULATION = ("NGRAM",)
+_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 _MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # of whose masks the meaning is known
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
@@ -51,8 +49,6 @@ def check_runner(runner: Any) -> None:
     if config.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
         raise refuse(f"the attention architecture {getattr(config.attention_arch, 'name', config.attention_arch)} (it serves MHA, GQA, MQA and MLA)")
     _check_kv_dtype(runner)
-    if runner.is_draft_worker:
-        raise refuse("draft models", "pass --speculative-draft-attention-backend triton (or flashinfer)")
     if has_latents(runner):
         unsupported = unsupported_latents(runner)
         if unsupported is not None:
@@ -100,7 +96,7 @@ def _check_spans(runner: Any) -> None:
 def _check_settings() -> None:
     algorithm = compat.setting("spec.speculative_algorithm", None)
     if algorithm is not None:
-        _check_speculation(str(algorithm).upper(), compat.setting("spec.speculative_eagle_topk", 1))
+        _check_speculation(str(algorithm).upper())
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
             raise refuse(option)
@@ -110,17 +106,38 @@ def _check_settings() -> None:
             raise refuse(f"{option} {size}")
 
 
-def _check_speculation(algorithm: str, topk: int) -> None:
-    if topk > 1:
-        why = "its draft is a tree"
-    elif algorithm in _TREE_SPECULATION:
-        why = "its drafts may be trees"
-    elif algorithm not in _CHAIN_SPECULATION:
-        why = "it has never been run with this backend"
-    else:
-        return
-    advice = f"use --speculative-eagle-topk 1 with one of {', '.join(_CHAIN_SPECULATION)}, or another --attention-backend"
-    raise refuse(f"--speculative-algorithm {algorithm} with --speculative-eagle-topk {topk} ({why})", advice)
+def _check_speculation(algorithm: str) -> None:
+    if algorithm not in _SPECULATION:
+        raise refuse(f"--speculative-algorithm {algorithm}", f"use one of {', '.join(_SPECULATION)}, or another --attention-backend")
+
+
+def drafts_are_trees() -> bool:
+    """Whether the drafts that this server verifies may have branches."""
+    algorithm = str(compat.setting("spec.speculative_algorithm", "")).upper()
+    return algorithm == "NGRAM" or (algorithm in _SPECULATION and compat.setting("spec.speculative_eagle_topk", 1) > 1)
+
+
+def check_drafts(runner: Any) -> None:
+    """Refuses a draft model whose steps behind one another could not be served.
+
+    Raises:
+        ValueError: see the module.
+    """
+    if is_sparse(runner):
+        raise refuse("draft models with sparse attention over latents", "pass --speculative-draft-attention-backend dsa")
+    if isinstance(runner.token_to_kv_pool, SWAKVPool):
+        raise refuse("draft models with a KV pool of their own for sliding windows", "pass --speculative-draft-attention-backend triton")
+
+
+def tree_key(key: PlanKey) -> PlanKey:
+    """The key of the same layers in a step that verifies trees. There are no images in it, so no spans.
+
+    Raises:
+        ValueError: what these layers see follows from a token's position, which in a tree is not that of its row.
+    """
+    if key.has_alibi or key.chunk or key.has_items or key.of_encoder:
+        raise refuse("drafts that are trees with ALiBi, chunked local attention, --enable-mis or cross attention", "pass --speculative-eagle-topk 1")
+    return key._replace(has_tree=True, has_spans=False)
 
 
 def longest_extend(runner: Any) -> int:

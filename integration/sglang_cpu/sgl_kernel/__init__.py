@@ -1,16 +1,21 @@
-"""Stands in for SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere and calls none of them there."""
+"""Stands in for SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and there calls only those of speculative decoding."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from importlib import import_module
+from typing import Any
 
 __version__ = "99.0"  # SGLang asks for a minimum
 
 
-def __getattr__(name: str) -> Callable[..., NoReturn]:
+def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
         raise AttributeError(name)
+    if name.endswith("_cpu"):
+        found: Callable[..., Any] | None = getattr(import_module("sgl_kernel.speculative"), name, None)
+        if found is not None:
+            return found
 
-    def kernel(*args: object, **kwargs: object) -> NoReturn:
+    def kernel(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError(f"sgl_kernel.{name} needs the compiled package; this is the stand-in for machines without a GPU")
 
     return kernel

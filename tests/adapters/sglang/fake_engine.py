@@ -139,7 +139,7 @@ class FakeEngine:
         new = torch.tensor(new_lens, dtype=torch.int32)
         table = self.req_to_token_pool.req_to_token.cpu()
         slots = [table[row, a : a + n] for row, a, n in zip(rows, old, new_lens, strict=True)]
-        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2)
         return SimpleNamespace(
             forward_mode=mode,
             batch_size=len(requests),
@@ -182,12 +182,15 @@ class FakeEngine:
         for i, n in zip(requests, new_lens, strict=True):
             self.requests[i].length += n
 
-    def reference(self, requests: list[int], new_lens: list[int], layer_id: int, q: Tensor) -> Tensor:
-        """float64 [rows, num_qo_heads * head_dim]. Call it after remember() and before advance()."""
+    def reference(self, requests: list[int], new_lens: list[int], layer_id: int, q: Tensor, trees: list[Tensor] | None = None) -> Tensor:
+        """float64 [rows, num_qo_heads * head_dim]. Call it after remember() and before advance().
+
+        trees: for each request bool [new tokens, new tokens]: which of them a new token sees.
+        """
         shape = self.shapes[layer_id]
         group = shape.num_qo_heads // shape.num_kv_heads
         outputs = []
-        for i, rows in zip(requests, q.cpu().split(new_lens), strict=True):
+        for place, (i, rows) in enumerate(zip(requests, q.cpu().split(new_lens), strict=True)):
             k = self.requests[i].k[layer_id].repeat_interleave(group, dim=1)
             v = self.requests[i].v[layer_id].repeat_interleave(group, dim=1)
             logits = torch.einsum("qhd,khd->hqk", rows.double().view(len(rows), shape.num_qo_heads, -1), k) * shape.head_dim**-0.5
@@ -200,6 +203,8 @@ class FakeEngine:
                 hidden = hidden | (key_pos < query_pos - shape.window)
             if shape.chunk:
                 hidden = hidden | (key_pos // shape.chunk != query_pos // shape.chunk)
+            if trees is not None:
+                hidden[:, len(k) - len(rows) :] |= ~trees[place]
             probabilities = logits.masked_fill(hidden, float("-inf")).softmax(-1)
             outputs.append(torch.einsum("hqk,khd->qhd", probabilities, v).reshape(len(rows), -1))
         return torch.cat(outputs)

@@ -192,13 +192,6 @@ def test_chain_verification() -> None:
     step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4))
 
 
-def test_tree_verification_is_refused() -> None:
-    engine = FakeEngine()
-    backend = SGLangAttentionBackend(engine.runner())
-    with pytest.raises(ValueError, match="topk = 2"):
-        backend.init_forward_metadata(engine.batch(ForwardMode.TARGET_VERIFY, [0], [3], SimpleNamespace(topk=2, draft_token_num=3)))
-
-
 def test_encoder_sees_both_sides() -> None:
     engine = FakeEngine((LayerShape(attn_type=AttentionType.ENCODER_ONLY),))
     step(engine, SGLangAttentionBackend(engine.runner()), ForwardMode.EXTEND, [0, 1], [17, 40])

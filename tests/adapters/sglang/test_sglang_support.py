@@ -99,7 +99,6 @@ def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"device": "xpu"}, "device 'xpu'"),
         ({"model_config": model_config(attention_arch=AttentionArch.MLA)}, "latents in a MHATokenToKVPool"),
         ({"model_config": model_config(attention_arch="another")}, "the attention architecture another"),
@@ -114,9 +113,7 @@ def test_refused_runners(changes: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 4}, "its draft is a tree.*--speculative-eagle-topk 1"),
-        ({"spec.speculative_algorithm": "NGRAM"}, "NGRAM.*its drafts may be trees"),
-        ({"spec.speculative_algorithm": "DFLASH"}, "DFLASH.*it has never been run with this backend"),
+        ({"spec.speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH.*EAGLE"),
         ({"memory.enable_unified_memory": True}, "--enable-unified-memory"),
         ({"parallel.attn_dcp_size": 2}, "--dcp-size 2"),
     ],

@@ -1,0 +1,87 @@
+"""Draft models on this backend: the steps in which EAGLE and its like draft tokens one after another, each with a plan of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import Batch, SGLangAttentionBackend
+from .support import check_drafts
+
+
+class DraftStepsBackend:
+    """What SGLang asks for `speculative_num_steps - 1` draft steps behind one another: a backend for each (the first token comes from the step before).
+
+    All steps are planned before the first one runs, in the captured graph where there is one.
+
+    Raises:
+        ValueError: the draft model is not supported.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, topk: int, num_steps: int) -> None:
+        """
+        Args:
+            runner: of the draft model.
+            topk: branches of each request's tree.
+            num_steps: tokens of a branch.
+        """
+        check_drafts(runner)
+        self.topk, self.speculative_num_steps = topk, num_steps
+        self.page_size: int = runner.page_size or 1
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.attn_backends = [SGLangAttentionBackend(runner, branches=topk) for _ in range(num_steps - 1)]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for step in self.attn_backends:
+            step.init_cuda_graph_state(max_bs * self.topk, max_num_tokens)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """All is planned in the graph."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        batch_size: int = forward_batch.batch_size
+        if batch_size == 0 or forward_batch.forward_mode.is_idle():
+            for step in self.attn_backends:
+                step.plan_draft(None)
+            return
+        rows, lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
+        slots = None
+        if self.topk > 1:
+            slots = branch_slots(self.req_to_token_pool.req_to_token, rows, lens, self.topk, self.speculative_num_steps, self.page_size)
+            rows, lens = torch.arange(batch_size * self.topk, device=rows.device), lens.repeat_interleave(self.topk)
+        for i, step in enumerate(self.attn_backends):
+            step.plan_draft(Batch(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots))
+
+
+def branch_slots(req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: int, num_steps: int, page_size: int) -> Tensor:
+    """The slots of each branch of each request's draft: its prefix, and behind it the branch's own tokens.
+
+    SGLang keeps the branches of a request behind its prefix, each from the beginning of a page on: where the prefix ends within a page, each branch but the
+    first begins with a copy of that page.
+
+    Args:
+        req_to_token: int32 [requests, max_tokens].
+        rows: int32 or int64 [batch], of req_to_token.
+        prefix_lens: int32 or int64 [batch], tokens before the draft.
+        topk: branches of a request.
+        num_steps: tokens of a branch.
+        page_size: tokens.
+
+    Returns:
+        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What lies behind its tokens is some other slot.
+    """
+    max_tokens = req_to_token.shape[1]
+    in_page = prefix_lens % page_size
+    whole_pages = prefix_lens - in_page
+    branch_len = torch.div(in_page + num_steps + page_size - 1, page_size, rounding_mode="floor") * page_size
+    skipped = torch.arange(topk, device=rows.device) * branch_len[:, None]  # [batch, topk]
+    columns = torch.arange(max_tokens, device=rows.device)
+    moved = columns + torch.where(columns >= whole_pages[:, None, None], skipped[:, :, None], 0)
+    return req_to_token[rows[:, None, None], moved.clamp_(max=max_tokens - 1)].view(-1, max_tokens)

@@ -1,0 +1,178 @@
+"""Does a server with this backend hold out? Mixed load for a while: shared prefixes that change, sampled answers with seeds, JSON by a schema, clients that
+hang up, and a KV cache so small that requests are preempted and prefixes evicted.
+
+    python -m integration.soak --engine vllm --minutes 3
+    python -m integration.soak --engine sglang --model llama-3.1-8b --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 16384
+
+What must hold:
+
+- no request fails, every answer is as long as it may be, and JSON is of its schema;
+- the memory (of the GPU, or of the server's processes) does not grow after the first minute;
+- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in float32, or with --batch-invariant (the engine's
+  own mode). Elsewhere differing answers are counted, with how close the two most probable tokens came in them;
+- requests were aborted, preempted and guided: a soak in which they were not says nothing of them.
+
+Exit status: 0 when all that holds, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.command_line import exit_with, new_parser, results_folder
+from integration.engines import ENGINES, Engine, Launch
+from integration.engines.base import OURS
+from integration.memory import growth, memory_of, sampled
+from integration.model import resolve_model
+from integration.server import free_port, ready_server
+from integration.soak_load import LONGEST, Outcome, Request, Requests, ask, run_load
+from integration.text import TextMaker
+
+SHOWN_ERRORS = 10
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A request that was asked again alone. `smallest_gap`: natural log, between the two most probable tokens where they are closest; of greedy ones."""
+
+    number: int
+    kind: str
+    is_same: bool
+    smallest_gap: float | None
+
+
+def replay(engine: Engine, url: str, outcome: Outcome) -> list[Replay]:
+    """One at a time. What fails joins the errors."""
+    replays = []
+    for request, text in outcome.kept:
+        try:
+            is_same = ask(url, request)[0] == text
+            gap = None if is_same or request.kind != "greedy" else smallest_gap(engine, url, request)
+        except (RuntimeError, ValueError) as error:
+            outcome.errors.append(f"request {request.number}, asked again alone: {error}")
+            continue
+        replays.append(Replay(request.number, request.kind, is_same, gap))
+    return replays
+
+
+def smallest_gap(engine: Engine, url: str, request: Request) -> float:
+    """How close the two most probable tokens come in a greedy answer."""
+    tokens = engine.generate(url, request.prompt, request.max_tokens, alternatives=2)
+    pairs = [sorted(token.alternatives.values(), reverse=True)[:2] for token in tokens]
+    return min(first - second for first, second in (pair for pair in pairs if len(pair) == 2))
+
+
+def judge(given: argparse.Namespace, outcome: Outcome, replays: list[Replay], preempted: int, grown: float, tracebacks: int) -> list[str]:
+    """What does not hold."""
+    differing = [played for played in replays if not played.is_same]
+    exact = given.dtype == "float32" or given.batch_invariant
+    wrong = []
+    if outcome.errors:
+        wrong.append(f"{len(outcome.errors)} requests failed")
+    if tracebacks:
+        wrong.append(f"{tracebacks} tracebacks in the server's log")
+    if grown > given.memory_growth:
+        wrong.append(f"the memory grew by {grown:.0f} MiB after the first {given.warm_up:.0f} s")
+    if differing and exact:
+        wrong.append(f"{len(differing)} of {len(replays)} requests have another text when asked again alone")
+    if not replays:
+        wrong.append("no request was asked again")
+    wrong += [
+        f"no request was {kind}"
+        for kind, count in {**outcome.finished, "preempted": preempted, "guided to the end": outcome.complete_json}.items()
+        if not count
+    ]
+    return wrong
+
+
+def run(given: argparse.Namespace) -> bool:
+    engine, results = ENGINES[given.engine], results_folder(given, f"soak-{given.engine}")
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    given.memory_growth = (64 if given.device == "cuda" else 256) if given.memory_growth is None else given.memory_growth
+    if given.cache_tokens < LONGEST + 64:
+        raise ValueError(f"cache-tokens: {given.cache_tokens}, must be {LONGEST + 64} or more: a request takes up to {LONGEST}")
+    model = resolve_model(given.model, given.python)
+    arguments, environment = engine.soak_settings(given.cache_tokens, given.device)
+    launch = Launch(
+        given.python,
+        model,
+        given.backend,
+        given.device,
+        free_port(),
+        given.dtype,
+        given.cuda_graphs,
+        LONGEST + 32,
+        given.concurrency,
+        [*arguments, *given.server_arguments],
+        batch_invariant=given.batch_invariant,
+        environment=environment,
+    )
+    log = results / f"server-{given.backend}.log"
+    requests = Requests(TextMaker(model.folder, given.seed), given.seed)
+    with ready_server(engine, launch, log, given.start_timeout_s) as server:
+        before = server_tracebacks(log)
+        with sampled(lambda: memory_of(server.process.pid, given.device), given.sample_every) as samples:
+            outcome = run_load(server.url, requests, 60 * given.minutes, given.concurrency, given.replay_every)
+        preempted = engine.preemptions(server.url, log)
+        print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)
+        replays = replay(engine, server.url, outcome)
+        tracebacks = server_tracebacks(log) - before
+    for error in outcome.errors[:SHOWN_ERRORS]:
+        print(f"error: {error}")
+    grown = growth(samples, given.warm_up)
+    wrong = judge(given, outcome, replays, preempted, grown, tracebacks)
+    report(given, results, outcome, replays, samples, {"preempted": preempted, "memory_growth_mib": grown, "wrong": wrong})
+    return not wrong
+
+
+def server_tracebacks(log: Path) -> int:
+    return log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+
+def report(
+    given: argparse.Namespace, results: Path, outcome: Outcome, replays: list[Replay], samples: list[tuple[float, float]], found: dict[str, Any]
+) -> None:
+    differing = [played for played in replays if not played.is_same]
+    print(f"\n{sum(outcome.finished.values())} requests in {given.minutes:g} minutes: {outcome.finished}, {found['preempted']} preemptions")
+    print(f"{len(outcome.errors)} errors; {outcome.complete_json} answers of complete JSON, all of the schema")
+    held = [value for _, value in samples]
+    print(f"memory {min(held):.0f} to {max(held):.0f} MiB in {len(held)} samples, growth after {given.warm_up:g} s: {found['memory_growth_mib']:.0f} MiB")
+    print(f"{len(replays) - len(differing)} of {len(replays)} requests have the same text when asked again alone")
+    for played in differing:
+        gap = "" if played.smallest_gap is None else f", its closest alternatives {played.smallest_gap:.4f} apart"
+        print(f"  request {played.number} ({played.kind}) differs{gap}")
+    print("\n".join(f"does not hold: {what}" for what in found["wrong"]) or "all holds")
+    settings = {name: str(value) for name, value in vars(given).items()}
+    written = {"settings": settings, **vars(outcome), **found, "replays": [vars(played) for played in replays], "memory_mib": samples}
+    written["kept"] = [{**vars(request), "text": text} for request, text in outcome.kept]
+    path = results / "soak.json"
+    path.write_text(json.dumps(written) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = new_parser(__doc__, "soak-ENGINE")
+    parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
+    parser.add_argument("--minutes", type=float, default=20, help="of load; default: %(default)s")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
+    parser.add_argument("--cache-tokens", type=int, default=768, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
+    parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")
+    parser.add_argument("--sample-every", type=float, default=3, help="seconds between two looks at the memory; default: %(default)s")
+    parser.add_argument("--warm-up", type=float, default=60, help="seconds in which the memory may grow; default: %(default)s")
+    parser.add_argument("--memory-growth", type=float, help="MiB that count as none; default: 64 on a GPU, 256 on a CPU (allocators keep what they had)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    exit_with(lambda: run(parse_arguments()))
+
+
+if __name__ == "__main__":
+    main()

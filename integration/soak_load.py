@@ -1,0 +1,147 @@
+"""The load of a soak: requests of several kinds behind prefixes that change, many at a time, some of which nobody waits for; and what each answer must be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from integration.engines.vllm import SERVED_NAME
+from integration.http import post_json, read_and_leave
+from integration.text import TextMaker
+
+KINDS = ("greedy", "sampled", "guided", "aborted")
+WEIGHTS = (3, 4, 2, 2)
+NUM_PREFIXES = 4  # at a time
+PREFIX_LASTS = 60  # requests: then others come, and the cache must forget
+SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 192, 128
+LONGEST_ANSWER = 128
+LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "milk"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. `leaves_after`: lines of the stream that are read before the client hangs up."""
+
+    number: int
+    kind: str
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    leaves_after: int
+
+    def body(self) -> dict[str, Any]:
+        """As both engines' /v1/completions take it."""
+        body: dict[str, Any] = {"model": SERVED_NAME, "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0}
+        if self.kind in ("sampled", "aborted"):
+            body |= {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": self.seed}
+        if self.kind == "guided":
+            body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
+        return body | ({"stream": True} if self.kind == "aborted" else {})
+
+
+@dataclass
+class Outcome:
+    """What came of a load. `kept`: requests to be asked again alone, with their texts."""
+
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    errors: list[str] = field(default_factory=list)
+    kept: list[tuple[Request, str]] = field(default_factory=list)
+    complete_json: int = 0  # guided answers that were not cut by max_tokens
+
+
+class Requests:
+    """Requests by their number: the same seed gives the same ones, whoever asks first."""
+
+    def __init__(self, texts: TextMaker, seed: int) -> None:
+        self._texts, self._seed = texts, seed
+        self._lock = threading.Lock()
+
+    def make(self, number: int) -> Request:
+        draw = random.Random(f"{self._seed} {number}")
+        prefix = f"{self._seed} {number // PREFIX_LASTS} {draw.randrange(NUM_PREFIXES)}"
+        prompt = self._tokens(prefix, SHORTEST, LONGEST_PREFIX) + self._tokens(f"{self._seed} end {number}", SHORTEST, LONGEST_END)
+        kind = draw.choices(KINDS, WEIGHTS)[0]
+        max_tokens = LONGEST_ANSWER if kind == "guided" else draw.randint(8, LONGEST_ANSWER)
+        return Request(number, kind, prompt, max_tokens, draw.getrandbits(31), draw.randint(1, 12))
+
+    def _tokens(self, name: str, shortest: int, longest: int) -> list[int]:
+        """The same ones for the same name."""
+        with self._lock:
+            self._texts.random.seed(name)
+            text = self._texts.text(self._texts.random.randint(shortest, longest))
+        ids: list[int] = self._texts.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[:longest]
+
+
+def ask(url: str, request: Request) -> tuple[str, bool]:
+    """The text of an answer, and whether it ended by itself. Raises RuntimeError or ValueError if it is not what it must be."""
+    answer = post_json(f"{url}/v1/completions", request.body())
+    choice = answer["choices"][0]
+    text, reason = str(choice["text"]), choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise ValueError(f"its answer ended with {reason!r}")
+    if answer["usage"]["completion_tokens"] > request.max_tokens:
+        raise ValueError(f"its answer has {answer['usage']['completion_tokens']} tokens, asked for were {request.max_tokens}")
+    if request.kind == "guided" and reason == "stop":
+        check_json(text)
+    return text, reason == "stop"
+
+
+def check_json(text: str) -> None:
+    """Raises ValueError unless a text is JSON of SCHEMA."""
+    try:
+        person = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its answer is no JSON ({error}): {text!r}") from None
+    fits = isinstance(person, dict) and sorted(person) == ["age", "likes", "name"]
+    fits = fits and isinstance(person["name"], str) and len(person["name"]) <= 12 and isinstance(person["age"], int) and 0 <= person["age"] <= 120
+    if not (fits and isinstance(person["likes"], list) and len(person["likes"]) <= 3 and set(person["likes"]) <= {"tea", "coffee", "milk"}):
+        raise ValueError(f"its answer is not of the schema: {text!r}")
+
+
+def run_load(url: str, requests: Requests, seconds: float, concurrency: int, keep_every: int) -> Outcome:
+    """Sends requests for so long, `concurrency` at a time. Every `keep_every`th that is not aborted is kept."""
+    outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
+    end = time.monotonic() + seconds
+    waited_for = itertools.count(1)
+
+    def work() -> None:
+        while time.monotonic() < end:
+            with lock:
+                request = requests.make(next(numbers))
+            try:
+                if request.kind == "aborted":
+                    read_and_leave(f"{url}/v1/completions", request.body(), request.leaves_after)
+                    text, ended = "", False
+                else:
+                    text, ended = ask(url, request)
+            except (RuntimeError, ValueError, KeyError) as error:
+                with lock:
+                    outcome.errors.append(f"request {request.number} ({request.kind}, {len(request.prompt)} tokens): {error}")
+                continue
+            with lock:
+                outcome.finished[request.kind] += 1
+                outcome.complete_json += request.kind == "guided" and ended
+                if request.kind != "aborted" and next(waited_for) % keep_every == 0:
+                    outcome.kept.append((request, text))
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        for worker in [pool.submit(work) for _ in range(concurrency)]:
+            worker.result()
+    return outcome

@@ -1,0 +1,158 @@
+"""A soak of a server that is not there: what it sends, what it counts, and what it does not let pass."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from integration import soak
+from integration.engines import ENGINES
+from integration.memory import growth
+from integration.model import Model
+from integration.soak_load import LONGEST, Requests, check_json
+from integration.text import TextMaker
+from integration.tokenizer import write_word_tokenizer
+
+PERSON = {"name": "Ada", "age": 36, "likes": ["tea"]}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Of the server's `fault`: what a request gets."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server = self.server
+        with server.lock:
+            server.asked += 1
+            asked = server.asked
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("stream"):
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # nobody reads to the end
+                for _ in range(100):
+                    self.wfile.write(b'data: {"text": "x"}\n')
+            return
+        text = json.dumps(PERSON) if "response_format" in body else f"{sum(body['prompt'])} {body['max_tokens']} {body.get('seed')}"
+        if server.fault == "forgets":
+            text = text if "response_format" in body else f"{text} {asked}"
+        elif server.fault == "no json" and "response_format" in body:
+            text = '{"name": "Ada"'
+        if server.fault == "refuses" and asked % 7 == 0:
+            self._send(500, {"error": "out of memory"})
+        else:
+            self._send(200, {"choices": [{"text": text, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}})
+
+    def _send(self, status, answer):
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def run_soak(monkeypatch, tmp_path):
+    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more."""
+
+    def run(fault="", *arguments, grows=0.0, preempted=3, traceback=False):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        server.fault, server.asked, server.lock = fault, 0, threading.Lock()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        write_word_tokenizer(tmp_path, 4096, None, 1)
+        monkeypatch.setattr(soak, "resolve_model", lambda name, python: Model("model", tmp_path, True))
+        found = itertools.count(100.0, grows)
+        monkeypatch.setattr(soak, "memory_of", lambda pid, device: next(found))
+        monkeypatch.setattr(soak, "smallest_gap", lambda engine, url, request: 0.0125)
+        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url, log: preempted)
+
+        @contextlib.contextmanager
+        def ready_server(engine, launch, log, timeout_s):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("ready\n")
+            yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", process=SimpleNamespace(pid=1))
+
+        monkeypatch.setattr(soak, "ready_server", ready_server)
+        if traceback:
+            counts = iter([0, 1])
+            monkeypatch.setattr(soak, "server_tracebacks", lambda log: next(counts))
+        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.02", "--warm-up", "0.2", "--sample-every", "0.02", "--replay-every", "5"]
+        try:
+            return soak.run(soak.parse_arguments([*given, "--results", str(tmp_path / "results"), *arguments]))
+        finally:
+            server.shutdown()
+
+    return run
+
+
+def test_a_server_that_holds_out(run_soak, tmp_path, capsys):
+    assert run_soak()
+    assert "all holds" in capsys.readouterr().out
+    written = json.loads((tmp_path / "results" / "soak.json").read_text())
+    assert all(written["finished"].values())
+    assert written["errors"] == []
+    assert len(written["replays"]) == len(written["kept"]) >= 5
+    assert written["complete_json"] == written["finished"]["guided"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fault": "refuses"}, "requests failed"),
+        ({"fault": "no json"}, "requests failed"),
+        ({"fault": "forgets"}, "have another text when asked again alone"),
+        ({"grows": 100.0}, "the memory grew by"),
+        ({"preempted": 0}, "no request was preempted"),
+        ({"traceback": True}, "1 tracebacks"),
+    ],
+)
+def test_what_does_not_hold(given, message, run_soak, capsys):
+    assert not run_soak(**given)
+    assert message in capsys.readouterr().out
+
+
+def test_other_logits_may_give_other_texts(run_soak, capsys):
+    assert run_soak("forgets", "--dtype", "bfloat16")
+    assert "0.0125 apart" in capsys.readouterr().out
+    assert not run_soak("forgets", "--dtype", "bfloat16", "--batch-invariant")
+
+
+def test_a_cache_that_cannot_hold_a_request_is_refused(run_soak):
+    with pytest.raises(ValueError, match=f"cache-tokens: 300, must be {LONGEST + 64} or more"):
+        run_soak("", "--cache-tokens", "300")
+
+
+def test_requests_follow_from_the_seed_and_share_prefixes(tmp_path):
+    write_word_tokenizer(tmp_path, 4096, None, 1)
+    one, other = (Requests(TextMaker(tmp_path, 5), 5) for _ in range(2))
+    made = [one.make(number) for number in range(60)]
+    assert made == [other.make(number) for number in reversed(range(60))][::-1]
+    assert {request.kind for request in made} == {"greedy", "sampled", "guided", "aborted"}
+    assert all(len(request.prompt) + request.max_tokens <= LONGEST for request in made)
+    assert len({tuple(request.prompt[:4]) for request in made}) == 4  # prefixes of that time
+    assert one.make(60).prompt[:4] not in [request.prompt[:4] for request in made]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"name": "Ada", "age": 130, "likes": []}', '{"name": "Ada", "age": 3, "likes": ["beer"]}', "[1]"])
+def test_what_is_not_of_the_schema(text):
+    check_json(json.dumps(PERSON))
+    with pytest.raises(ValueError, match="its answer"):
+        check_json(text)
+
+
+def test_growth_is_between_the_first_and_the_last_quarter():
+    samples = [(float(at), value) for at, value in enumerate([900.0, 100, 101, 103, 102, 150, 150, 104, 105])]
+    assert growth(samples, warm_up_s=1) == 4
+    with pytest.raises(ValueError, match="3 samples"):
+        growth(samples, warm_up_s=6)

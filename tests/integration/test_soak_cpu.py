@@ -1,0 +1,16 @@
+"""A short soak of both engines on a CPU: no error, requests preempted and aborted, JSON by a schema, and the same texts when asked again alone."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_name", ["vllm", "sglang"])
+def test_a_server_holds_out(engine_name, need_engine, smollm2, tmp_path, capsys):
+    need_engine(engine_name)
+    from integration import soak
+
+    arguments = ["--engine", engine_name, "--device", "cpu", "--minutes", "0.7", "--warm-up", "20", "--sample-every", "1", "--replay-every", "8"]
+    assert soak.run(soak.parse_arguments([*arguments, "--results", str(tmp_path)])), capsys.readouterr().out
