@@ -18,7 +18,7 @@ from attn_backend.kernels import cpp_compiler, interpreted_variant
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
-CASES = (0, 2, 3)  # levels, a forest, rows of their own; number 1 has so many rows and tokens that it takes twenty times as long as these
+CASES = (0, 2, 5)  # levels, a forest, chunks; number 1 has so many rows and tokens that it takes twenty times as long as these
 INTERPRETED = [entry for entry in entries() if interpreted_variant.is_possible(entry.variant)]
 
 
