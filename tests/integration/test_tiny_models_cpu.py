@@ -15,12 +15,7 @@ from integration.tiny_models.compare import LARGEST, difference, serve
 from integration.tiny_models.families import FAMILIES, matrix
 from integration.tiny_models.questions import Answer, largest_difference
 
-SERVED = [
-    pytest.param(engine, name, id=f"{engine}-{name}", marks=pytest.mark.xdist_group(engine))  # one worker for an engine: its answers are served once
-    for engine in ("vllm", "sglang")
-    for name, family in FAMILIES.items()
-    if engine in family.engines
-]
+SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm", "sglang") for name, family in FAMILIES.items() if engine in family.engines]
 
 
 @pytest.fixture(scope="module")
