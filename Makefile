@@ -102,10 +102,10 @@ unit: environment
 fuzz: environment
 	PYTHONSAFEPATH= $(TEST_PYTHON) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
-# Tests that start engines, one at a time. One that takes too long is ended by a signal, so that the servers which it started end with it.
+# Tests that start engines, of one thread each; those of a file in one worker, since they share what they start. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	REQUIRE_ENGINES=1 $(PYTEST) --timeout-method=signal -s -m integration tests/integration
+	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

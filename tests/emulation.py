@@ -18,6 +18,10 @@ class DeviceError(AssertionError):
     """What the emulation found wrong with a kernel: threads that wait for ever, memory that is read too early, ..."""
 
 
+# Without GNU's unique symbols: every library of a process has its own inline variables.
+_FLAGS = ["-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-gnu-unique"]
+
+
 def build(folder: Path, name: str, source: Path, *, header: str = "", options: Sequence[str] = ()) -> ctypes.CDLL:
     """A library in `folder`, compiled from `source` unless it is there: once for all processes that share the folder.
 
@@ -27,19 +31,26 @@ def build(folder: Path, name: str, source: Path, *, header: str = "", options: S
     """
     place = folder / f"{name}-{hashlib.sha256(header.encode()).hexdigest()[:16]}"
     place.mkdir(exist_ok=True)
-    library = place / "kernels.so"
-    with (place / "lock").open("w") as lock:
+    return ctypes.CDLL(str(_compiled(place / "kernels.so", ["-shared", *options], [source, _emulation(folder)], header)))
+
+
+def _emulation(folder: Path) -> Path:
+    """What every library has of the emulation, compiled once."""
+    return _compiled(folder / "cuda_emulation.o", ["-c", "-O2"], [TESTS / "emulated" / "cuda_emulation.cpp"])
+
+
+def _compiled(target: Path, options: Sequence[str], sources: Sequence[Path], header: str | None = None) -> Path:
+    """target, compiled from sources unless it is there. header: text of a kernels.h beside it."""
+    with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            (place / "kernels.h").write_text(header)
-            compiled = library.with_suffix(".tmp")
-            # Without GNU's unique symbols: every library of a process has its own inline variables.
-            flags = ["-std=c++17", "-w", "-fPIC", "-shared", "-fno-gnu-unique", *options]
-            paths = [f"-I{path}" for path in (TESTS / "emulated", ROOT / "csrc", TESTS, place)]
-            sources = [str(source), str(TESTS / "emulated" / "cuda_emulation.cpp")]
-            subprocess.run([str(COMPILER), *flags, *paths, *sources, "-o", str(compiled)], check=True)
-            compiled.rename(library)
-    return ctypes.CDLL(str(library))
+        if not target.exists():
+            partial = target.with_suffix(".tmp")
+            if header is not None:
+                (target.parent / "kernels.h").write_text(header)
+            paths = [f"-I{path}" for path in (TESTS / "emulated", ROOT / "csrc", TESTS, target.parent)]
+            subprocess.run([str(COMPILER), *_FLAGS, *options, *paths, *map(str, sources), "-o", str(partial)], check=True)
+            partial.rename(target)
+    return target
 
 
 def check(failure: bytes | None) -> None:

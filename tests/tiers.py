@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 
-def mostly_slow(values: Iterable[Any], *, fast: int) -> list[Any]:
-    """The values of a parameter; all but the first `fast` are marked slow."""
+def mostly_slow(values: Iterable[Any], *, fast: int, without_gpu: int | None = None) -> list[Any]:
+    """The values of a parameter; all but the first `fast` are marked slow. without_gpu: so many of them where there is no GPU, whose kernels need more random
+    cases than the CPU's."""
+    values = list(values)[: None if torch.cuda.is_available() else without_gpu]
     return [value if index < fast else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)]

@@ -18,7 +18,6 @@ from .features import not_supported
 PagedKV = Tensor | tuple[Tensor, Tensor]
 DType = str | torch.dtype
 Scale = float | Tensor
-Scales = tuple[float, Tensor | None]  # a number, and a factor of each request or of all: float32 [batch] or [1]
 
 _POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -33,31 +32,25 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
     return found
 
 
-def element_type(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> torch.dtype:
-    """The one type of Q, K, V and the output.
-
-    Raises:
-        NotImplementedError: they differ, or it is a type that the kernels do not have.
-    """
-    q_type = dtype_of("q_data_type", q_data_type)
-    for name, value in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
-        if value is not None and dtype_of(name, value) != q_type:
-            not_supported(f"{name} = {dtype_of(name, value)} with q_data_type = {q_type}")
-    if q_type.itemsize == 1:
-        not_supported(f"q_data_type = {q_type}")
-    return q_type
-
-
-def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> tuple[torch.dtype, torch.dtype | None]:
-    """The type of Q and the output, and that of K and V if it is an 8-bit one, else None.
+def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> tuple[torch.dtype, torch.dtype | None, bool]:
+    """The type of the output, which is that of Q if Q has 16 bits or more; that of K and V if it is an 8-bit one, else None; whether Q has that type, too.
 
     Raises:
         NotImplementedError: other types that differ, or one that the kernels do not have.
     """
-    kv_type = None if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
-    if kv_type in FLOAT8_DTYPES:
-        return element_type(q_data_type, None, o_data_type), kv_type
-    return element_type(q_data_type, kv_data_type, o_data_type), None
+    q_type = dtype_of("q_data_type", q_data_type)
+    kv_type = q_type if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
+    o_type = q_type if o_data_type is None else dtype_of("o_data_type", o_data_type)
+    float8_q = q_type in FLOAT8_DTYPES
+    if q_type.itemsize == 1 and not float8_q:
+        not_supported(f"q_data_type = {q_type}")
+    if kv_type != q_type and (float8_q or kv_type not in FLOAT8_DTYPES):
+        not_supported(f"kv_data_type = {kv_type} with q_data_type = {q_type}")
+    if o_type.itemsize == 1:
+        not_supported(f"o_data_type = {o_type}")
+    if o_type != q_type and not float8_q:
+        not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
+    return o_type, kv_type if kv_type in FLOAT8_DTYPES else None, float8_q
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -148,30 +141,6 @@ def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
 def is_number(scale: object) -> bool:
     """Whether a scale is known to the host: a number, or a tensor of one element on the host."""
     return not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
-
-
-def scaled(sm_scale: Scale, **scales: Scale | None) -> Scales:
-    """sm_scale, which may be a tensor of one element for each request, times the scales that are given.
-
-    Returns:
-        The product of the numbers, and that of the tensors, which are read when a kernel runs.
-
-    Raises:
-        NotImplementedError: a tensor of other elements, for each head for example.
-    """
-    product, tensors = 1.0, None
-    for name, scale in (("sm_scale", sm_scale), *scales.items()):
-        if scale is None:
-            continue
-        if is_number(scale):
-            product *= float(scale)
-            continue
-        assert isinstance(scale, Tensor)
-        if scale.numel() != 1 and (name != "sm_scale" or scale.ndim != 1):
-            not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
-        factor = scale.reshape(-1).to(torch.float32)
-        tensors = factor if tensors is None else tensors * factor
-    return product, tensors
 
 
 @lru_cache(maxsize=1024)

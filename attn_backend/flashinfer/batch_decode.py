@@ -122,6 +122,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             window_left: tokens that a query sees before its own; -1: all.
             logits_soft_cap: cap * tanh(logit / cap) if above 0.
             sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read when a run's kernel runs.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then, with an o_data_type of 16 bits.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             q_len_per_req: queries of each request, its last tokens; they see each other as causal attention does.
             block_tables, seq_lens: not used.
@@ -193,9 +194,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         q: Tensor,
         paged_kv_cache: PagedKV,
         *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -213,10 +214,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
+                and V.
             enable_pdl: not used.
 
         Returns:
-            The output in q's shape; with return_lse also float32 [rows, num_qo_heads], to base 2.
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to base 2.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
@@ -224,6 +227,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         self._check_run(q, window_left, q_len_per_req)
+        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
         sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
         scales = self._scales(q_scale, k_scale)

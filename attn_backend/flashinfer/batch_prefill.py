@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import refuse
-from .arguments import PosEncoding, Scale, Scales
+from .arguments import PosEncoding, Scale
 from .planned_attention import Logits, PlannedAttention, plain_logits
+from .scales import Scales
 from .wrapper import Wrapper
 
 
@@ -170,7 +171,7 @@ def run_rows(
     """planned.run of the rows of q from first_row on. Those before are no request's: their output is 0."""
     if not first_row:
         return planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, **options)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = planned.zeros(q) if out is None else out
     lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
     planned.run(q[first_row:], kv, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
     return (out, lse) if return_lse and lse is not None else out

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache, scaled
+from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
 from .jit.attention import JitModule
 from .planned_attention import Logits, heads_of
 from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request
+from .scales import scaled
 from .utils import MaskMode
 
 __all__ = [
@@ -61,7 +62,7 @@ def single_decode_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
     heads = heads_of(q.device, q.shape[0], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
-    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, q_scale=q_scale, k_scale=k_scale)
+    scales = scaled(heads, sm_scale, q_scale, k_scale)
     result = single_request(q.unsqueeze(0), kv, heads, logits, True, window_left, scales, return_lse, v_scale=v_scale)
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 

@@ -82,7 +82,7 @@ def append_paged_kv_cache(
     """
     kv = paged_cache(paged_kv_cache, check_kv_layout(kv_layout))
     if append_key.shape[0] > 0:
-        append_kv(append_key, append_value, kv, _slots(batch_indices, positions, kv_indices, kv_indptr, kv.page_size))
+        append_kv(append_key, append_value, kv, slots_of(batch_indices, positions, kv_indices, kv_indptr, kv.page_size))
 
 
 def append_paged_mla_kv_cache(
@@ -108,11 +108,11 @@ def append_paged_mla_kv_cache(
     """
     if append_ckv.shape[0] == 0:
         return
-    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[1])
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[1])
     append_kv(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), KVCache.unchecked(ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), slots)
 
 
-def _slots(batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int) -> Tensor:
+def slots_of(batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int) -> Tensor:
     """int64 [tokens]: where tokens lie in the cache; -1 for a request below 0."""
     page = positions // page_size
     entry = (kv_indptr[batch_indices.clamp(min=0).long()] + page).clamp_(0, max(kv_indices.shape[0] - 1, 0))

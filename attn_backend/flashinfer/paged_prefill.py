@@ -112,6 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len: int32 [batch_size]: the page tables.
             custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of its own. With a mask `causal` does not count.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then, with an o_data_type of 16 bits.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 
@@ -155,9 +156,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         q: Tensor,
         paged_kv_cache: PagedKV,
         *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -177,10 +178,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
+                and V.
             enable_pdl, use_fp16_softmax: not used.
 
         Returns:
-            The output in q's shape; with return_lse also float32 [rows, num_qo_heads], to base 2.
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to base 2.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
@@ -188,6 +191,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
+        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
         sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
-from ..kernels.attention_config import MAX_CPU_HEAD_DIM
+from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
 from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, MAX_TRANSFORMED_HEAD_DIM, HeadDims
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, Scales, alibi_slopes_on, element_types, is_number
+from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, alibi_slopes_on, element_types, is_number
 from .features import not_supported
+from .scales import Scales, scale_variants
 
 LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 1024
@@ -39,8 +40,9 @@ class Heads:
     num_qo_heads: int
     num_kv_heads: int
     head_dims: HeadDims
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the output, and of Q and of K and V that do not have 8 bits
     kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
+    float8_q: bool = False  # Q has kv_dtype, too
 
     @cached_property
     def default_scale(self) -> float:
@@ -62,17 +64,17 @@ class Logits:
     token_pos_in_items: Tensor | None = None
     own: Variant | None = None
 
-    def variant(self, heads: Heads, has_scales: bool = False) -> Variant | None:
-        """None: what every kernel can do (a soft cap alone). has_scales: runs are given a scale of each request."""
+    def variant(self, heads: Heads, scales: frozenset[str] = frozenset()) -> Variant | None:
+        """None: what every kernel can do (a soft cap alone). scales: names of those that runs are given (Scales.params)."""
         if self.own is not None:
             return self.own
-        return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, has_scales)
+        return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, scales)
 
-    def args(self, num_qo_heads: int, device: torch.device, has_scales: bool = False) -> Args | None:
-        """The arguments of the variant; of the scales of requests what stands for them until a run."""
+    def args(self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()) -> Args | None:
+        """The arguments of the variant; of the scales what stands for them until a run."""
         if self.own is not None:
             return None
-        args: dict[str, Tensor | float | int] = {"sm_scales": _one_on(device)} if has_scales else {}
+        args: dict[str, Tensor | float | int] = {name: _one_on(device) for name in scales}
         if self.pos.alibi:
             args["slopes"] = alibi_slopes_on(num_qo_heads, device)
         if self.packed_mask is not None and self.mask_indptr is not None:
@@ -94,7 +96,7 @@ def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> 
 def _with_plain_cache(heads: Heads) -> Heads:
     instead = "keys that are rotated before they are cached need none of it"
     warnings.warn(f"RoPE over K and V of {heads.kv_dtype}: each run copies all of them to {heads.dtype}; {instead}", stacklevel=2)
-    return replace(heads, kv_dtype=None)
+    return replace(heads, kv_dtype=None, float8_q=False)
 
 
 @lru_cache(maxsize=64)
@@ -109,8 +111,8 @@ def _one_on(device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool, has_scales: bool) -> Variant | None:
-    parts = [builtin.request_scale()] if has_scales else []
+def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool, scales: frozenset[str]) -> Variant | None:
+    parts = scale_variants(scales)
     parts += [builtin.alibi()] if pos.alibi else []
     if pos.rope is not None:
         scale, theta = pos.rope
@@ -136,7 +138,7 @@ class PlannedAttention:
         self._attention: Attention | None = None
         self._made_for: tuple[object, ...] = ()
         self._with_sinks = False
-        self._with_scales = False  # of requests
+        self._with_scales: frozenset[str] = frozenset()
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
@@ -147,13 +149,18 @@ class PlannedAttention:
         """Rows that the Attention has room for; 0: there is none yet."""
         return 0 if self._attention is None else self._attention.max_rows
 
+    def zeros(self, q: Tensor) -> Tensor:
+        """An output for q, of zeros."""
+        assert self._attention is not None
+        return torch.zeros((*q.shape[:2], self._attention.head_dim_v), dtype=self._attention.dtype, device=q.device)
+
     def with_sinks(self) -> None:
         """Runs will be given sinks."""
         self._with_sinks = True
 
-    def with_scales(self) -> None:
-        """Runs will be given a scale of each request."""
-        self._with_scales = True
+    def with_scales(self, *names: str) -> None:
+        """Runs will be given these (Scales.params)."""
+        self._with_scales = self._with_scales.union(names)
 
     def plan(self, composition: Composition | BSRView, heads: Heads, logits: Logits, *, rows: int | None, batch_invariant: bool = False) -> None:
         """Plans on the current stream; never waits for it.
@@ -168,8 +175,7 @@ class PlannedAttention:
             num_levels, batch = 1, composition.batch_size
         else:
             num_levels, batch = len(composition.levels), max(level.batch_size for level in composition.levels)
-        has_scales = self._with_scales
-        variant = logits.variant(heads, has_scales)
+        variant = logits.variant(heads, self._with_scales)
         planned = composition, heads, logits, batch_invariant
         self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
         if self._widens:
@@ -178,7 +184,7 @@ class PlannedAttention:
         attention = self._attention
         if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
             attention = self._make(made_for, variant, heads, num_levels, batch, rows, batch_invariant)
-        self._args = None if variant is None else logits.args(heads.num_qo_heads, self.device, has_scales)
+        self._args = None if variant is None else logits.args(heads.num_qo_heads, self.device, self._with_scales)
         self._soft_cap = logits.soft_cap if variant is None else 0.0
         attention.plan(composition, variant_args=self._args)
         self._planned = planned
@@ -208,6 +214,7 @@ class PlannedAttention:
             head_dim_v=heads.head_dims.v,
             dtype=heads.dtype,
             kv_dtype=heads.kv_dtype,
+            q_dtype=heads.kv_dtype if heads.float8_q else None,
             device=self.device,
             kernel="generic" if transforms and heads.head_dims.v > MAX_TRANSFORMED_HEAD_DIM else None,
             max_rows=max_rows,
@@ -234,7 +241,7 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. scales: sm_scale, and a factor of each request or of all. args: of a variant of the caller's. lse is to base 2, or e.
+        """Runs the last plan. scales: of Q, K and logits. args: of a variant of the caller's. lse is to base 2, or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -243,23 +250,22 @@ class PlannedAttention:
         if attention is None or self._planned is None:
             raise ValueError("run() before a successful plan()")
         if self._widens:
-            kv = KVCache.unchecked(kv.k.to(q.dtype), kv.v.to(q.dtype))
-        if v_scale is not None:
-            kv, v_scale = _with_scale(kv, v_scale)
-        sm_scale, of_requests = scales
-        rows = q.shape[0]
-        needs_sinks, needs_scales = sinks is not None and not self._with_sinks, of_requests is not None and not self._with_scales
+            q, kv, scales = _widened(q, kv, scales, attention.dtype)
+        rows, params = q.shape[0], scales.params
+        needs_sinks, needs_scales = sinks is not None and not self._with_sinks, not self._with_scales.issuperset(params)
         if rows > attention.max_rows or needs_sinks or needs_scales:
-            attention = self._plan_again(rows, needs_sinks, needs_scales)
+            attention = self._plan_again(rows, needs_sinks, scales)
         if args is None:
             args = self._args
-        if of_requests is not None:
-            args = {**(args or {}), "sm_scales": of_requests}
+        if params:
+            args = {**(args or {}), **params}
+        if v_scale is not None or scales.k is not None:
+            kv, v_scale = _with_scales(kv, scales.k, v_scale)
         if not return_lse:
             lse = None
         elif lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out = attention.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks)
+        out = attention.run(q, kv, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q)
         if v_scale is not None:
             out.mul_(v_scale)
         if not return_lse:
@@ -267,29 +273,42 @@ class PlannedAttention:
         assert lse is not None
         return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
 
-    def _plan_again(self, rows: int, needs_sinks: bool, needs_scales: bool) -> Attention:
+    def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
         """The last plan, with room for these rows, and for what a run is given for the first time."""
         assert self._planned is not None
         composition, heads, logits, batch_invariant = self._planned
-        if needs_sinks or needs_scales:
+        if needs_sinks or not self._with_scales.issuperset(scales.params):
             self._with_sinks |= needs_sinks
-            self._with_scales |= needs_scales
+            self.with_scales(*scales.params)
             self._made_for, self._attention = (), None  # also of a fixed one: no graph has captured such a run
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
 
 
-def _with_scale(kv: KVCache, v_scale: Scale) -> tuple[KVCache, Scale | None]:
-    """The cache with the scale of V, where kernels take one; and what is left for the output to be multiplied by, None for 1."""
-    if is_number(v_scale):
+def _widened(q: Tensor, kv: KVCache, scales: Scales, dtype: torch.dtype) -> tuple[Tensor, KVCache, Scales]:
+    """Copies without 8-bit numbers: K times the scales that kernels would take."""
+    k = kv.k.to(dtype)
+    for scale in (scales.q, scales.k):
+        if scale is not None:
+            k *= scale[:, None]
+    return q.to(dtype), KVCache.unchecked(k, kv.v.to(dtype)), scales._replace(q=None, k=None)
+
+
+def _with_scales(kv: KVCache, k_scale: Tensor | None, v_scale: Scale | None) -> tuple[KVCache, Scale | None]:
+    """The cache with the scales of K and V that kernels take; and what is left for the output to be multiplied by, None for 1."""
+    if v_scale is not None and is_number(v_scale):
         v_scale = float(v_scale)
-        if v_scale == 1.0:
-            return kv, None
-    is_taken = v_scale > 0 if isinstance(v_scale, float) else v_scale.dtype == torch.float32 and v_scale.numel() == 1
-    if is_taken and kv.dtype in FLOAT8_DTYPES:
-        return KVCache.unchecked(kv.k, kv.v, None, v_scale), None
-    return kv, v_scale
+        v_scale = None if v_scale == 1.0 else v_scale
+    if v_scale is not None and kv.dtype in FLOAT8_DTYPES and (not isinstance(v_scale, float) or v_scale > 0):
+        if isinstance(v_scale, Tensor):
+            if v_scale.numel() not in (1, kv.num_kv_heads):
+                not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
+            v_scale = v_scale.reshape(-1).to(torch.float32)
+        return KVCache.unchecked(kv.k, kv.v, k_scale, v_scale), None
+    if isinstance(v_scale, Tensor) and v_scale.numel() != 1:
+        not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
+    return (kv if k_scale is None else KVCache.unchecked(kv.k, kv.v, k_scale)), v_scale
 
 
 def _room(wanted: int, least: int) -> int:
@@ -305,14 +324,13 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def attention_of_call(device: torch.device, heads: Heads, logits: Logits, has_scales: bool) -> PlannedAttention:
+def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
     """For a call that plans and runs: this thread's, for the current stream and for what it is made for, the latest of which are kept."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, heads, logits.variant(heads, has_scales))
+    key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
     attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
     _kept.of_calls[key] = attention
-    if has_scales:
-        attention.with_scales()
+    attention.with_scales(*scales.params)
     if len(_kept.of_calls) > _KEPT_PER_THREAD:
         _kept.of_calls.popitem(last=False)
     return attention
@@ -328,7 +346,10 @@ def heads_of(
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
     """
-    return Heads(num_qo_heads, num_kv_heads, check_head_dims(head_dim_qk, head_dim_vo, device), *element_types(q_data_type, kv_data_type, o_data_type))
+    dims, (dtype, kv_dtype, float8_q) = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
+    if kv_dtype is not None and float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype], float8_q):
+        not_supported(f"q_data_type = {kv_dtype} with head_dim = {dims} on CUDA")
+    return Heads(num_qo_heads, num_kv_heads, dims, dtype, kv_dtype, float8_q)
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from .arguments import Scale, Scales, alibi_slopes_on, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache, scaled
+from .arguments import Scale, alibi_slopes_on, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache
 from .features import missing, not_supported, refuse_given
 from .jit.attention import JitModule
 from .masks import pack_single_mask
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .planned_attention import Heads, Logits, attention_of_call, heads_of, logits_of
 from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .scales import Scales, one_of, scaled
 from .utils import MaskMode
 from .wrapper import BACKENDS
 
@@ -55,14 +56,16 @@ def single_prefill_with_kv_cache(
     backend: str = "auto",
     return_lse: bool = False,
     kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """All queries of one request.
 
     Args:
         q: [qo_len, num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
+        scale_q, scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads]. k_scale, v_scale: the same under other names.
+        o_dtype: of the output: q's, or of float8 Q float16 or bfloat16.
         custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a mask `causal` does not count.
         use_fp16_qk_reduction: not used: sums are float32.
 
@@ -72,7 +75,8 @@ def single_prefill_with_kv_cache(
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
     """
-    refuse_given(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    refuse_given(kv_cache_sf=kv_cache_sf)
+    k_scale, v_scale = one_of(scale_k=scale_k, k_scale=k_scale), one_of(scale_v=scale_v, v_scale=v_scale)
     check_kv_layout(kv_layout)
     if backend not in BACKENDS:
         not_supported(f"backend = {backend!r}")
@@ -80,7 +84,7 @@ def single_prefill_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
     heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype)
-    scales = scaled(heads.default_scale if sm_scale is None else sm_scale, k_scale=k_scale)
+    scales = scaled(heads, sm_scale, scale_q, k_scale)
     return single_request(q, kv, heads, logits, causal and packed is None, window_left, scales, return_lse, v_scale=v_scale)
 
 
@@ -109,7 +113,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
     slopes = {"maybe_alibi_slopes": alibi_slopes_on(heads.num_qo_heads, q.device)}
     return single_request(
-        q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, (1.0, None), return_lse, args=own.args(args, slopes)
+        q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, Scales(1.0), return_lse, args=own.args(args, slopes)
     )
 
 
@@ -117,7 +121,7 @@ def single_request(
     q: Tensor, kv: KVCache, heads: Heads, logits: Logits, causal: bool, window_left: int, scales: Scales, return_lse: bool, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Plans and runs one request."""
-    attention = attention_of_call(q.device, heads, logits, scales[1] is not None)
+    attention = attention_of_call(q.device, heads, logits, scales)
     table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
     view = BSRView(indptr_of_equal(1, q.shape[0], q.device), table, causal=causal, window_left=max(window_left, -1))
     attention.plan(view, heads, logits, rows=q.shape[0])

@@ -130,9 +130,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         k: Tensor,
         v: Tensor,
         *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         o_scale: float | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
@@ -146,16 +146,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim].
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
+            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
+                and V.
             enable_pdl: not used.
 
         Returns:
-            The output in q's shape; with return_lse also float32 [rows, num_qo_heads], to base 2.
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to base 2.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
         refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         self._check_run(q)
+        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
         sinks, own = self._take(args)
         kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
         scales = self._scales(q_scale, k_scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.append_qkv import Rotary, rotate_qk
 from ..metadata.structure import refuse
 from ..variants import builtin
-from .features import missing
+from .rope_quantize import mla_rope_quantize_fp8, rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
 
 __all__ = [
     "apply_llama31_rope",
@@ -28,10 +28,6 @@ __all__ = [
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
 ]
-
-mla_rope_quantize_fp8 = missing("rope.mla_rope_quantize_fp8")
-rope_quantize_fp8 = missing("rope.rope_quantize_fp8")
-rope_quantize_fp8_append_paged_kv_cache = missing("rope.rope_quantize_fp8_append_paged_kv_cache")
 
 _Pair = tuple[Tensor, Tensor]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
-from .arguments import DType, PosEncoding, Scale, csr_on_device, on_device, pos_encoding
+from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, on_device, pos_encoding
 from .features import not_supported, refuse_given
 from .masks import pack_custom_mask
 from .page import get_seq_lens
@@ -93,7 +94,10 @@ class BlockSparseAttentionWrapper(_Sparse):
         refuse_given(block_mask=block_mask)
         if N % C:
             refuse("N", N, f"a multiple of C = {C}")
-        o_data_type = None if o_data_type == "float16" else o_data_type
+        if dtype_of("q_data_type", q_data_type) in FLOAT8_DTYPES:
+            o_data_type = o_data_type or "float16"
+        elif o_data_type == "float16":  # FlashInfer's default, whatever Q is
+            o_data_type = None
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type)
         self._rows, self._sm_scale, self._page_size, self._num_tokens = M, sm_scale, C, N
         block_rows = len(indptr) - 1
@@ -123,7 +127,8 @@ class BlockSparseAttentionWrapper(_Sparse):
         return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim].
+        """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. scale_q, scale_k, scale_v: what numbers of float8 are
+        multiplied by: float32 [1] or [heads].
 
         Returns:
             The output in q's shape; with return_lse also float32 [M, num_qo_heads], to base 2.
@@ -131,10 +136,9 @@ class BlockSparseAttentionWrapper(_Sparse):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         self._check_planned()
         kv = KVCache.from_slots(k, v, self._page_size)
-        return self._planned.run(q, kv, self._scales(), out=out, lse=lse, return_lse=return_lse)
+        return self._planned.run(q, kv, self._scales(scale_q, scale_k), out=out, lse=lse, return_lse=return_lse, v_scale=scale_v)
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, Composition
-from .arguments import Scale, Scales, alibi_slopes_on, check_kv_layout, is_number, scaled
+from .arguments import Scale, alibi_slopes_on, check_kv_layout, is_number
 from .features import not_supported
 from .jit_variants import has_sinks, jit_variant
 from .planned_attention import Args, Heads, Logits, PlannedAttention, logits_of
+from .scales import Scales, one_of, scaled
 
 BACKENDS = ("auto", "fa2", "fa3")
 _ALIGNMENT = 16  # of FlashInfer's workspace buffers
+_NUM_SCALES = 3  # of Q, K and V
 
 
 class Wrapper:
@@ -77,7 +79,7 @@ class Wrapper:
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans what is known."""
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
-            self._planned.with_scales()
+            self._planned.with_scales("sm_scales")
         if self._has_sinks:
             self._planned.with_sinks()
         if self._jit is not None:
@@ -103,13 +105,21 @@ class Wrapper:
         return args[0], None
 
     def _scales(self, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
-        """sm_scale of the plan times the scales of a run. A variant of jit_args scales by itself."""
+        """sm_scale of the plan, and the scales of a run. A variant of jit_args scales by itself."""
         scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
         if q_scale is None and k_scale is None and type(scale) is float:
-            return scale, None
-        return scaled(scale, q_scale=q_scale, k_scale=k_scale)
+            return Scales(scale)
+        return scaled(self._heads, scale, q_scale, k_scale)
+
+    def _take_scales(
+        self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
+    ) -> tuple[tuple[Any, ...], Scale | None, Scale | None, Scale | None]:
+        """What a run is given behind q, K and V, without the scales of Q, K and V, which 8-bit queries may bring there; and these scales."""
+        if len(args) != _NUM_SCALES or not self._heads.float8_q or self._jit is not None:
+            return args, q_scale, k_scale, v_scale
+        return (), one_of(scale_q=args[0], q_scale=q_scale), one_of(scale_k=args[1], k_scale=k_scale), one_of(scale_v=args[2], v_scale=v_scale)
 
 
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:

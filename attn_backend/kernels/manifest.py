@@ -1,6 +1,6 @@
 """Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel, `attn-backend doctor` and the tests work.
 
-A kernel's source is generated here: a wrapper that instantiates a template of csrc/ for one element type, head shape and variant.
+A kernel's source is generated here, from `kernel_templates`: a wrapper that instantiates a template of csrc/ for one element type, head shape and variant.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from string import Template
 from typing import NamedTuple, Protocol
+
+from . import kernel_templates as templates
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
@@ -208,7 +209,7 @@ def variant_kernels(
         if variant.has_output:
             made[f"{prefix}merge"] = Kernel(merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT))
     if variant.has_mask:
-        made["row_ranges"] = Kernel(f"row_ranges_{variant.name}", (arch,), text + _ROW_RANGES)
+        made["row_ranges"] = Kernel(f"row_ranges_{variant.name}", (arch,), text + templates.ROW_RANGES.substitute(variant=USER_VARIANT))
     return made
 
 
@@ -230,7 +231,11 @@ def attention_source(
     if float8_out:
         q_type = f"{q_type or f', attn::{CUDA_ELEMENTS[element]}'}, attn::{CUDA_KV_ELEMENTS[OUT_ELEMENT]}"
     traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}{q_type}>"
-    template, copier = {"sm80": (_SM80_ATTENTION, ""), "sm90": (_SM90_ATTENTION, "BoxCopier"), "sm90_gather": (_SM90_ATTENTION, "RowCopier")}[design]
+    template, copier = {
+        "sm80": (templates.SM80_ATTENTION, ""),
+        "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
+        "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
+    }[design]
     if copier and dims in _WIDE_HEAD_DIMS and kv_element is not None:
         copier = "WideningCopier"
     return template.substitute(traits=traits, copier=copier)
@@ -238,84 +243,7 @@ def attention_source(
 
 def merge_source(element: str, variant_type: str) -> str:
     """element: of O."""
-    return _MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
-
-
-_SM80_ATTENTION = Template("""\
-#include "attention/sm80/attention.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
-void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::sm80::attention<$traits>(params);
-}
-""")
-
-_SM90_ATTENTION = Template("""\
-#include "attention/sm90/attention.cuh"
-#include "common/kernel_code.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
-  attn::sm90::attention<$traits, attn::sm90::$copier>(params);
-}
-
-extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
-""")
-
-_MERGE = Template("""\
-#include "attention/merge/merge.cuh"
-#include "common/kernel_code.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::merge<attn::$element, attn::$variant>(params);
-}
-
-extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
-""")
-
-_MERGE_STATES = Template("""\
-#include "attention/merge/merge_states.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads) void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
-  attn::merge_states<attn::$element>(params);
-}
-""")
-
-_ROW_RANGES = f"""\
-#include "attention/row_ranges.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {{
-  attn::find_row_ranges<attn::{USER_VARIANT}>(params);
-}}
-"""
-
-# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled registers.
-_APPEND_QKV = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises>(params);
-}
-""")
-
-_APPEND_ROUNDED = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_rounded<attn::$element>(params);
-}
-""")
-_APPEND_LATENT = """\
-#include "cache/append_latent.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
-  attn::ptx::wait_for_previous_grid();
-  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
-  attn::append_latent(params);
-}
-"""
-
-# One kernel of a sampling cubin; ctas: that share a multiprocessor.
-_SAMPLING = Template("""
-extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
-  attn::$call(params);
-}
-""")
+    return templates.MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
 
 
 def attention_kernels(
@@ -399,7 +327,7 @@ def _sampling_kernels() -> list[Kernel]:
     headers = "".join(f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows"))
 
     def kernel(name: str, call: str, ctas: int = 3) -> str:
-        return _SAMPLING.substitute(name=name, ctas=ctas, call=call)
+        return templates.SAMPLING.substitute(name=name, ctas=ctas, call=call)
 
     made = []
     for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
@@ -420,20 +348,20 @@ def _sampling_kernels() -> list[Kernel]:
 def _append_qkv_source(element: str, quantises: bool) -> str:
     text = '#include "cache/append_qkv.cuh"\n' + ('#include "cache/append_rounded.cuh"\n' if quantises else "")
     for name, kernel, ctas in (("plain", "kPlain", 8 if quantises else 9), ("normed", "kNormed", 7), ("general", "kGeneral", 8)):
-        text += _APPEND_QKV.substitute(name=name, kernel=kernel, ctas=ctas, element=element, quantises=str(quantises).lower())
-    return text + (_APPEND_ROUNDED.substitute(element=element) if quantises else "")
+        text += templates.APPEND_QKV.substitute(name=name, kernel=kernel, ctas=ctas, element=element, quantises=str(quantises).lower())
+    return text + (templates.APPEND_ROUNDED.substitute(element=element) if quantises else "")
 
 
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
-    Kernel("append_latent", ARCHS, _APPEND_LATENT),
+    Kernel("append_latent", ARCHS, templates.APPEND_LATENT),
     *(
         Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
         for name, element in CUDA_ELEMENTS.items()
         for quantises in (False, True)
     ),
     *_attention_kernels(),
-    *(Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
+    *(Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
     *_sampling_kernels(),
 )

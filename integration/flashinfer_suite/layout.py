@@ -25,6 +25,8 @@ FILES = tuple(
         "deepseek_mla",
         "fp8_prefill",
         "hopper",
+        "hopper_fp8_attention",
+        "hopper_fp8_sliding_window",
         "logits_cap",
         "non_contiguous_decode",
         "non_contiguous_prefill",
@@ -46,6 +48,8 @@ _IMPORT = re.compile(r"^(\s*)import flashinfer(\.[\w.]+)?( as \w+)?\s*$", re.MUL
 _FROM = re.compile(r"^(\s*)from flashinfer\b", re.MULTILINE)
 _DEVICES = (
     (re.compile(r"""(["'])cuda(?::\d)?\1"""), '"cpu"'),
+    (re.compile(r'f"cuda:\{\w+\}"'), '"cpu"'),
+    (re.compile(r"torch\.cuda\.current_device\(\)"), "0"),
     (re.compile(r"\.cuda\(\)"), ""),
     (re.compile(r"\.to\(0\)"), '.to("cpu")'),
     (re.compile(r"\bdevice=0\b"), 'device="cpu"'),

@@ -1,4 +1,4 @@
-"""8-bit K and V under 16-bit queries, with scales, against float64."""
+"""8-bit K and V under queries of 16 and of 8 bits, with scales, against float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flashinfer_oracle import DEVICES, Batch, check, make_batch, workspace
+from torch import Tensor
 
 from attn_backend import flashinfer
 
@@ -55,6 +56,98 @@ def test_single(device: str) -> None:
     check((one[0].unsqueeze(0), one[1].unsqueeze(0)), tuple(x[5:] for x in meaning.expected(causal=True)))
 
 
+FLOAT8_Q_SCALES = {
+    "of all": (torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([2.0])),
+    "of KV heads": (torch.tensor([0.5, 1.5]), torch.tensor([0.25, 0.75]), torch.tensor([2.0, 0.5])),
+    "of query heads": (torch.tensor([0.5, 1.5, 0.125, 0.75]), torch.tensor([0.25, 0.75]), torch.tensor([2.0, 0.5])),
+    "numbers": (0.5, 0.25, 2.0),
+}
+
+
+def make_float8_q(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str, form: str) -> tuple[Batch, Batch, tuple[Tensor | float, ...]]:
+    """As make_float8(), with Q of 8 bits and scales of Q, K and V."""
+    batch, _ = make_float8(q_lens, kv_lens, dtype, device)
+    batch = replace(batch, q=batch.q.to(dtype))
+    scales = tuple(scale.to(device) if isinstance(scale, Tensor) else scale for scale in FLOAT8_Q_SCALES[form])
+
+    def meaning(x: Tensor, scale: Tensor | float) -> Tensor:
+        factor = torch.as_tensor(scale).double().cpu().reshape(-1)
+        return x.cpu().double() * factor.repeat_interleave(x.shape[1] // len(factor))[:, None]
+
+    meant = {name: meaning(getattr(batch, name), scale) for name, scale in zip("qkv", scales, strict=True)}
+    return batch, replace(batch, **meant), scales
+
+
+def close(found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], device: str) -> None:
+    """Kernels of a GPU may round probabilities to 8 bits."""
+    assert (found[0] if isinstance(found, tuple) else found).dtype == torch.float16
+    check(found, expected, 2e-3 if device == "cpu" else 1e-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FLOAT8_Q_SCALES)
+def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
+    """Of every wrapper that can say the output's type, with scales behind K and V, and by their names."""
+    batch, meaning, scales = make_float8_q([5, 1, 40, 3], [7, 1, 63, 20], dtype, device, form)
+    types = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": "float16"}
+    expected = meaning.expected(causal=True)
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, **types)  # type: ignore[arg-type]
+    close(paged.run(batch.q, batch.cache, *scales, return_lse=True), expected, device)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    close(paged.run(batch.q, batch.cache, **named, return_lse=True), expected, device)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale_k is .*, must be None with k_scale"):
+        paged.run(batch.q, batch.cache, *scales, k_scale=0.5)
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, **types)  # type: ignore[arg-type]
+    close(ragged.run(batch.q, batch.k, batch.v, *scales, return_lse=True), expected, device)
+
+    batch, meaning, scales = make_float8_q([1] * 5, [7, 1, 33, 0, 20], dtype, device, form)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    decode.plan(*batch.tables(), *batch.shape, batch.page_size, logits_soft_cap=3.0, **types)  # type: ignore[arg-type]
+    close(decode.run(batch.q, batch.cache, *scales, return_lse=True), meaning.expected(causal=True, soft_cap=3.0), device)
+
+    batch, meaning, scales = make_float8_q([6], [37], dtype, device, form)
+    found = flashinfer.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, *scales, torch.float16, causal=True, return_lse=True)  # type: ignore[arg-type]
+    close(found, meaning.expected(causal=True), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float8_queries_of_sparse_blocks(device: str) -> None:
+    batch, meaning, scales = make_float8_q([8], [40], DTYPES[0], device, "of KV heads")
+    sparse = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    blocks = torch.tensor([0, 2, 3], dtype=torch.int32, device=device), torch.tensor([1, 3, 0], dtype=torch.int32, device=device)
+    sparse.plan(*blocks, 8, 40, 4, 10, *batch.shape, q_data_type=DTYPES[0])
+    mask = torch.zeros(8, 40, dtype=torch.bool)
+    mask[:4, 10:20] = mask[:4, 30:] = mask[4:, :10] = True
+    close(sparse.run(batch.q, batch.k, batch.v, *scales, return_lse=True), meaning.expected(masks=[mask]), device)  # type: ignore[arg-type]
+
+
+def test_float8_queries_under_rope() -> None:
+    batch, meaning, scales = make_float8_q([1, 1], [7, 30], DTYPES[0], "cpu", "of KV heads")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    with pytest.warns(UserWarning, match="each run copies all of them to torch.bfloat16"):
+        wrapper.plan(
+            *batch.tables(), *batch.shape, batch.page_size, "ROPE_LLAMA", q_data_type=DTYPES[0], kv_data_type=DTYPES[0], o_data_type="bfloat16", rope_theta=5e3
+        )
+    expected = meaning.expected(causal=True, rope=(1.0, 5e3))
+    check(wrapper.run(batch.q, batch.cache, *scales[:2], 1.0, return_lse=True), (expected[0] / torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None], expected[1]), 3e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_of_heads_under_16_bit_queries(device: str) -> None:
+    batch, _ = make_float8([5, 1], [7, 30], DTYPES[0], device)
+    k_scale, v_scale = torch.tensor([0.5, 2.0], device=device), torch.tensor([0.25, 3.0], device=device)
+    meaning = replace(batch, k=batch.k.double() * k_scale[:, None], v=batch.v.double() * v_scale[:, None])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, kv_data_type=DTYPES[0])
+    check(wrapper.run(batch.q, batch.cache, k_scale=k_scale, v_scale=v_scale, return_lse=True), meaning.expected(causal=True), 4e-3)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        with pytest.raises(NotImplementedError, match=rf"{name} as a tensor of shape \[3\]"):
+            wrapper.run(batch.q, batch.cache, **{name: torch.ones(3, device=device)})
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_append(device: str) -> None:
     """Of 16 bits: rounded; of 8: copied."""
@@ -95,7 +188,8 @@ def test_what_there_is_not() -> None:
     batch, _ = make_float8([1], [7], DTYPES[0], "cpu")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     for options, message in (
-        ({"q_data_type": DTYPES[0]}, "q_data_type = torch.float8_e4m3fn"),
+        ({"q_data_type": DTYPES[0]}, "o_data_type = torch.float8_e4m3fn"),  # Q's, as in FlashInfer
+        ({"q_data_type": DTYPES[1], "o_data_type": torch.float16}, "kv_data_type = torch.float8_e4m3fn with q_data_type = torch.float8_e5m2"),
         ({"q_data_type": torch.float16, "o_data_type": DTYPES[0]}, "o_data_type = torch.float8_e4m3fn"),
     ):
         with pytest.raises(NotImplementedError, match=message):

@@ -225,7 +225,11 @@ def plan(**options: Any) -> Any:
         (NotImplementedError, lambda: plan(o_data_type="bfloat16"), "o_data_type = torch.bfloat16"),
         (NotImplementedError, lambda: plan().run(BATCH.q, BATCH.cache, torch.ones(4)), "the argument args"),
         (NotImplementedError, lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend="cudnn"), "backend = 'cudnn'"),
-        (NotImplementedError, lambda: flashinfer.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, scale_q=torch.ones(4)), "the argument scale_q"),
+        (
+            NotImplementedError,
+            lambda: flashinfer.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, scale_q=torch.ones(4)),
+            r"q_scale as a tensor of shape \[4\]",
+        ),
     ],
 )
 def test_refusals(error: type[Exception], call: Callable[[], Any], message: str) -> None:

@@ -13,6 +13,14 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
+@pytest.fixture(autouse=True)
+def one_thread_of_a_worker(request, monkeypatch):
+    """The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to the same core as those of the other workers."""
+    if os.environ.get("PYTEST_XDIST_WORKER") and request.node.get_closest_marker("integration"):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     from integration.model import resolve_model

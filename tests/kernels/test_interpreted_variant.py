@@ -18,6 +18,7 @@ from attn_backend.kernels import cpp_compiler, interpreted_variant
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
+CASES = (0, 2, 5)  # levels, a forest, chunks; number 1 has so many rows and tokens that it takes twenty times as long as these
 INTERPRETED = [entry for entry in entries() if interpreted_variant.is_possible(entry.variant)]
 
 
@@ -37,7 +38,7 @@ def test_traced_functions_and_builtins_are_interpreted() -> None:
 def test_random_batches(entry: Entry) -> None:
     (task,) = tasks(CPU, len(entries()), [entry.name])
     form = replace(task.form, dtype=torch.float32, sinks=entry.variant.uses_softmax)
-    failures = [message for number in range(3) if (message := run_case(number, entry, form)[1])]
+    failures = [message for number in CASES if (message := run_case(number, entry, form)[1])]
     assert not failures, "\n".join(failures)
 
 

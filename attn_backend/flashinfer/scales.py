@@ -1,0 +1,94 @@
+"""Scales of Q, K and logits, which FlashInfer takes as numbers or tensors: what of them sm_scale takes, what kernels take, and what a variant takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..metadata.structure import refuse
+from ..variants import Variant, builtin
+from .arguments import Scale, is_number
+from .features import not_supported
+
+if TYPE_CHECKING:
+    from .planned_attention import Heads
+
+
+class Scales(NamedTuple):
+    """What logits are multiplied by."""
+
+    number: float
+    of_requests: Tensor | None = None  # float32 [batch] or [1]
+    of_query_heads: Tensor | None = None  # float32 [num_qo_heads]
+    # Of 8-bit queries and keys, read by the kernel: float32 [1] or [num_kv_heads].
+    q: Tensor | None = None
+    k: Tensor | None = None
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The arguments of scale_variants()."""
+        if self.of_requests is None and self.of_query_heads is None:
+            return _NO_PARAMS
+        given = {"sm_scales": self.of_requests, "q_scales": self.of_query_heads}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+_NO_PARAMS: dict[str, Tensor] = {}
+
+
+def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
+    """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and k_scale. Tensors on a device are read when a
+    kernel runs; of 8-bit Q they may have an element for each query head or KV head, of 8-bit K for each KV head.
+
+    Raises:
+        NotImplementedError: a tensor of other elements.
+    """
+    number, of_requests, of_query_heads, q, k = 1.0, None, None, None, None
+    for name, scale in (("sm_scale", heads.default_scale if sm_scale is None else sm_scale), ("q_scale", q_scale), ("k_scale", k_scale)):
+        if scale is None:
+            continue
+        if is_number(scale):
+            number *= float(scale)
+            continue
+        assert isinstance(scale, Tensor)
+        factor, count = scale.reshape(-1).to(torch.float32), scale.numel()
+        if name == "q_scale" and heads.float8_q and count in (1, heads.num_kv_heads):
+            q = factor
+        elif name == "q_scale" and heads.float8_q and count == heads.num_qo_heads:
+            of_query_heads = factor
+        elif name == "k_scale" and heads.kv_dtype is not None and count in (1, heads.num_kv_heads):
+            k = factor
+        elif count == 1 or (name == "sm_scale" and scale.ndim == 1):
+            of_requests = factor if of_requests is None else of_requests * factor
+        else:
+            not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
+    return Scales(number, of_requests, of_query_heads, q, k)
+
+
+def one_of(**scales: Scale | None) -> Scale | None:
+    """The one that is given, of two names for the same scale.
+
+    Raises:
+        ValueError: both are.
+    """
+    given = [(name, scale) for name, scale in scales.items() if scale is not None]
+    if len(given) > 1:
+        refuse(given[0][0], given[0][1], f"None with {given[1][0]}")
+    return given[0][1] if given else None
+
+
+@lru_cache(maxsize=1)
+def _query_head_scale() -> Variant:
+    def query_head_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * q_scales[h]  # type: ignore[name-defined]  # noqa: F821
+
+    return Variant.from_functions(query_head_scale, tensors={"q_scales": torch.float32})
+
+
+def scale_variants(params: frozenset[str]) -> list[Variant]:
+    """The variants that multiply scores by what runs are given under these names."""
+    of_requests = [builtin.request_scale()] if "sm_scales" in params else []
+    return of_requests + ([_query_head_scale()] if "q_scales" in params else [])
