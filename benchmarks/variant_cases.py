@@ -17,6 +17,8 @@ from benchmarks.cases import Case
 
 CAP, WINDOW, GPT_OSS_WINDOW = 30.0, 1024, 128
 DOCUMENTS, PREFIX = 8, 4  # documents of a request; one token of PREFIX is in the prefix
+PIECE, IN_TURN = 128, 4  # documents in pieces of so many tokens, so many documents in turn
+FIRST_TOKENS = 4  # beside a window
 TREE = 64  # tokens
 CHECKED_ROWS = 64
 ROWS_AT_ONCE = 1024
@@ -143,6 +145,26 @@ def document(case: Case, device: torch.device) -> Meaning:
     return Meaning(of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids})
 
 
+def documents_in_pieces(case: Case, device: torch.device) -> Meaning:
+    """A mask with holes."""
+    ids = (torch.arange(max(case.kv_lens)) // PIECE % IN_TURN).int().expand(len(case.kv_lens), -1).contiguous().to(device)
+
+    def of_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+    variant = builtin.document() & builtin.causal()
+    return Meaning(of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids})
+
+
+def window_and_first_tokens(case: Case, device: torch.device) -> Meaning:
+    """A window that keeps the first tokens: one hole."""
+
+    def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & ((q_idx - kv_idx < WINDOW) | (kv_idx < FIRST_TOKENS))
+
+    return Meaning(seen, is_causal=False, made_with={"variant": builtin.streaming_llm(WINDOW, FIRST_TOKENS)})
+
+
 def prefix_lm(case: Case, device: torch.device) -> Meaning:
     prefix_lens = torch.tensor([kv_len // PREFIX for kv_len in case.kv_lens], dtype=torch.int32, device=device)
 
@@ -181,6 +203,8 @@ MEANINGS: dict[str, Callable[[Case, torch.device], Meaning]] = {
     "sigmoid": sigmoid,
     "RoPE": rope,
     "document mask": document,
+    "documents in pieces": documents_in_pieces,
+    "window 1024 and first tokens": window_and_first_tokens,
     "prefix-LM": prefix_lm,
     "tree mask": tree,
     "gpt-oss": gpt_oss,

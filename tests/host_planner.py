@@ -54,6 +54,7 @@ def plan_and_lists_rows(
     searched: BSRView | None = None,
     lost: int = -1,
     max_tiles: int | None = None,
+    mask: tuple[Tensor, int] | None = None,
 ) -> tuple[Schedule, bool]:
     """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
 
@@ -62,6 +63,7 @@ def plan_and_lists_rows(
         searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
         lost: a CTA of the device planner whose findings get lost.
         max_tiles: room for so many row tiles, instead of as many as a batch may have.
+        mask: what was found of a variant's mask, as random_mask() makes it.
 
     Returns:
         The schedule, and whether its last level, a forest's if one was sought, has a row list.
@@ -70,14 +72,27 @@ def plan_and_lists_rows(
     if workspace is None:
         workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
     views = composition.levels if isinstance(composition, Composition) else (composition,)
-    levels = _Levels(views, attention.max_rows)
-    of_search = levels if searched is None else _Levels((searched,), attention.max_rows)
+    levels = Levels(views, attention.max_rows, mask=mask)
+    of_search = levels if searched is None else Levels((searched,), attention.max_rows)
     passed = config.tobytes(), ctypes.c_void_p(workspace.data_ptr()), levels.data, len(views)
     if device_seed is None:
         lists_rows = library.host_planner_plan(*passed)
     else:
         lists_rows = library.device_planner_plan(*passed, ctypes.c_uint32(device_seed), of_search.data, lost)
     return Schedule.read(workspace, config, layout), bool(lists_rows)
+
+
+def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tensor, int]:
+    """Row ranges that narrow nothing, with random lists of KV tiles behind them (KvTileList in csrc/planner/schedule.h), and the number of lists."""
+    num_lists = attention.max_batch + attention.max_rows
+    ranges = torch.tensor([0, 2**31 - 1, 0, 0], dtype=torch.int32).repeat(attention.max_rows, 1)
+    lists = torch.zeros(num_lists, 1024, dtype=torch.int32)
+    kv_tile = int(unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))["kv_tile"])
+    for row in lists:
+        tokens = numpy.flatnonzero(rng.random(200) < rng.choice([0, 0.1, 0.5, 1]))
+        row[0] = -1 if rng.random() < 0.1 else len(tokens)
+        row[1 : 1 + len(tokens)] = torch.from_numpy(tokens * kv_tile)
+    return torch.cat([ranges.flatten(), lists.flatten()]), num_lists
 
 
 def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
@@ -91,7 +106,7 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     config, layout = _config_and_layout(library, attention)
     workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
     # The planner leaves the page indices to the kernel, and does not read them.
-    levels = _Levels((view,), attention.max_rows, indices=view.table.indices)
+    levels = Levels((view,), attention.max_rows, indices=view.table.indices)
     library.host_planner_set_kind(kind)
     library.host_planner_plan(config.tobytes(), ctypes.c_void_p(workspace.data_ptr()), levels.data, 1)
     attention._schedule.copy_(workspace)
@@ -107,12 +122,15 @@ def _config_and_layout(library: ctypes.CDLL, attention: Attention, max_tiles: in
     return config, layout[0]
 
 
-class _Levels:
+class Levels:
     """Views as an array of PlanLevel, with the tensors that it points to."""
 
-    def __init__(self, views: Sequence[BSRView], max_rows: int, indices: Tensor | None = None) -> None:
-        """indices: page indices, if not those of the view copied to the CPU."""
+    def __init__(
+        self, views: Sequence[BSRView], max_rows: int, indices: Tensor | None = None, causal: bool | None = None, mask: tuple[Tensor, int] | None = None
+    ) -> None:
+        """indices: page indices, if not those of the view copied to the CPU. causal: if not as the views say. mask: as random_mask() makes it."""
         self._kept: list[Tensor] = []
+        self._causal, self._mask = causal, mask
         self.data = b"".join(self._level(view, max_rows, indices) for view in views)
 
     def _level(self, view: BSRView, max_rows: int, indices: Tensor | None) -> bytes:
@@ -141,14 +159,16 @@ class _Levels:
             rows=self._keep(view.rows),
             max_rows=max_rows if view.rows is None else min(max_rows, view.rows.shape[0]),
             num_groups=view.batch_size,
-            visibility={"causal": view.causal is not False, "window_left": view.window_left},
+            visibility={"causal": view.causal is not False if self._causal is None else self._causal, "window_left": view.window_left},
             kv_offsets=self._keep(view.kv_offsets),
             positions={
                 "positions": self._keep(view.positions),
                 "requests": self._keep(view.requests),
                 "num_rows": 0 if view.positions is None else len(view.positions),
             },
-            row_ranges=0,
+            row_ranges=0 if self._mask is None else self._mask[0].data_ptr(),
+            kv_tile_lists=0 if self._mask is None else self._mask[0].data_ptr() + 16 * max_rows,
+            num_kv_tile_lists=0 if self._mask is None else self._mask[1],
             kv_length=self._array(None),  # prepare_plan() chooses it
         )
 

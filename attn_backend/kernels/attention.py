@@ -174,6 +174,7 @@ class Attention:
             has_variant=variant is not None,
             uses_softmax=variant is None or variant.uses_softmax,
             has_mask=variant is not None and variant.has_mask,
+            skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
             has_sinks=sinks,
             float8_out=float8_out,
         )
@@ -192,7 +193,7 @@ class Attention:
             self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
             self._partial_o = torch.empty(int(sizes["partial_o"]) // 4, dtype=torch.float32, device=device)
             self._partial_lse = torch.empty(int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device)
-            self._row_ranges = torch.empty(int(sizes["row_ranges"]), dtype=torch.uint8, device=device)
+            self._row_ranges = torch.zeros(int(sizes["row_ranges"]), dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes.item())} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None

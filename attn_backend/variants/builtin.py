@@ -283,7 +283,7 @@ def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = 
     return packed_mask(mask_indptr(row.request) + static_cast<int32_t>(bit >> 3)) >> (bit & 7) & 1;
   }
 """
-    return _packed("custom_mask", hook, reference, packed_mask, mask_indptr)
+    return _packed("custom_mask", hook, reference, packed_mask, mask_indptr, skips_kv_tiles=True)
 
 
 def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:
@@ -310,6 +310,6 @@ def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = No
     return _packed("tree_mask", hook, reference, packed_mask, mask_indptr)
 
 
-def _packed(name: str, hook: str, reference: Any, packed_mask: Tensor | None, mask_indptr: Tensor | None) -> Variant:
+def _packed(name: str, hook: str, reference: Any, packed_mask: Tensor | None, mask_indptr: Tensor | None, skips_kv_tiles: bool = False) -> Variant:
     params = (Param("packed_mask", torch.uint8, 1, packed_mask), Param("mask_indptr", torch.int32, 1, mask_indptr))
-    return Variant.from_source(hook, params, name=name, reference=Reference(None, reference, params, wants_row=True))
+    return Variant.from_source(hook, params, name=name, skips_kv_tiles=skips_kv_tiles, reference=Reference(None, reference, params, wants_row=True))

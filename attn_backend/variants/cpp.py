@@ -60,6 +60,7 @@ class Body:
         code: C++ of the hooks, indented.
         pairs: which elements the transforms of Q, K and V take.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position.
+        skips_kv_tiles: whether plans look for holes in what the mask lets rows see.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Body:
     code: str
     pairs: Pairs = Pairs()
     tells_requests_apart: bool = False
+    skips_kv_tiles: bool = False
 
     @property
     def reads_positions(self) -> bool:
@@ -225,6 +227,8 @@ def _struct(name: str, body: Body) -> str:
         struct += "  static constexpr bool kUsesSoftmax = false;\n"
     if not _mask_reads_head(body):
         struct += "  static constexpr bool kMaskReadsHead = false;\n"
+    if body.skips_kv_tiles:
+        struct += "  static constexpr bool kSkipsTiles = true;\n"
     struct += _pair_layouts([body])
     return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
 
@@ -281,6 +285,8 @@ def _combined(bodies: Sequence[Body]) -> str:
         text += "  static constexpr bool kUsesSoftmax = false;\n"
     if not any(map(_mask_reads_head, bodies)):
         text += "  static constexpr bool kMaskReadsHead = false;\n"
+    if any(body.skips_kv_tiles for body in bodies):
+        text += "  static constexpr bool kSkipsTiles = true;\n"
     text += _pair_layouts(bodies)
     text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
     initial = [f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)" for name in names]

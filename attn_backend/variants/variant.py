@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
 from .source import body_from
 from .tracing import MASK_MOD, SCORE_MOD, Bound, trace
-from .visibility import visibility_of
+from .visibility import is_interval, visibility_of
 
 _MAX_NAME = 40
 
@@ -36,6 +37,7 @@ class Variant:
         has_logits, has_mask, has_output, has_query, has_key, has_value: which hooks there are.
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether they may depend on where rows and tokens stand in their requests.
+        skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position: prefixes that requests have
             in common are then not sought.
         causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
@@ -57,6 +59,7 @@ class Variant:
     has_key: bool
     has_value: bool
     tells_requests_apart: bool
+    skips_kv_tiles: bool
     causal: bool
     window_left: int
     params_bytes: int
@@ -80,6 +83,7 @@ class Variant:
         for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
         fields["reads_positions"] = any(body.reads_positions for body in bodies)
+        fields["skips_kv_tiles"] = any(body.skips_kv_tiles for body in bodies)
         fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
@@ -159,7 +163,8 @@ class Variant:
             hooks["mask"] = hook("mask", visibility.mask, params)
         functions = [function for function in (score_mod, mask_mod) if function is not None]
         name = _clean(name if name is not None else "_".join(map(_name_of, functions)))
-        body = Body(name, tuple(params.values()), frozenset(hooks), True, "\n".join(hooks.values()))
+        has_holes = visibility.mask is not None and not is_interval(visibility.mask)
+        body = Body(name, tuple(params.values()), frozenset(hooks), True, "\n".join(hooks.values()), skips_kv_tiles=has_holes)
         return cls(body=body, causal=visibility.causal, window_left=visibility.window_left, reference=Reference(score_mod, mask_mod, declared))
 
     @classmethod
@@ -173,6 +178,7 @@ class Variant:
         window_left: int = -1,
         pair_distance: int | None = None,
         pair_columns: int | None = None,
+        skips_kv_tiles: bool = False,
         reference: Reference | None = None,
     ) -> Variant:
         """From hooks in C++: any of
@@ -198,6 +204,8 @@ class Variant:
             window_left: nothing more than so many tokens before the query is seen; -1: no limit.
             pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8; None: half of head_dim.
             pair_columns: that are transformed, from the first on: a multiple of 2 * pair_distance; None: all.
+            skips_kv_tiles: the mask may have holes: plans that are given its arguments look for them, and kernels skip KV tiles in which no row of a row tile
+                sees anything. For masks that leave each row an interval that is wasted.
             reference: the same in Python.
 
         Raises:
@@ -205,8 +213,11 @@ class Variant:
         """
         check_types(str, "a string", name=name)
         name = _clean(name)
-        check_types(bool, "True or False", causal=causal)
+        check_types(bool, "True or False", causal=causal, skips_kv_tiles=skips_kv_tiles)
         body = body_from(cpp, params_from(params, "params"), name, _checked_pairs(pair_distance, pair_columns))
+        if skips_kv_tiles and "mask" not in body.hooks:
+            raise ValueError("skips_kv_tiles is True, must be False: cpp has no mask()")
+        body = replace(body, skips_kv_tiles=skips_kv_tiles)
         for param in body.params:
             if param.value is not None:
                 check_value(f"value of {param.name!r}", param, param.value, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..metadata.structure import MAX_INT32
-from .expressions import KV_IDX, Q_IDX, Kind, Node, bitwise, compare, constant, logical_not
+from .expressions import KV_IDX, Q_IDX, Kind, Node, bitwise, compare, constant, logical_not, nodes_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,81 @@ def visibility_of(mask: Node) -> Visibility:
     for term in left:
         rest = term if rest is None else bitwise("and", rest, term)
     return Visibility(causal, window_left, rest)
+
+
+def is_interval(mask: Node) -> bool:
+    """Whether a mask is known to let each query see one run of tokens, without holes. False: it may have some."""
+    return Shape.INTERVAL in _shapes(mask)
+
+
+class Shape(enum.Flag):
+    """What the tokens that a query sees may be: with a token all before it, with a token all behind it, a run of tokens."""
+
+    BEGINNING = enum.auto()
+    END = enum.auto()
+    INTERVAL = enum.auto()
+
+
+_ANY = Shape.BEGINNING | Shape.END | Shape.INTERVAL
+
+
+def _shapes(mask: Node) -> Shape:
+    """All that are known to be right."""
+    if not _reads_token(mask):
+        return _ANY  # all tokens or none
+    match mask.op:
+        case "and":
+            return _shapes(mask.args[0]) & _shapes(mask.args[1])
+        case "or":
+            both = _shapes(mask.args[0]) & _shapes(mask.args[1]) & (Shape.BEGINNING | Shape.END)
+            return both | Shape.INTERVAL if both else Shape(0)
+        case "not":
+            inside = _shapes(mask.args[0])
+            shape = Shape(0)
+            if Shape.BEGINNING in inside:
+                shape |= Shape.END | Shape.INTERVAL
+            if Shape.END in inside:
+                shape |= Shape.BEGINNING | Shape.INTERVAL
+            return shape
+        case "lt" | "le" | "gt" | "ge" | "eq":
+            a, b = mask.args
+            op: str = mask.op
+            growth, other = _growth(a), b
+            if growth is None or growth == 0:
+                growth, other, op = _growth(b), a, _MIRRORED.get(op, op)
+            if not growth or _reads_token(other):
+                return Shape(0)
+            if op == "eq":
+                return Shape.INTERVAL
+            return Shape.INTERVAL | (Shape.BEGINNING if (op in ("lt", "le")) == (growth > 0) else Shape.END)
+    return Shape(0)
+
+
+def _reads_token(node: Node) -> bool:
+    return any(inside is KV_IDX for inside in nodes_of(node))
+
+
+def _growth(node: Node) -> int | None:
+    """1 if it never decreases from token to token, -1 if it never increases, 0 if it is the same for all; None: not known. Only of integers."""
+    if not _reads_token(node):
+        return 0
+    if node is KV_IDX:
+        return 1
+    if node.kind != Kind.INT:
+        return None
+    growths = [_growth(arg) for arg in node.args]
+    if any(growth is None for growth in growths):
+        return None
+    match node.op:
+        case "negate":
+            return -growths[0]  # type: ignore[operator]
+        case "add" | "sub":
+            one, other = growths[0], growths[1] if node.op == "add" else -growths[1]  # type: ignore[operator]
+            return None if one * other < 0 else one or other  # type: ignore[operator]
+        case "mul" | "floor_divide" if node.args[1].is_constant:
+            assert isinstance(node.args[1].value, int)
+            return growths[0] if node.args[1].value > 0 else None
+    return None
 
 
 def _terms(mask: Node) -> Iterator[Node]:

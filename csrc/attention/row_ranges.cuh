@@ -1,6 +1,8 @@
-// row_ranges.h on a GPU: a CTA a row, and then another row.
+// row_ranges.h on a GPU: a CTA a row, and then another row. If the variant skips KV tiles, the CTAs of a second row of
+// the grid list them meanwhile.
 #pragma once
 
+#include "attention/kv_tile_lists.cuh"
 #include "attention/row_ranges.h"
 
 namespace attn {
@@ -24,6 +26,9 @@ __device__ __forceinline__ RangeSum sum_of_cta(RangeSum sum, RangeSum* of_warps)
 
 template <class Variant>
 __device__ __forceinline__ void find_row_ranges(const RowRangeParams& params) {
+  if constexpr (Variant::kSkipsTiles) {
+    if (blockIdx.y == 1) return list_kv_tiles<Variant>(params);
+  }
   __shared__ RangeSum of_warps[kRowRangeThreads / 32];
   const int32_t num_rows = rows_of_view(params.plan);
   for (int32_t i = blockIdx.x; i < num_rows; i += gridDim.x) {

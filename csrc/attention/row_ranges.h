@@ -16,6 +16,8 @@ struct RowRangeParams {
   VariantParams variant;
   RowRange* row_ranges;  // [rows of the view]
   int32_t num_kv_heads;
+  KvTileList* kv_tile_lists;  // of a variant that skips KV tiles
+  int32_t num_kv_tile_lists;
 };
 
 /// A row of a view, and the tokens of its row group that it may see.
@@ -39,6 +41,16 @@ struct RangedRow {
     uint32_t errors = 0;  // the planner reports them
     group = read_row_group(p, GroupPlace{0, low}, errors);
     index = row_of_view - group.qo_begin;
+    find_tokens(level, row_of_view);
+  }
+
+  /// Row number `index_` of a row group.
+  ATTN_HD RangedRow(const PlanParams& p, const RowGroup& group_, int32_t index_) : group(group_), index(index_) {
+    find_tokens(p.levels[0], group.qo_begin + index);
+  }
+
+ private:
+  ATTN_HD void find_tokens(const PlanLevel& level, int32_t row_of_view) {
     row = level.rows != nullptr ? level.rows[row_of_view] : row_of_view;
     const int32_t position = group.kv_len - group.qo_len + index;
     tokens = level.visibility.seen_by_any(position, position, TokenRange{0, group.kv_len});

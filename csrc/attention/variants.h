@@ -114,6 +114,8 @@ struct VariantBase {
   static constexpr bool kLoadsScaled = false;
   static constexpr bool kIsStandard = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
+  static constexpr bool kSkipsTiles = false;    // true: plan looks for holes in what mask() lets rows see, and KV tiles
+                                                // in which no row of a row tile sees anything are skipped
   static constexpr bool kReadsRows = true;      // false: its hooks look at no ScoreRow, and none is made
   static constexpr PairLayout kQueryPairs{0, 0};
   static constexpr PairLayout kKeyPairs{0, 0};

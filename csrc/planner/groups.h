@@ -176,6 +176,55 @@ ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& g
   return TokenRange{max_of(range.begin, begin), min_of(range.end, end)};
 }
 
+/// Number of the list of KV tiles of a request's first row tile; those of its other row tiles follow. Requests have
+/// lists of their own, and there are no more than max_row_tiles() of a view.
+ATTN_HD int32_t first_kv_tile_list(const ScheduleConfig& config, int32_t request, int32_t qo_begin) {
+  return request + (packed_rows_of(config, qo_begin) >> (4 + config.max_kind));
+}
+
+/// How many of a list's KV tiles begin before `token`.
+ATTN_HD int32_t count_listed_before(const KvTileList& list, int32_t token) {
+  int32_t low = 0;
+  for (int32_t high = list.count; low < high;) {
+    const int32_t middle = low + (high - low) / 2;
+    if (list.tokens[middle] < token)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+/// Leaves to row tile number `index` of a row group those of its KV tiles that are listed. A row group may be a part of
+/// its request, a KV chunk or what follows a shared prefix: if its KV tiles begin at other tokens than those of the
+/// whole, it keeps all of them.
+ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t index, RowTile& tile) {
+  const PlanLevel& level = p.levels[group.level];
+  const int32_t number = first_kv_tile_list(p.config, group.request, group.qo_begin) + index;
+  if (number >= level.num_kv_tile_lists) return;  // of wrong metadata
+  const KvTileList& list = level.kv_tile_lists[number];
+  if (list.count < 0 || list.count > kMostListedKvTiles) return;
+  int32_t first = 0, end = 0;
+  if (list.count > 0) {
+    if ((list.tokens[0] - group.kv_offset) % p.config.kv_tile != 0) return;
+    const int32_t first_token = group.kv_offset + tile.kv_begin, end_token = group.kv_offset + tile.kv_end;
+    // Mostly it is the whole list.
+    first = list.tokens[0] >= first_token ? 0 : count_listed_before(list, first_token);
+    end = list.tokens[list.count - 1] < end_token ? list.count : count_listed_before(list, end_token);
+  }
+  if (first >= end) {
+    tile.kv_begin = tile.kv_end = 0;
+    tile.num_kv_tiles = 1;
+    return;
+  }
+  tile.num_kv_tiles = end - first;
+  tile.kv_begin = list.tokens[first] - group.kv_offset;
+  const bool has_holes = list.tokens[end - 1] - list.tokens[first] > (end - 1 - first) * p.config.kv_tile;
+  if (!has_holes) return;
+  const int32_t* const memory = reinterpret_cast<const int32_t*>(level.row_ranges);
+  tile.kv_begin = ~static_cast<int32_t>(list.tokens + first - memory);
+}
+
 /// Row tile number `index` of a row group; cost_begin is left to the caller.
 ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_t group_index, int32_t index) {
   const ScheduleConfig& config = p.config;
@@ -201,6 +250,7 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
       range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;  // KV tiles that no row sees
   tile.kv_begin = hidden * config.kv_tile;
   tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1) + 1 - hidden : 1;
+  if (level.kv_tile_lists != nullptr) skip_kv_tiles(p, group, index, tile);
   return tile;
 }
 

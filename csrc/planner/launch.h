@@ -54,6 +54,7 @@ inline void prepare_plan(PlanParams& p, bool seeks_prefixes = true) {
   forest.rows = p.schedule.rows;
   forest.visibility = Visibility{};
   forest.row_ranges = nullptr;  // its rows are in another order
+  forest.kv_tile_lists = nullptr;
 }
 
 }  // namespace attn

@@ -19,7 +19,10 @@ struct PlanLevel {
   Visibility visibility;
   const int32_t* kv_offsets = nullptr;  // [num_groups]: tokens of its request before each row group's first; nullptr: 0
   RowPositions positions{};
-  const RowRange* row_ranges = nullptr;  // see Level
+  const RowRange* row_ranges = nullptr;       // see Level
+  const KvTileList* kv_tile_lists = nullptr;  // by number (first_kv_tile_list()); nullptr: KV tiles have no holes
+                                              // between them
+  int32_t num_kv_tile_lists = 0;
   IndexArray kv_length;  // from prepare_plan (launch.h): kv_lens, or else last_page_len, or else any array of as many
                          // elements, which is not looked at
 };

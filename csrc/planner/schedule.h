@@ -72,7 +72,9 @@ struct RowGroup {
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
-/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
+/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile;
+/// or, where the KV tiles have holes between them, below 0: ~ of the place of the first one among those listed
+/// (kv_tile_token()).
 struct RowTile {
   int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;
@@ -123,12 +125,22 @@ struct alignas(16) RowRange {
   int32_t full_end;
 };
 
+/// Most KV tiles of a row tile that are listed: a list fills 4 KB.
+constexpr int32_t kMostListedKvTiles = 1023;
+
+/// The KV tiles of a row tile in which some row sees a token, in order; those between them are skipped. Made for the
+/// row tiles of a view (attention/kv_tile_lists.h).
+struct KvTileList {
+  int32_t count;                       // -1: more than there is room for
+  int32_t tokens[kMostListedKvTiles];  // the first of each, as a position among the tokens of the request
+};
+
 /// What the row groups of one level have in common.
 struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
   RowPositions positions;
-  const RowRange* row_ranges;  // [rows of the view]; nullptr: not known
+  const RowRange* row_ranges;  // [rows of the view]; nullptr: not known; KvTileLists may lie behind, in the same memory
   int64_t num_entries;         // elements of `indices`
   int32_t entry_step;          // see PageTable
   Visibility visibility;
@@ -303,6 +315,27 @@ struct Schedule {
     attachments = reinterpret_cast<AttachmentSlot*>(base + layout.attachments);
   }
 };
+
+/// The first token, in row group `group`, of KV tile number `number` of a row tile, or of what lies behind some of its
+/// KV tiles (kv_begin_behind()). `kv_begin`: of the row tile. `kSkips`: KV tiles may be listed.
+template <bool kSkips>
+ATTN_HD int32_t kv_tile_token(const Schedule& schedule, int32_t group, int32_t kv_begin, int32_t number,
+                              int32_t kv_tile) {
+  if constexpr (kSkips) {
+    if (kv_begin < 0) {
+      const int32_t* const listed = reinterpret_cast<const int32_t*>(schedule.header->levels[0].row_ranges);
+      return listed[~kv_begin + number] - schedule.groups[group].kv_offset;
+    }
+  }
+  return kv_begin + number * kv_tile;
+}
+
+/// What RowTile::kv_begin would be without the row tile's first `number` KV tiles.
+template <bool kSkips>
+ATTN_HD int32_t kv_begin_behind(int32_t kv_begin, int32_t number, int32_t kv_tile) {
+  if (kSkips && kv_begin < 0) return kv_begin - number;
+  return kv_begin + number * kv_tile;
+}
 
 /// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most
 /// tokens, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.

@@ -188,7 +188,17 @@ WorkspaceSize Attention::workspace_size() const {
   const int64_t rows = slot_rows + int64_t{schedule_config_.max_states} * config_.num_qo_heads;
   return WorkspaceSize{layout_.bytes, rows * config_.head_dim_v * static_cast<int64_t>(sizeof(float)),
                        rows * static_cast<int64_t>(sizeof(float)),
-                       config_.has_mask ? config_.max_rows * static_cast<int64_t>(sizeof(RowRange)) : 0};
+                       row_ranges_bytes() + num_kv_tile_lists() * static_cast<int64_t>(sizeof(KvTileList))};
+}
+
+int64_t Attention::row_ranges_bytes() const {
+  return config_.has_mask ? config_.max_rows * static_cast<int64_t>(sizeof(RowRange)) : 0;
+}
+
+int32_t Attention::num_kv_tile_lists() const {
+  if (!config_.skips_kv_tiles) return 0;
+  return static_cast<int32_t>(
+      max_row_tiles(config_.max_groups, config_.max_rows, schedule_config_.group_size, schedule_config_.max_kind));
 }
 
 void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges) {
@@ -220,12 +230,20 @@ void Attention::abandon_plan() {
 }
 
 void Attention::find_row_ranges(driver::Stream stream) {
-  RowRangeParams params{plan_params_, variant_params_, row_ranges_, config_.num_kv_heads};
+  PlanLevel& level = plan_params_.levels[0];
+  const int32_t num_lists = num_kv_tile_lists();
+  KvTileList* const lists =
+      num_lists > 0 ? reinterpret_cast<KvTileList*>(reinterpret_cast<char*>(row_ranges_) + row_ranges_bytes())
+                    : nullptr;
+  const RowRangeParams params{plan_params_, variant_params_, row_ranges_, config_.num_kv_heads, lists, num_lists};
+  level.row_ranges = row_ranges_;
+  level.kv_tile_lists = lists;
+  level.num_kv_tile_lists = num_lists;
   if (!config_.on_cuda) return cpu_kernels_.find_row_ranges(params);
   constexpr uint32_t kCtasPerMultiprocessor = 4;
   const uint32_t multiprocessors = static_cast<uint32_t>(driver::multiprocessor_count(config_.device));
   const uint32_t ctas = min_of(static_cast<uint32_t>(config_.max_rows), kCtasPerMultiprocessor * multiprocessors);
-  driver::launch(row_ranges_kernel_, driver::Launch{ctas, 1, kRowRangeThreads}, &params, stream);
+  driver::launch(row_ranges_kernel_, driver::Launch{ctas, num_lists > 0 ? 2u : 1u, kRowRangeThreads}, &params, stream);
 }
 
 uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream) {
@@ -237,7 +255,6 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_p
   prepare_plan(params, seeks_prefixes);
   if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1 && !is_interpreted_) {
     find_row_ranges(stream);
-    params.levels[0].row_ranges = row_ranges_;
   }
   uint32_t errors = 0;
   if (config_.on_cuda) {

@@ -34,11 +34,12 @@ struct AttentionConfig {
   int32_t device;
   bool batch_invariant;
   bool on_cuda;
-  bool has_variant;   // another one than the standard kernels'
-  bool uses_softmax;  // of the variant
-  bool has_mask;      // the variant
-  bool has_sinks;     // runs may be given sinks
-  bool float8_out;    // runs may be given a scale of O, which is then e4m3
+  bool has_variant;     // another one than the standard kernels'
+  bool uses_softmax;    // of the variant
+  bool has_mask;        // the variant
+  bool skips_kv_tiles;  // the variant's mask may have holes (VariantBase::kSkipsTiles)
+  bool has_sinks;       // runs may be given sinks
+  bool float8_out;      // runs may be given a scale of O, which is then e4m3
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
 };
@@ -68,7 +69,7 @@ struct WorkspaceSize {
   int64_t schedule;
   int64_t partial_o;
   int64_t partial_lse;
-  int64_t row_ranges;
+  int64_t row_ranges;  // and the KvTileLists behind them
 };
 
 /// Most query heads: what is counted for each head and row fits into 64 bits.
@@ -147,6 +148,8 @@ class Attention {
   };
 
   void find_row_ranges(driver::Stream stream);
+  int64_t row_ranges_bytes() const;
+  int32_t num_kv_tile_lists() const;
   void load_kernels(const KernelFiles& files, int32_t forest_requests);
   /// `prefix`: kFloat8Out, or none.
   void load_output_kernels(const KernelFiles& files, const std::string& prefix, OutputKernels& kernels);

@@ -62,15 +62,16 @@ ATTN_STRUCT(PageTable, ATTN_FIELD(indices), ATTN_FIELD(indptr), ATTN_FIELD(last_
 
 ATTN_STRUCT(PlanLevel, ATTN_FIELD(qo_indptr), ATTN_FIELD(table), ATTN_FIELD(rows), ATTN_FIELD(max_rows),
             ATTN_FIELD(num_groups), ATTN_FIELD(visibility), ATTN_FIELD(kv_offsets), ATTN_FIELD(positions),
-            ATTN_FIELD(row_ranges), ATTN_FIELD(kv_length));
+            ATTN_FIELD(row_ranges), ATTN_FIELD(kv_tile_lists), ATTN_FIELD(num_kv_tile_lists), padding(4),
+            ATTN_FIELD(kv_length));
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads), ATTN_FIELD(head_dim),
             ATTN_FIELD(head_dim_v), ATTN_FIELD(dtype), ATTN_FIELD(q_dtype), ATTN_FIELD(kv_dtype), ATTN_FIELD(max_rows),
             ATTN_FIELD(max_groups), ATTN_FIELD(max_levels), ATTN_FIELD(num_ctas), ATTN_FIELD(cascade),
             ATTN_FIELD(design), ATTN_FIELD(device), ATTN_FIELD(batch_invariant), ATTN_FIELD(on_cuda),
-            ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax), ATTN_FIELD(has_mask), ATTN_FIELD(has_sinks),
-            ATTN_FIELD(float8_out), padding(1));
+            ATTN_FIELD(has_variant), ATTN_FIELD(uses_softmax), ATTN_FIELD(has_mask), ATTN_FIELD(skips_kv_tiles),
+            ATTN_FIELD(has_sinks), ATTN_FIELD(float8_out));
 
 ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(page_size), ATTN_FIELD(window_left),
             ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),

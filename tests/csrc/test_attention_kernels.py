@@ -21,6 +21,7 @@ from device_attention import CACHES, DeviceAttention
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
+from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -306,6 +307,50 @@ def test_traced_functions(emulated: Path, kernel: str) -> None:
         attention.plan(case.view, variant_args={"slopes": slopes} if number == 0 else None)
         case.run(attention, out=case.out, lse=case.lse, variant_args={"slopes": slopes})  # type: ignore[arg-type]
         case_tensors.check(case, case.out, case.lse, case.expected(variant=expected))
+
+
+@pytest.mark.parametrize("options", [{"cascade": False}, {"cascade": "always"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object]) -> None:
+    """In row tiles of all kinds, wherever CTAs begin and end; by TMA and gathered."""
+    dtype, head_dim = FORMS[0]
+    variant = builtin.document()
+    for number, (page_size, num_ctas) in enumerate(((16, 5), (3, 2), (64, 40))):
+        spec = cases.Spec(
+            (1, 150, 3, 20, 1), (1400, 700, 900, 300, 1000), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=num_ctas, page_size=page_size,
+            causal=False, seed=number, sharing=0.5,
+        )  # fmt: skip
+        case = case_tensors.build(spec, CPU)
+        ids = torch.randint(4, (5, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32).repeat_interleave(200, dim=1)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, **options), kernel, number, variant)
+        attention.plan(case.view, variant_args={"document_ids": ids})
+        assert options != {"cascade": False} or int((attention.schedule().tiles[:, 3] < 0).sum()) >= 1
+        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
+        seen = oracle.Variant(mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
+        case_tensors.check(case, case.out, case.lse, case.expected(variant=seen))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kv_tiles_in_holes_are_not_read(emulated: Path, kernel: str) -> None:
+    """V is NaN there, which no mask hides. K is transformed by what its tokens' positions are."""
+    dtype, head_dim = FORMS[0]
+    twice = "Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { float f = token.position / 100 % 2 + 1; return {x.first * f, x.second * f}; }"
+    variant = builtin.document() & Variant.from_source(twice, name="twice")
+    for number, (rows, page_size) in enumerate(((1, 16), (10, 3), (100, 64))):
+        spec = cases.Spec((rows,), (1300,), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=3, page_size=page_size, causal=False)
+        case = case_tensors.build(spec, CPU)
+        ids = torch.zeros(1, 1300, dtype=torch.int32)
+        ids[:, 200:800] = 1
+        seen = oracle.Variant(
+            mask=lambda at: (at.token < 200) | (at.token >= 800), key=lambda k, at: k * (torch.arange(1300) // 100 % 2 + 1)[None, :, None].double()
+        )
+        expected = case.expected(variant=seen)
+        hidden = case.slots[0][256:768]
+        case.kv.v[hidden // page_size, hidden % page_size] = torch.nan
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant)
+        attention.plan(case.view, variant_args={"document_ids": ids})
+        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
+        case_tensors.check(case, case.out, case.lse, expected)
 
 
 def test_levels_say_where_their_tokens_and_rows_stand(emulated: Path) -> None:

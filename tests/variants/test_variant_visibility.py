@@ -9,7 +9,7 @@ import torch
 
 from attn_backend.metadata.structure import MAX_INT32
 from attn_backend.variants.expressions import KV_IDX, Q_IDX, B, H, Kind, Node, absolute, arithmetic, bitwise, compare, constant, logical_not, select
-from attn_backend.variants.visibility import visibility_of
+from attn_backend.variants.visibility import is_interval, visibility_of
 
 LENGTH = 24
 Q, KV = torch.meshgrid(torch.arange(LENGTH), torch.arange(LENGTH), indexing="ij")
@@ -94,6 +94,21 @@ def test_random_masks() -> None:
         dropped += (visibility.causal or visibility.window_left >= 0) and visibility.mask is None
     assert derived > 100
     assert dropped > 20
+
+
+def test_masks_known_as_intervals_have_no_holes() -> None:
+    """And not all are unknown."""
+    rng = random.Random(7)
+    known = 0
+    for _ in range(3000):
+        mask = random_mask(rng, 3)
+        if mask.is_constant or not is_interval(mask):
+            continue
+        known += 1
+        seen = value_of(mask).int()
+        begins = (seen.diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32)) == 1).sum(1)
+        assert int(begins.max()) <= 1, mask
+    assert known > 300
 
 
 def test_largest_windows() -> None:

@@ -99,10 +99,32 @@ class AttentionKernel {
         const RangeSum sum = sum_tokens<Variant>(params, row, 0, 1);
         params.row_ranges[i] = make_row_range(row, sum, find_holes<Variant>(params, row, sum, 0, 1));
       }
+      if constexpr (Variant::kSkipsTiles) {
+        for (int32_t i = 0; i < params.num_kv_tile_lists; ++i) list_kv_tiles<Variant>(params, i);
+      }
     }
   }
 
  private:
+  /// Of a row tile of a view.
+  template <class Variant>
+  static void list_kv_tiles(const RowRangeParams& params, int32_t number) {
+    const TileOfView of_view(params.plan, number);
+    if (!of_view.exists()) return;
+    KvTileList& list = params.kv_tile_lists[number];
+    int32_t count = 0;
+    for (int32_t kv_tile = 0; kv_tile < of_view.tile.num_kv_tiles; ++kv_tile) {
+      const TokenRange tokens = of_view.tokens(params.plan, kv_tile);
+      bool is_seen = false;
+      for (int32_t row = of_view.first_row; row < of_view.end_row && !is_seen; ++row)
+        is_seen = row_sees_any<Variant>(params, of_view, row, tokens, 0, 1);
+      if (!is_seen) continue;
+      if (count < kMostListedKvTiles) list.tokens[count] = listed_token(params.plan, of_view, kv_tile);
+      ++count;
+    }
+    list.count = listed_count(count);
+  }
+
   struct RowOut {
     Element* o;  // unless it is of 8 bits
     Float8E4M3* float8;
@@ -235,19 +257,53 @@ class AttentionKernel {
     if (out.lse != nullptr) *out.lse = end.lse;
   }
 
-  /// Tokens of an item that any of its rows sees; empty if it has no rows.
-  static TokenRange find_range(const AttentionParams& params, const WorkItem& item) {
-    const RowTile& tile = params.schedule.tiles[item.tile];
-    const RowGroup& group = params.schedule.groups[tile.group];
-    const int rows = count_rows(params, item);
-    if (rows == 0) return TokenRange{0, 0};
-    const int64_t begin = tile.kv_begin + int64_t{item.kv_tile_begin} * params.kv_tile;
-    const int64_t end = min_of<int64_t>(tile.kv_begin + int64_t{item.kv_tile_end} * params.kv_tile, tile.kv_end);
-    const int32_t first = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin);
-    const int32_t last = group.kv_len - group.qo_len + params.group_size.divide(tile.packed_begin + rows - 1);
-    return level_of(params, item)
-        .visibility.seen_by_any(first, last, TokenRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)});
-  }
+  /// The tokens of an item that any of its rows may see, as far as plan knows, block by block.
+  class Blocks {
+   public:
+    Blocks(const AttentionParams& params, const WorkItem& item)
+        : params_(params), item_(item), kv_tile_(item.kv_tile_begin), run_{0, 0} {
+      if (count_rows(params, item) == 0) kv_tile_ = item.kv_tile_end;
+    }
+
+    /// Empty behind the last one.
+    TokenRange next() {
+      while (run_.begin >= run_.end && kv_tile_ < item_.kv_tile_end) next_run();
+      const TokenRange block{run_.begin, min_of(run_.end, run_.begin + Engine::kBlockTokens)};
+      run_.begin = block.end;
+      return block;
+    }
+
+   private:
+    /// Goes to the next KV tiles between which there are no holes.
+    void next_run() {
+      const RowTile& tile = params_.schedule.tiles[item_.tile];
+      const int32_t begin = token_of(tile, kv_tile_);
+      int64_t end = begin;
+      do {
+        end += params_.kv_tile;
+        ++kv_tile_;
+      } while (kv_tile_ < item_.kv_tile_end && token_of(tile, kv_tile_) == end);
+      run_ = seen_by_any_row(TokenRange{begin, static_cast<int32_t>(min_of<int64_t>(end, tile.kv_end))});
+    }
+
+    int32_t token_of(const RowTile& tile, int32_t kv_tile) const {
+      return kv_tile_token<Variant::kSkipsTiles>(params_.schedule, tile.group, tile.kv_begin, kv_tile, params_.kv_tile);
+    }
+
+    TokenRange seen_by_any_row(TokenRange tokens) const {
+      const RowTile& tile = params_.schedule.tiles[item_.tile];
+      const RowGroup& group = params_.schedule.groups[tile.group];
+      const int32_t last_row = tile.packed_begin + count_rows(params_, item_) - 1;
+      const int32_t first = group.kv_len - group.qo_len + params_.group_size.divide(tile.packed_begin);
+      const int32_t last = group.kv_len - group.qo_len + params_.group_size.divide(last_row);
+      return level_of(params_, item_).visibility.seen_by_any(first, last, tokens);
+    }
+
+    const AttentionParams& params_;
+    const WorkItem& item_;
+    int32_t kv_tile_;  // behind `run_`
+    TokenRange run_;   // what is left of it
+  };
 
   /// Position of a row's query.
   int32_t position(int row) const {
@@ -264,19 +320,19 @@ class AttentionKernel {
       s_.row_sum[r] = 0.0f;
     }
 
-    const TokenRange tokens = find_range(params_, item_);
-    TokenRange block = first_block(tokens);
+    Blocks blocks(params_, item_);
+    TokenRange block = blocks.next();
     TokenRows* rows = &s_.tokens[0];
     TokenRows* next_rows = &s_.tokens[1];
     find_tokens(item_, block, *rows);
     prefetch(*rows, 0, rows->count);
     while (block.begin < block.end) {
-      TokenRange next_block = first_block(TokenRange{block.end, tokens.end});
+      const TokenRange next_block = blocks.next();
       const bool last = next_block.begin >= next_block.end;
       if (!last)
         find_tokens(item_, next_block, *next_rows);
       else if (next_item != nullptr)
-        find_tokens(*next_item, first_block(find_range(params_, *next_item)), *next_rows);
+        find_tokens(*next_item, Blocks(params_, *next_item).next(), *next_rows);
       else
         next_rows->count = 0;
       process_block(block, *rows, *next_rows);
@@ -287,10 +343,6 @@ class AttentionKernel {
     }
 
     for (int r = 0; r < rows_; ++r) write_row(r);
-  }
-
-  static TokenRange first_block(TokenRange tokens) {
-    return TokenRange{tokens.begin, min_of(tokens.end, tokens.begin + Engine::kBlockTokens)};
   }
 
   void load_queries() {

@@ -108,7 +108,8 @@ int64_t estimate_work(const AttentionParams& params, HeadDims dims) {
     const int64_t packed_rows =
         int64_t{params.schedule.groups[tile.group].qo_len} * params.group_size.divisor - tile.packed_begin;
     const int64_t rows = min_of<int64_t>(packed_rows, tile_rows(tile.kind));
-    work += (tile.kv_end - tile.kv_begin) * (kTokenCost + rows) * params.num_kv_heads * (dims.qk + dims.v) / 128;
+    work += int64_t{tile.num_kv_tiles} * params.kv_tile * (kTokenCost + rows) * params.num_kv_heads *
+            (dims.qk + dims.v) / 128;
   }
   return work;
 }

@@ -166,8 +166,11 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
   static_assert(!Traits::kIsOf8Bits || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
+  const auto token_of = [&](int32_t kv_tile) {
+    return kv_tile_token<Variant::kSkipsTiles>(params.schedule, row_tile.group, row_tile.kv_begin, kv_tile, kKvTile);
+  };
   TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0},
-                    row_tile.kv_begin + cursor.now.kv_tile * kKvTile};
+                    token_of(cursor.now.kv_tile)};
 
   int32_t* const requests = reinterpret_cast<int32_t*>(shared + layout.requests);  // of an 8-bit cache
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
@@ -202,8 +205,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
   const uint32_t first_value = warp.first_token * Values::kRowBytes + first_column * Element::kBytes;
-  int32_t token =
-      row_tile.kv_begin + cursor.now.kv_tile * kKvTile + warp.first_token;  // this warp's first one of the KV tile
+  int32_t token = token_of(cursor.now.kv_tile) + warp.first_token;  // this warp's first one of the KV tile
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
@@ -247,8 +249,13 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     else
       state.template accumulate<Layout::kTokens, Values>(p, v);
 
-    token += kKvTile;
-    tokens.first_token += kKvTile;
+    if constexpr (Variant::kSkipsTiles) {
+      tokens.first_token = token_of(cursor.now.kv_tile + num_kv_tiles - max_of(left - 1, 1));
+      token = tokens.first_token + warp.first_token;
+    } else {
+      token += kKvTile;
+      tokens.first_token += kKvTile;
+    }
     ++ring.tile;
     ring.pair = ring.pair == kPairs - 1 ? 0 : ring.pair + 1;
   }

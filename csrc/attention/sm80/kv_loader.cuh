@@ -30,7 +30,7 @@ struct PageTableView {
 /// What the lookups need of a row tile.
 struct LoadedTile {
   int64_t table_begin;
-  int32_t first_token;
+  int32_t kv_begin;       // as RowTile's
   int32_t visible_begin;  // tokens that some row of the row tile sees
   int32_t visible_end;
   int32_t num_kv_tiles;
@@ -222,7 +222,9 @@ struct KvLoader {
   /// instead is masked.
   __device__ __forceinline__ int32_t token() const {
     const LoadedTile& tile = store.get();
-    const int32_t t = tile.first_token + cursor.now.kv_tile * kTokens + static_cast<int32_t>(threadIdx.x) % kTokens;
+    const int32_t first = kv_tile_token<Traits::Variant::kSkipsTiles>(
+        params.schedule, params.schedule.tiles[cursor.now.tile].group, tile.kv_begin, cursor.now.kv_tile, kTokens);
+    const int32_t t = first + static_cast<int32_t>(threadIdx.x) % kTokens;
     return clamp(t, tile.visible_begin, tile.visible_end - 1);
   }
 
@@ -248,7 +250,7 @@ struct KvLoader {
             .seen_by_any(rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all)
             .begin;
     loaded.visible_end = all.end;
-    loaded.first_token = tile.kv_begin;
+    loaded.kv_begin = tile.kv_begin;
     loaded.num_kv_tiles = tile.num_kv_tiles;
     loaded.table_begin = group.table_begin;
     store.set(loaded, params, group.level);

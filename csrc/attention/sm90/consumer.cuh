@@ -27,16 +27,19 @@ struct Consumer : MmaConsumer<Traits> {
   using Base = MmaConsumer<Traits>;
   using Base::clear_unreadable;
   using Base::finish_scores;
+  using Base::first_token;
   using Base::free_tile;
   using Base::hopper_params;
   using Base::kKeepsMaxima;
   using Base::kQkColumns;
+  using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
   using Base::kWidens;
   using Base::multiplied;
   using Base::next_tile;
+  using Base::next_token;
   using Base::params;
   using Base::run_mma_item;
   using Base::scale;
@@ -90,8 +93,9 @@ struct Consumer : MmaConsumer<Traits> {
   /// Frees the KV tiles of an item that the other warpgroup computes alone.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (kWidens) {
-      widen_tiles(item, kv, kv, item.first_token, false, true);
-      for (int left = item.num_kv_tiles, token = item.first_token; left > 0; --left, token += kTokens) {
+      widen_tiles(item, kv, kv, item.kv_begin, false, true);
+      for (int left = item.num_kv_tiles, token = first_token(item); left > 0;
+           --left, token = kSkips ? next_token(item, token, left) : token + kTokens) {
         next_tile();
         const typename Shared::KvPlace values = kv;
         next_tile();
@@ -287,17 +291,18 @@ struct Consumer : MmaConsumer<Traits> {
       const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
-      int32_t token = item.first_token;
+      int32_t token = first_token(item);
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
-      transform_early(item, token, item.num_kv_tiles > 1);
+      transform_early(item, token, item.num_kv_tiles > 1, item.num_kv_tiles - 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
       // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
       // (ADR 15).
-      for (int left = item.num_kv_tiles;; token += kTokens) {
+      int32_t behind = token;  // of the next KV tile
+      for (int left = item.num_kv_tiles;; token = kSkips ? behind : token + kTokens) {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
@@ -336,12 +341,13 @@ struct Consumer : MmaConsumer<Traits> {
         next_tile();
         if (--left == 0) break;
         wait_for_tiles(kv, values);
-        transform_late(item, values, token, true);
+        transform_late(item, values, token, true, left);
         clear_unreadable(values, token, readable);
         ptx::wgmma_fence();
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
-        transform_early(item, token + kTokens, left > 1);
+        if constexpr (kSkips) behind = next_token(item, token, left);  // early: it may have to be loaded
+        transform_early(item, kSkips ? behind : token + kTokens, left > 1, left - 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }
@@ -354,7 +360,7 @@ struct Consumer : MmaConsumer<Traits> {
         more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
       }
       wait_for_tiles(more ? kv : values, values);
-      transform_late(item, values, token, false);
+      transform_late(item, values, token, false, 0);
       if (more) transform_first(shared.item(next.slot), next.slot);
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();

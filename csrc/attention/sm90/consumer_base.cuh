@@ -73,6 +73,7 @@ struct ConsumerBase {
   using StoredValues = VTile<Traits>;
   using Output = OTile<Traits>;
   static constexpr bool kWidens = Traits::kWidens;
+  static constexpr bool kSkips = Variant::kSkipsTiles;
   static constexpr int kTokens = Shared::kTuning.kv_tile;
   // That products take: of the head, and perhaps some behind.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
@@ -116,6 +117,26 @@ struct ConsumerBase {
   __device__ __forceinline__ float sm_scale(const WorkItem& item) const {
     if constexpr (kWidens) return shared.score_scale(item);
     return params.sm_scale;
+  }
+
+  // --- where KV tiles begin
+
+  /// The first token of an item.
+  __device__ __forceinline__ int32_t first_token(const WorkItem& item) const {
+    if constexpr (kSkips)
+      return kv_tile_token<true>(params.schedule, item.group, item.kv_begin, 0, kTokens);
+    else
+      return item.kv_begin;
+  }
+
+  /// The first token of the KV tile behind the one from `token` on; `left`: KV tiles of the item from there on. Without
+  /// any it is nothing.
+  __device__ __forceinline__ int32_t next_token(const WorkItem& item, int32_t token, int32_t left) const {
+    if constexpr (kSkips)
+      return kv_tile_token<true>(params.schedule, item.group, item.kv_begin, item.num_kv_tiles - max_of(left, 1),
+                                 kTokens);
+    else
+      return token + kTokens;
   }
 
   /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
@@ -220,34 +241,37 @@ struct ConsumerBase {
       sync_warpgroup();
     }
     if constexpr (OfKey::kExists) {
-      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, item.first_token);
+      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, first_token(item));
       arrive_transformed(item);
       wait_transformed(item);
     }
-    widen_tiles(item, kv, kv, item.first_token, false, true);
+    widen_tiles(item, kv, kv, item.kv_begin, false, true);
   }
 
   /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
-  /// behind it, if `has_keys`.
+  /// behind it, if `has_keys`; `left`: KV tiles of the item from there on.
   __device__ __forceinline__ void transform_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
-                                                  const typename Shared::KvPlace& keys, int32_t token,
-                                                  bool has_keys) const {
+                                                  const typename Shared::KvPlace& keys, int32_t token, bool has_keys,
+                                                  int32_t left) const {
     transform_share<OfValue, Values, Traits::Shape::kV>(item, values, token);
-    if (has_keys) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys, token + kTokens);
+    if (has_keys)
+      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys,
+                                                       kSkips ? next_token(item, token, left) : token + kTokens);
     arrive_transformed(item);
   }
 
   /// The same once the product of Q and the K tile at `kv`, from `token` on, has been started: while the tensor cores
   /// work.
-  __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys) const {
+  __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
+                                                  int32_t left) const {
     if constexpr (kTransformsCache && kTransformsEarly)
-      transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys);
+      transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys, left);
   }
 
   /// Just before they are multiplied; or waits for what was transformed early.
   __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
-                                                 int32_t token, bool has_keys) {
-    if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys);
+                                                 int32_t token, bool has_keys, int32_t left) {
+    if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys, left);
     widen_tiles(item, values, kv, token, true, has_keys);
     wait_transformed(item);
   }

@@ -22,13 +22,16 @@ template <class Traits>
 struct Float8Consumer : Consumer<Traits> {
   using Base = Consumer<Traits>;
   using Base::finish_scores;
+  using Base::first_token;
   using Base::free_tile;
   using Base::is_box;
+  using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
   using Base::multiplies;
   using Base::next_tile;
+  using Base::next_token;
   using Base::params;
   using Base::query;
   using Base::run_mma_item;
@@ -196,8 +199,8 @@ struct Float8Consumer : Consumer<Traits> {
       state.scale = scale(item);
       const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
-      int32_t token = item.first_token;
-      for (int left = item.num_kv_tiles;; token += kTokens) {
+      int32_t token = first_token(item);
+      for (int left = item.num_kv_tiles;; token = kSkips ? next_token(item, token, left) : token + kTokens) {
         const typename Shared::KvPlace keys = kv;
         next_tile();
         transpose(kv, token, item.readable);

@@ -10,11 +10,14 @@ template <class Traits>
 struct MmaConsumer : ConsumerBase<Traits> {
   using Base = ConsumerBase<Traits>;
   using Base::finish_scores;
+  using Base::first_token;
   using Base::kQkColumns;
+  using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
   using Base::kWidens;
+  using Base::next_token;
   using Base::params;
   using Base::scale;
   using Base::shared;
@@ -83,8 +86,12 @@ struct MmaConsumer : ConsumerBase<Traits> {
     }
     Held held;
     if constexpr (kWidens) held.load(q);
-    int32_t token = item.first_token + row;
-    for (int tile = 0; tile < item.num_kv_tiles; ++tile, token += kTokens, kv = kv.behind(2 * kParts)) {
+    int32_t token = first_token(item) + row;
+    int32_t next = token;  // of the next KV tile
+    for (int tile = 0; tile < item.num_kv_tiles;
+         ++tile, token = kSkips ? next : token + kTokens, kv = kv.behind(2 * kParts)) {
+      if constexpr (kSkips)
+        next = next_token(item, token, item.num_kv_tiles - tile - 1) + row;  // early: it may have to be loaded
       const typename Shared::KvPlace keys = kv.behind(part);
       const typename Shared::KvPlace values = kv.behind(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {

@@ -477,12 +477,19 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
 
   const bool is_one_tile = kIsWide && hopper_params.v_is_k;  // K and V: loaded by the warps that load K
   const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
-  const auto look_up = [&] { copier.look_up(tile, tile.first_token + cursor.now.kv_tile * Shared::kTuning.kv_tile); };
+  constexpr bool kSkips = Traits::Variant::kSkipsTiles;
+  const auto look_up = [&] {
+    copier.look_up(tile, kv_tile_token<kSkips>(params.schedule, tile.group, tile.kv_begin, cursor.now.kv_tile,
+                                               Shared::kTuning.kv_tile));
+  };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
   int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `few` still applies
   while (!cursor.done()) {
-    if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem(params, tile, cursor), q_place);
+    if (share.is_v) {
+      const int32_t kv_begin = kv_begin_behind<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
+      produce_item<Traits>(hopper_params, shared, WorkItem(tile, cursor, kv_begin), q_place);
+    }
     const int32_t head = cursor.now.head;
     const bool for_mma = !kIsWide && tile.kind == 0;
     // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The

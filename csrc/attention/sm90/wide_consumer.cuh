@@ -22,6 +22,7 @@ template <class Traits>
 struct WideConsumer : Consumer<Traits> {
   using Base = Consumer<Traits>;
   using Base::hopper_params;
+  using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::params;
@@ -123,12 +124,13 @@ struct WideConsumer : Consumer<Traits> {
     const Rows rows(params, item.rows, item.group, item.kv_head, first_row());
     const ptx::MatrixDescriptor query = this->query(0);
     float s[1][kTokens / 8][4];
-    int32_t token = item.first_token;
+    int32_t token = this->first_token(item);
 
     multiply_keys_as_they_come(s, query, kv);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
-    for (int left = item.num_kv_tiles;; token += kTokens) {
+    int32_t behind = token;  // of the next KV tile
+    for (int left = item.num_kv_tiles;; token = kSkips ? behind : token + kTokens) {
       if (!v_is_k()) {
         free_alone(kv);
         free_alone(right_of(kv));
@@ -164,6 +166,7 @@ struct WideConsumer : Consumer<Traits> {
       multiply_keys_as_they_come(s, query, next_keys());
       multiply_probabilities(state);
       kv = next_keys();
+      if constexpr (kSkips) behind = this->next_token(item, token, left);  // early: it may have to be loaded
       ptx::wgmma_wait<1>();
       ptx::wgmma_fence_operand(s[0]);
     }

@@ -15,7 +15,7 @@ struct LoadedRowTile {
   RowTileRows<true> rows;
   TokenRange readable;  // from the first token that some row sees to the end of the row group's: these are in the
                         // cache, whether seen or not
-  int32_t first_token;  // of its first KV tile
+  int32_t kv_begin;     // as RowTile's
   int32_t num_kv_tiles;
   int32_t kind;
   int32_t group;
@@ -28,7 +28,7 @@ struct LoadedRowTile {
 
   __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) {
     const RowTile& tile = params.schedule.tiles[tile_number];
-    first_token = tile.kv_begin;
+    kv_begin = tile.kv_begin;
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
     group = tile.group;
@@ -67,7 +67,7 @@ struct WorkItem {
   RowTileRows<true> rows;
   TokenRange readable;   // of its row tile: what else lies in its KV tiles is not in the cache
   int32_t num_kv_tiles;  // 0: there is no further item
-  int32_t first_token;   // of the first KV tile
+  int32_t kv_begin;      // RowTile's, behind the KV tiles before this item: its first token, mostly
   int32_t kind;
   int32_t kv_head;
   int32_t group;
@@ -77,14 +77,13 @@ struct WorkItem {
 
   WorkItem() = default;
 
-  /// From the cursor to the end of its pair, or of the interval.
-  __device__ __forceinline__ WorkItem(const AttentionParams& params, const LoadedRowTile& tile,
-                                      const WorkCursor& cursor) {
+  /// From the cursor to the end of its pair, or of the interval. `kv_begin_`: of what is under the cursor.
+  __device__ __forceinline__ WorkItem(const LoadedRowTile& tile, const WorkCursor& cursor, int32_t kv_begin_) {
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
     readable = tile.readable;
     num_kv_tiles = end - cursor.now.kv_tile;
-    first_token = tile.first_token + cursor.now.kv_tile * params.kv_tile;
+    kv_begin = kv_begin_;
     kind = tile.kind;
     kv_head = cursor.now.head;
     group = tile.group;

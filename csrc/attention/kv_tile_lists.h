@@ -1,0 +1,75 @@
+// Which KV tiles the row tiles of a view need under a variant's mask that has holes: those in which some row sees a
+// token, found by asking the mask. Plans then count only these, and kernels go from one to the next.
+#pragma once
+
+#include "attention/row_ranges.h"
+
+namespace attn {
+
+/// A row tile of a view, as a plan makes it for the whole request.
+struct TileOfView {
+  RowGroup group;
+  RowTile tile;
+  int32_t first_row;  // rows [first_row, end_row) of the row group
+  int32_t end_row;    // not above first_row: there is no such row tile
+
+  /// `list`: number of its list (first_kv_tile_list()).
+  ATTN_HD TileOfView(const PlanParams& p, int32_t list) : tile{}, first_row(0), end_row(0) {
+    const PlanLevel& level = p.levels[0];
+    const auto first_list = [&](int32_t i) {
+      const int32_t begin = level.qo_indptr.narrow(level.qo_indptr.words(i));
+      return first_kv_tile_list(p.config, i, clamp(begin, 0, level.max_rows));
+    };
+    int32_t low = 0;  // the last row group whose first list is at or before this one
+    for (int32_t high = level.num_groups; high - low > 1;) {
+      const int32_t middle = low + (high - low) / 2;
+      if (first_list(middle) <= list)
+        low = middle;
+      else
+        high = middle;
+    }
+    uint32_t errors = 0;  // the planner reports them
+    group = read_row_group(p, GroupPlace{0, low}, errors);
+    const int32_t index = list - first_list(low);
+    if (index < 0 || index >= count_row_tiles(p.config, group)) return;
+    tile = make_row_tile(p, group, 0, index);
+    first_row = p.group_size.divide(tile.packed_begin);
+    const int64_t packed_end = int64_t{tile.packed_begin} + tile_rows(tile.kind) - 1;
+    end_row = min_of(group.qo_len, p.group_size.divide(static_cast<int32_t>(min_of(packed_end, kMaxInt32))) + 1);
+  }
+
+  ATTN_HD bool exists() const { return first_row < end_row; }
+
+  /// Tokens of a KV tile, in the row group.
+  ATTN_HD TokenRange tokens(const PlanParams& p, int32_t kv_tile) const {
+    const int32_t begin = tile.kv_begin + kv_tile * p.config.kv_tile;
+    return TokenRange{begin, min_of(begin + p.config.kv_tile, tile.kv_end)};
+  }
+};
+
+/// Whether a row sees any of the tokens first, first + step, ... of a KV tile, with any head.
+template <class Variant>
+ATTN_HD bool row_sees_any(const RowRangeParams& params, const TileOfView& of_view, int32_t row, TokenRange tokens,
+                          int32_t first, int32_t step) {
+  const RangedRow ranged(params.plan, of_view.group, row);
+  const int32_t begin = max_of(tokens.begin, ranged.tokens.begin);
+  const int32_t end = min_of(tokens.end, ranged.tokens.end);
+  const int32_t num_heads = heads_of_mask<Variant>(params);
+  for (int32_t head = 0; head < num_heads; ++head) {
+    const HeadOfRow<Variant> of_head(params, ranged, head);
+    for (int32_t token = begin + first; token < end; token += step) {
+      if (of_head.sees(token)) return true;
+    }
+  }
+  return false;
+}
+
+/// What a list says of a KV tile.
+ATTN_HD int32_t listed_token(const PlanParams& p, const TileOfView& of_view, int32_t kv_tile) {
+  return of_view.group.kv_offset + of_view.tokens(p, kv_tile).begin;
+}
+
+/// KvTileList::count of so many KV tiles.
+ATTN_HD int32_t listed_count(int32_t kv_tiles) { return kv_tiles <= kMostListedKvTiles ? kv_tiles : -1; }
+
+}  // namespace attn

@@ -1,0 +1,49 @@
+// The row_ranges kernel of a variant on a CPU, for ctypes: attention/row_ranges.cuh and kv_tile_lists.cuh with
+// emulated/ in the place of CUDA. CTAs run one after another, so that what they share may be static.
+#include "cuda_emulation.h"
+
+#undef __shared__
+#define __shared__ static
+
+namespace emulation {
+
+char none[16];
+char* const shared_memory = none;
+const size_t shared_bytes = 0;
+
+uint64_t time() { return 0; }
+
+}  // namespace emulation
+
+#include <cstring>
+
+#include "kernels.h"  // row_ranges_kernel
+#include "plan_params.h"
+
+namespace {
+attn::RowRangeParams launched;
+}
+
+/// `memory`: row ranges of config->max_rows rows, and `num_lists` lists behind them. Returns what failed, or nullptr.
+extern "C" const char* device_row_ranges(const attn::ScheduleConfig* config, void* workspace,
+                                         const attn::PlanLevel* level, const void* variant, size_t variant_bytes,
+                                         char* memory, int32_t num_lists, int32_t ctas, uint32_t seed) {
+  static std::string failure;
+  launched.plan = attn::passed_params(*config, workspace, level, 1);
+  std::memcpy(launched.variant.bytes, variant, variant_bytes);
+  launched.row_ranges = reinterpret_cast<attn::RowRange*>(memory);
+  launched.num_kv_heads = config->num_kv_heads;
+  launched.kv_tile_lists = reinterpret_cast<attn::KvTileList*>(launched.row_ranges + config->max_rows);
+  launched.num_kv_tile_lists = num_lists;
+  try {
+    gridDim.y = 2;
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+      for (int32_t cta = 0; cta < ctas; ++cta)
+        emulation::run_cta(cta, ctas, attn::kRowRangeThreads, seed, [] { row_ranges_kernel(launched); });
+    }
+  } catch (const emulation::Failure& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+  return nullptr;
+}
