@@ -44,6 +44,8 @@ def _create_extend(factory: Any) -> Any:
     from .support import check_drafts
 
     runner = factory.draft_model_runner
-    check_drafts(runner)
     of_runner = getattr(runner, "attn_backend", None)
-    return of_runner if isinstance(of_runner, SGLangAttentionBackend) else SGLangAttentionBackend(runner)
+    if isinstance(of_runner, SGLangAttentionBackend):
+        return of_runner
+    check_drafts(runner)
+    return SGLangAttentionBackend(runner)

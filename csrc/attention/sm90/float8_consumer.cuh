@@ -5,11 +5,15 @@
 // cores add products of 8-bit elements with about 14 bits, which is too few for long sums: each KV tile's P V is
 // computed by itself, and added to the output in float32.
 //
-// A warpgroup transposes V for itself while the tensor cores multiply its Q K^T. It has registers for a KV tile's
-// scores or for its P V, not for both: what runs beside its softmax are the products of the other warpgroup.
+// Each warpgroup transposes half of V's columns, for both, while the tensor cores multiply its Q K^T. It has registers
+// for a KV tile's scores or for its P V, not for both: what runs beside its softmax are the products of the other
+// warpgroup, and they take turns.
 //
 //     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | ...
 //     warpgroup     | V(0)^T | exp(0) |        | V(1)^T | exp(1) |        | ...
+//
+// Two warps of an instruction scheduler are few, so what a warp waits for counts: what a product needs (whether K and V
+// have come, descriptors) is found out while another product is under way.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -23,14 +27,13 @@ struct Float8Consumer : Consumer<Traits> {
   using Base = Consumer<Traits>;
   using Base::finish_scores;
   using Base::first_token;
-  using Base::free_tile;
   using Base::is_box;
+  using Base::is_tile_full;
   using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
   using Base::multiplies;
-  using Base::next_tile;
   using Base::next_token;
   using Base::params;
   using Base::query;
@@ -47,19 +50,25 @@ struct Float8Consumer : Consumer<Traits> {
   using typename Base::StoredKeys;
   using typename Base::StoredValues;
   using typename Base::Target;
+  using typename Base::Variant;
   using Transposed = TransposedValues<kTokens, kVColumns>;
-  static_assert(2 * Transposed::kBlockBytes <= Shared::kLayout.widened_bytes, "two for each warpgroup");
+  static_assert(Transposed::kBlockBytes <= Shared::kLayout.widened_bytes);
+  static_assert(Shared::kKvParts % (2 * Shared::kParts) == 0, "the parts of a KV tile follow one another");
 
   /// Probabilities are multiplied by 2^kShift, and are up to 2^kSlack before, because a row's maximum is left as it is
   /// until a score exceeds it by that much, to base 2: together they stay below e4m3's largest number, 448 = 2^8.8.
-  static constexpr float kShift = 8.0f;
-  static constexpr float kSlack = 0.75f;
+  static constexpr float kShift = 7.0f;
+  static constexpr float kSlack = 1.75f;
+  static constexpr float kUnshift = 1.0f / (1 << static_cast<int>(kShift));
 
-  int buffer = 0;  // of the warpgroup's two, that the next V tile is transposed into
+  static constexpr int kChunks = StoredValues::kHeadChunks / 2;  // of V, that a warpgroup transposes
+  const Transposition<StoredValues, Transposed> transposition{warpgroup() * kChunks};
+  uint32_t num_multiplied = 0;  // V tiles: the next is transposed into the one or the other of two
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
+    if (warpgroup() == 1) pass_turn();  // the other has the first
     typename Shared::QPlace place;
     shared.wait_q_full(place);
     while (shared.item(place.slot).num_kv_tiles > 0) {
@@ -79,48 +88,90 @@ struct Float8Consumer : Consumer<Traits> {
     }
   }
 
-  /// Frees the KV tiles of an item that the other warpgroup computes alone.
+  // In items that both warpgroups multiply they take turns: one starts its P V and its next Q K^T while the other turns
+  // scores into probabilities. Both have as many turns in an item.
+  __device__ __forceinline__ static void wait_for_turn() {
+    ptx::barrier_sync(kTurnBarrier + warpgroup(), kConsumerThreads);
+  }
+  __device__ __forceinline__ static void pass_turn() {
+    ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup(), kConsumerThreads);
+  }
+
+  /// Frees the KV tiles of an item that the other warpgroup computes alone. It arrives for V tiles as if it had
+  /// transposed them, but none ahead of the other.
   __device__ __forceinline__ void skip(const WorkItem& item) {
-    for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
-      wait_for_tile(kv);
-      free_tile(kv);
-      next_tile();
+    for (int left = item.num_kv_tiles; left > 0; --left) {
+      wait_for_tiles(kv);
+      free_tiles(kv);
+      next_tiles();
+      shared.arrive_transformed();
+      shared.wait_transformed(num_multiplied++ & 1);
     }
   }
 
   /// Starts s = Q K^T.
-  __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
-                                                int slot) const {
-    const ptx::MatrixDescriptor keys = StoredKeys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
+  __device__ __forceinline__ static void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
+                                                       ptx::MatrixDescriptor keys) {
 #pragma unroll
     for (int k = 0; k < Traits::Shape::kQk / 32; ++k)
       ptx::wgmma_float8_shared(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ char* transposed() const {
-    return shared.widened(warpgroup()) + buffer * Transposed::kBlockBytes;
+  /// Of the K tile in `slot`.
+  __device__ __forceinline__ ptx::MatrixDescriptor keys(int slot) const {
+    return StoredKeys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
   }
 
-  /// Transposes this warp's tokens of the V tile at `place`, which it frees. What must not be read becomes zeros: a NaN
-  /// would reach the output.
-  __device__ __forceinline__ void transpose(const typename Shared::KvPlace& place, int32_t first_token,
+  /// The V tile that is multiplied next.
+  __device__ __forceinline__ char* transposed() const { return shared.widened(num_multiplied & 1); }
+
+  /// Transposes this warp's tokens of the V tile in `slot`: its warpgroup's columns, or all if it computes the item
+  /// alone. What must not be read becomes zeros: a NaN would reach the output.
+  __device__ __forceinline__ void transpose(const WorkItem& item, int slot, int32_t first_token,
                                             const TokenRange& readable) const {
-    wait_for_tile(place);
+    char* const values = shared.kv(slot);
     if (first_token < readable.begin || first_token + kTokens > readable.end) {
-      zero_rows<StoredValues, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
+      zero_rows<StoredValues, kWarpgroupThreads>(values, 0, kTokens, readable.begin - first_token,
                                                  readable.end - first_token, consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
-    transpose_values<StoredValues, Transposed>(shared.kv(place.slot), transposed());
+    // All have multiplied the tile before the last one: they have arrived for the last one, and do so behind it.
+    transposition.template run<kChunks>(values, transposed(), 0);
+    if (item.kind != kMaxKind) transposition.template run<kChunks>(values, transposed(), kChunks);
     ptx::fence_async_proxy();  // before wgmma reads it
-    free_tile(place);
+    shared.arrive_transformed();
+  }
+
+  // The K tile at `place`, and the V tile behind it.
+  __device__ __forceinline__ bool are_tiles_full(const typename Shared::KvPlace& place) const {
+    return is_tile_full(place) & is_tile_full(place.behind(Shared::kParts));
+  }
+  __device__ __forceinline__ void wait_for_tiles(const typename Shared::KvPlace& place) const {
+    wait_for_tile(place);
+    wait_for_tile(place.behind(Shared::kParts));
+  }
+  __device__ __forceinline__ void free_tiles(const typename Shared::KvPlace& place) const {
+    __syncwarp();
+    if (ptx::lane_id() != 0) return;
+#pragma unroll
+    for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.slot + part));
+  }
+  __device__ __forceinline__ void next_tiles() { kv = kv.behind(2 * Shared::kParts); }
+
+  /// Whether products are no scores yet, even where nothing is masked.
+  __device__ __forceinline__ bool changes_scores() const {
+    if constexpr (VariantHooks<Variant>::kMask) return true;
+    const Variant variant = this->variant(0);
+    bool changes = transforms_logits(variant);
+    if constexpr (Variant::kHasScales) changes |= variant.scales.k.is_of_requests();
+    return changes;
   }
 
   /// Starts partial = P V.
-  __device__ __forceinline__ void multiply_values(float (&partial)[kVColumns / 8][4],
-                                                  const uint32_t (&p)[kTokens / 32][4]) const {
-    const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
+  __device__ __forceinline__ static void multiply_values(float (&partial)[kVColumns / 8][4],
+                                                         const uint32_t (&p)[kTokens / 32][4],
+                                                         ptx::MatrixDescriptor values) {
 #pragma unroll
     for (int k = 0; k < kTokens / 32; ++k)
       ptx::wgmma_float8_registers(partial, p[k], Transposed::columns(values, k), k > 0);
@@ -158,18 +209,19 @@ struct Float8Consumer : Consumer<Traits> {
     }
   }
 
-  __device__ __forceinline__ static void add(State& state, const float (&partial)[kVColumns / 8][4]) {
+  /// o = o * correction + partial.
+  __device__ __forceinline__ static void add(State& state, const float (&correction)[2],
+                                             const float (&partial)[kVColumns / 8][4]) {
 #pragma unroll
     for (int n = 0; n < kVColumns / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) state.o[0][n][i] += partial[n][i];
+      for (int i = 0; i < 4; ++i) state.o[0][n][i] = state.o[0][n][i] * correction[i / 2] + partial[n][i];
     }
   }
 
   /// Writes the warp's rows, through its rows of the Q tile.
   __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
-    static_assert(kShift == 8.0f, "2^-kShift");
-    constexpr float kUnshifted[2] = {1.0f / 256, 1.0f / 256};
+    constexpr float kUnshifted[2] = {kUnshift, kUnshift};
     state.scale_output(0, kUnshifted);
     state.sum[0][0] *= kUnshifted[0];
     state.sum[0][1] *= kUnshifted[1];
@@ -189,9 +241,10 @@ struct Float8Consumer : Consumer<Traits> {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     float partial[kVColumns / 8][4];
-    wait_for_tile(kv);
+    const bool changes = changes_scores();
+    wait_for_tiles(kv);
     ptx::wgmma_fence();
-    multiply_keys(s, query(place.slot), kv.slot);
+    multiply_keys(s, query(place.slot), keys(kv.slot));
 
     for (bool more = true; more;) {
       const WorkItem& item = shared.item(place.slot);
@@ -199,45 +252,52 @@ struct Float8Consumer : Consumer<Traits> {
       state.scale = scale(item);
       const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
+      const TokenRange readable = item.readable;
       int32_t token = first_token(item);
       for (int left = item.num_kv_tiles;; token = kSkips ? next_token(item, token, left) : token + kTokens) {
-        const typename Shared::KvPlace keys = kv;
-        next_tile();
-        transpose(kv, token, item.readable);
-        next_tile();
+        transpose(item, kv.behind(Shared::kParts).slot, token, readable);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(s[0]);
-        free_tile(keys);
+        free_tiles(kv);
+        next_tiles();
 
-        finish_scores(item, s, first_row, token, unmasked, rows);
-        float correction[2];
-        if (state.raise_maximum(0, s[0], correction, kSlack)) state.scale_output(0, correction);
+        if (changes || token < unmasked.begin || token + kTokens > unmasked.end)
+          finish_scores(item, s, first_row, token, unmasked, rows);
+        const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
+        float correction[2] = {1.0f, 1.0f};
+        state.raise_maximum(0, s[0], correction, kSlack);
         exponentiate(state, s);
         uint32_t p[kTokens / 32][4];
         pack(s, p);
 
-        // All of V is transposed. And all products before these are done, so what they read may be written next.
-        sync_warpgroup();
+        if (item.kind == kMaxKind) wait_for_turn();
+        shared.wait_transformed(num_multiplied & 1);
         ptx::wgmma_fence();
-        multiply_values(partial, p);
+        multiply_values(partial, p, values);
+        ++num_multiplied;
+        const bool is_last = --left == 0;
+        const bool are_full = !is_last && are_tiles_full(kv);
+        const ptx::MatrixDescriptor q = query(place.slot), k = keys(kv.slot);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(partial);
-        add(state, partial);
-        buffer ^= 1;
-        if (--left == 0) break;
-        wait_for_tile(kv);
+        add(state, correction, partial);
+        if (is_last) break;
+        if (!are_full) wait_for_tiles(kv);
         ptx::wgmma_fence();
-        multiply_keys(s, query(place.slot), kv.slot);
+        multiply_keys(s, q, k);
+        if (item.kind == kMaxKind) pass_turn();
       }
+      if (item.kind == kMaxKind) pass_turn();
 
       typename Shared::QPlace next = place;
       next.next();
       shared.wait_q_full(next);
       more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
-      if (more) wait_for_tile(kv);
+      if (more) wait_for_tiles(kv);
       ptx::wgmma_fence();
       // Without a next item these scores are not used, but a branch here would serialise the products.
-      multiply_keys(s, query(next.slot), kv.slot);
+      multiply_keys(s, query(next.slot), keys(kv.slot));
+      sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
       write(state, item, first_row, place.slot);
       shared.free_q(place);
       place = next;

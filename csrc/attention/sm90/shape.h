@@ -96,8 +96,8 @@ struct SharedLayout {
   int32_t kv;
   int32_t k_slot_bytes;  // K and V tiles lie in turn
   int32_t v_slot_bytes;
-  int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied, or V transposed, twice for each
-                          // warpgroup (float8_consumer.cuh); none of others
+  int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied, or two V tiles transposed
+                          // (float8_consumer.cuh); none of others
   int32_t widened_bytes;  // of one of them
   int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]

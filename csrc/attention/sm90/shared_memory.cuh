@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/shape.h"
+#include "attention/sm90/swizzled_tile.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/variants.h"
 #include "common/ptx/cp_async.cuh"
@@ -12,7 +13,12 @@
 namespace attn::sm90 {
 
 /// Named barriers.
-enum Barrier : int { kConsumersBarrier = 1, kWarpgroupBarrier = 2 /* and 3 */, kProducerBarrier = 4 };
+enum Barrier : int {
+  kConsumersBarrier = 1,
+  kWarpgroupBarrier = 2,  // and 3
+  kProducerBarrier = 4,
+  kTurnBarrier = 5  // and 6
+};
 
 /// A place in a ring of slots, and the parity of the phase that the ring is in.
 template <int kSlots>
@@ -83,7 +89,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
-  /// Of variants that transform K or V.
+  /// Of variants that transform K or V, and where V of 8 bits is transposed.
   __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
 
   /// Of wide heads: the probabilities of a KV tile, their rows' corrections, and at the end of an item its rows'
@@ -106,7 +112,8 @@ struct SharedMemory {
       ptx::mbarrier_init(kv_free(part), kConsumerWarps);
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
-    if constexpr (Hooks::kKey || Hooks::kValue) ptx::mbarrier_init(transformed(), kConsumerWarps);
+    if constexpr (Hooks::kKey || Hooks::kValue || kMultipliesFloat8<Traits>)
+      ptx::mbarrier_init(transformed(), kConsumerWarps);
     if constexpr (is_wide(Traits::Shape::kDims)) {
       ptx::mbarrier_init(p_full(), kConsumerWarps / 2);
       ptx::mbarrier_init(p_free(), kConsumerWarps);
@@ -132,7 +139,8 @@ struct SharedMemory {
     ptx::mbarrier_wait(kv_full(place.slot), place.parity);
   }
 
-  /// Called by a consumer warp whose share of the next tiles is transformed, and by all that wait for the others'.
+  /// Called by a consumer warp whose share of the next tiles is transformed or transposed, and by all that wait for the
+  /// others'.
   __device__ __forceinline__ void arrive_transformed() const { arrive_as_warp(transformed(), 1); }
   __device__ __forceinline__ void wait_transformed(uint32_t parity) const { ptx::mbarrier_wait(transformed(), parity); }
 

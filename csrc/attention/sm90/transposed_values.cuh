@@ -5,6 +5,7 @@
 #include "attention/sm90/swizzled_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/registers.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace attn::sm90 {
@@ -14,28 +15,48 @@ namespace attn::sm90 {
 template <int kTokens, int kVColumns>
 using TransposedValues = SwizzledTile<Float8E4M3, kTokens, kVColumns>;
 
-/// Transposes a V tile, by the four warps of a warpgroup. Each takes 32 tokens, 16 columns at a time: ldmatrix with
-/// .trans moves pairs of columns, which are then taken apart. Of the eight rows that stmatrix writes together the last
-/// four are of the other parity than the first four, so that all fall into different banks.
+/// Transposes V tiles; holds what a lane needs to know for that. ldmatrix with .trans moves pairs of columns, which are
+/// then taken apart. Each of a warpgroup's four warps takes 32 tokens, in chunks of 16 columns. Of the eight rows that
+/// stmatrix writes together the last four are of the other parity than the first four, so that all fall into different
+/// banks.
 template <class Values, class Transposed>
-__device__ __forceinline__ void transpose_values(const char* values, char* transposed) {
+struct Transposition {
   static_assert(Transposed::kHeadColumns == 128 && Values::kBlocks == 1, "a row is 128 bytes");
-  const int lane = ptx::lane_id();
-  const int warp = ptx::thread_id() / 32 % 4;
-  const uint32_t from = ptx::shared_address(values) + Values::offset(warp * 32 + lane, 0);
-  const int matrix = lane / 8, row = lane % 8;
-  const int column = 2 * row + (matrix % 2 ^ row / 4);
-  const uint32_t to = ptx::shared_address(transposed) + Transposed::offset(column, warp * 2 + matrix / 2);
-  const uint32_t first_parity = lane < 16 ? 0x6420 : 0x7531, second_parity = first_parity ^ 0x1111;
-#pragma unroll
-  for (int chunk = 0; chunk < Values::kHeadChunks; ++chunk) {
-    uint32_t pairs[4];  // of eight tokens each
-    ptx::ldmatrix_x4_trans(pairs, from ^ chunk << 4);
-    const uint32_t words[4] = {
-        __byte_perm(pairs[0], pairs[1], first_parity), __byte_perm(pairs[0], pairs[1], second_parity),
-        __byte_perm(pairs[2], pairs[3], first_parity), __byte_perm(pairs[2], pairs[3], second_parity)};
-    ptx::stmatrix_x4(to + chunk * 16 * Transposed::kRowBytes, words);
+  uint32_t from, to;  // bytes from the beginnings of the tiles
+  uint32_t parity;    // selects the bytes of the lane's first word
+
+  /// first: the chunk that run() counts from.
+  __device__ __forceinline__ explicit Transposition(int first) {
+    const int lane = ptx::lane_id();
+    const int warp = ptx::thread_id() / 32 % 4;
+    const int matrix = lane / 8, row = lane % 8;
+    const int column = 2 * row + (matrix % 2 ^ row / 4);
+    from = Values::offset(warp * 32 + lane, 0) ^ first << 4;
+    to = Transposed::offset(column, warp * 2 + matrix / 2) + first * 16 * Transposed::kRowBytes;
+    parity = lane < 16 ? 0x6420 : 0x7531;
+    ptx::keep(from);
+    ptx::keep(to);
+    ptx::keep(parity);
   }
-}
+
+  /// Transposes kChunks chunks of columns of a V tile, from `first` on, by the four warps of a warpgroup. ldmatrix
+  /// takes long: all chunks are loaded before the first is stored.
+  template <int kChunks>
+  __device__ __forceinline__ void run(const char* values, char* transposed, int first) const {
+    const uint32_t source = ptx::shared_address(values) + (from ^ first << 4);
+    const uint32_t target = ptx::shared_address(transposed) + to + first * 16 * Transposed::kRowBytes;
+    const uint32_t other_parity = parity ^ 0x1111;
+    uint32_t pairs[kChunks][4];  // of eight tokens each
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) ptx::ldmatrix_x4_trans(pairs[chunk], source ^ chunk << 4);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const uint32_t (&of)[4] = pairs[chunk];
+      const uint32_t words[4] = {__byte_perm(of[0], of[1], parity), __byte_perm(of[0], of[1], other_parity),
+                                 __byte_perm(of[2], of[3], parity), __byte_perm(of[2], of[3], other_parity)};
+      ptx::stmatrix_x4(target + chunk * 16 * Transposed::kRowBytes, words);
+    }
+  }
+};
 
 }  // namespace attn::sm90

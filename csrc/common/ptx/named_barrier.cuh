@@ -10,6 +10,11 @@ __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/// Counts as one of those `threads`, but waits for none.
+__device__ __forceinline__ void barrier_arrive(int32_t barrier, int32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");

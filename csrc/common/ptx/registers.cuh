@@ -1,7 +1,12 @@
-// setmaxnreg: moves registers between the warpgroups of a CTA.
+// Registers: setmaxnreg, which moves them between the warpgroups of a CTA; numbers that are to stay in one.
 #pragma once
 
+#include "common/platform.h"
+
 namespace attn::ptx {
+
+/// Keeps a number that is cheap to compute: otherwise the compiler computes it again wherever it is used.
+__device__ __forceinline__ void keep(uint32_t& number) { asm volatile("" : "+r"(number)); }
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

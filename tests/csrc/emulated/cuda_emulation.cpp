@@ -273,9 +273,8 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
   while ((m.phase & 1) == parity) wait(Waiting::kAtMbarrier, m.phase, m.phase, address);
 }
 
-int32_t barrier(int32_t id, int32_t threads, bool value) {
+void barrier_arrive(int32_t id, int32_t threads, bool value) {
   Barrier& b = barriers[cluster_rank()][id];
-  const int64_t use = b.uses;
   if (b.arrived == 0) b.threads = threads;
   if (b.threads != threads || threads % 32 != 0) fail("threads come to a barrier with another number of them");
   b.saying += value ? 1 : 0;
@@ -285,6 +284,12 @@ int32_t barrier(int32_t id, int32_t threads, bool value) {
     b.arrived = 0;
     ++b.uses;
   }
+}
+
+int32_t barrier(int32_t id, int32_t threads, bool value) {
+  Barrier& b = barriers[cluster_rank()][id];
+  const int64_t use = b.uses;
+  barrier_arrive(id, threads, value);
   wait(Waiting::kAtBarrier, b.uses, use, static_cast<uint32_t>(id));
   return b.result;
 }

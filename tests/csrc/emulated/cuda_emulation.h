@@ -109,6 +109,8 @@ bool add_unit(Unit unit);
 
 /// Waits for `threads` threads at barrier `id`; returns how many of them say so.
 int32_t barrier(int32_t id, int32_t threads, bool value);
+/// Counts as a thread that has come, but does not wait.
+void barrier_arrive(int32_t id, int32_t threads, bool value);
 
 struct Words {
   uint64_t word[4];

@@ -10,6 +10,8 @@ inline void barrier_sync(int32_t id, int32_t threads) {
   if (emulated_lane() == 0) emulation::pause();
 }
 
+inline void barrier_arrive(int32_t id, int32_t threads) { emulation::barrier_arrive(id, threads, false); }
+
 template <int kBarrier, int kThreads>
 void barrier_sync() {
   barrier_sync(kBarrier, kThreads);

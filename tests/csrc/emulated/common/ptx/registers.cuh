@@ -7,6 +7,8 @@
 
 namespace attn::ptx {
 
+inline void keep(uint32_t&) {}
+
 /// Of a thread, as launched: what a multiprocessor has, shared by the threads of one CTA, in steps of 8.
 inline int32_t launched_registers() { return std::min((64 << 10) / blockDim.x / 8 * 8, 256); }
 
