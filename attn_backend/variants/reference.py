@@ -36,8 +36,8 @@ class Reference:
     value: Callable[..., Any] | None = None
 
     def bound(self, function: Callable[..., Any], args: Mapping[str, Any], dtype: torch.dtype) -> Callable[..., Any]:
-        values = {param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype) for param in self.params}
-        return with_names(function, values)[0]
+        tensors = {param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype) for param in self.params}
+        return with_names(function, {name: _Indexed(tensor) if tensor.ndim else tensor for name, tensor in tensors.items()})[0]
 
 
 class ReferenceFunctions:
@@ -130,6 +130,28 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
     if tensor.is_floating_point():
         return tensor.to(dtype)
     return tensor.to(torch.int32) if tensor.dtype in (torch.uint16, torch.uint32) else tensor  # torch does not compute with these
+
+
+class _Indexed:
+    """A tensor as kernels index it: an index outside of it is moved to its edge."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, indices: Any) -> Any:
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        moved = (_move_inside(index, size) for index, size in zip(indices, self._tensor.shape, strict=False))
+        element = self._tensor[tuple(moved)]
+        return _Indexed(element) if len(indices) < self._tensor.ndim else element
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def _move_inside(index: Any, size: int) -> Any:
+    if isinstance(index, Tensor):
+        return index.clamp(-size, size - 1)
+    return max(-size, min(index, size - 1)) if isinstance(index, int) else index
 
 
 def _map(function: Callable[..., Any], *arguments: Tensor) -> Tensor:

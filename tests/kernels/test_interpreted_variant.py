@@ -68,6 +68,19 @@ def test_what_cannot_be_interpreted_needs_a_compiler(monkeypatch: pytest.MonkeyP
         attention(builtin.alibi())
 
 
+def test_an_index_outside_of_a_tensor_is_moved_to_its_edge() -> None:
+    def added(score, b, h, q_idx, kv_idx):
+        return score + table[b, kv_idx - 5] + table[b + 1, kv_idx]
+
+    functions = Variant.from_functions(score_mod=added, tensors={"table": (torch.float32, 2)}).reference()
+    assert functions is not None
+    requests, tokens = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 4, 9, 1, 9])
+    zeros = torch.zeros(5, dtype=torch.int64)
+    table = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    scores = functions.logits(torch.zeros(5), requests, zeros, zeros, tokens, {"table": table})
+    assert scores.tolist() == [1 + 4, 3 + 6, 3 + 6, 4 + 5, 6 + 6]
+
+
 def test_arguments_are_checked_as_ever() -> None:
     planned = attention(builtin.alibi())
     q, kv = torch.randn(3, 4, 64), KVCache.from_ragged(torch.randn(40, 2, 64), torch.randn(40, 2, 64))
