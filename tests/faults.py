@@ -366,8 +366,8 @@ FAULTS = (
     Fault(
         "8-bit products: V is transposed to where it is still multiplied",
         "csrc/attention/sm90/float8_consumer.cuh",
-        "        buffer ^= 1;\n",
-        "",
+        "shared.widened(num_multiplied & 1)",
+        "shared.widened(0)",
         FLOAT8_QUERIES,
     ),
     Fault(

@@ -101,11 +101,9 @@ MEMBERS = {
         "sglang.srt.speculative.eagle_info:EagleVerifyInput": "topk draft_token_num custom_mask",
         "sglang.srt.speculative.ngram_info:NgramVerifyInput": "draft_token_num custom_mask",
         "sglang.srt.speculative.draft_utils:DraftBackendFactory": (
-            "_create_backend _create_triton_decode_backend _create_triton_prefill_backend draft_model_runner topk speculative_num_steps"
+            "_create_backend _create_triton_decode_backend draft_model_runner topk speculative_num_steps"
         ),
-        "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
-            "is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend is_draft_extend_v2"
-        ),
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend"),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
         "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
         "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool": "kv_cache_dim dsa_kv_cache_store_fp8 kv_lora_rank qk_rope_head_dim dtype",
