@@ -7,14 +7,13 @@
 
 #include <cmath>
 
+#include "attention/cpu/cache_rows.h"
 #include "attention/cpu/kernels.h"
+#include "attention/cpu/row_states.h"
 #include "attention/kv_tokens.h"
 #include "attention/params.h"
 #include "attention/score_row.h"
 #include "attention/variants.h"
-#include "cache/scaled_latent.h"
-#include "common/cpu/elements.h"
-#include "common/cpu/scalar_elements.h"
 #include "common/math.h"
 #include "planner/page_table.h"
 #include "planner/schedule.h"
@@ -23,11 +22,24 @@ namespace attn::cpu {
 
 /// Variant_: WithScales if the cache is of 8 bits. Its rows are then widened before they are packed.
 template <class Engine, class Variant_>
-class AttentionKernel {
+class AttentionKernel : public RowStates<Engine, Variant_> {
   using Variant = Variant_;
+  using States = RowStates<Engine, Variant>;
+  using States::count_rows;
+  using States::end_row;
+  using States::find_row;
+  using States::level_of;
+  using States::row_out;
+  using States::store_output;
+  using States::transform_output;
+  using typename States::RowEnd;
+  using typename States::RowOut;
+  using typename States::RowPlace;
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
+  using Rows = CacheRows<Isa, Element>;
+  using TransformedRows = typename Rows::TransformedRows;
 
   // A row's reference maximum follows a greater score only when exponentials would grow beyond 2^this: outputs are
   // rarely rescaled.
@@ -39,54 +51,6 @@ class AttentionKernel {
     if (count_rows(params, item) == 0) return;
     AttentionKernel kernel(params, dims, item, scratch);
     kernel.compute(next);
-  }
-
-  static void merge_pair(const AttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
-    const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
-    const int rows = count_rows(params, item);
-    const int parts = pair.last_cta - pair.first_cta + 1;
-    for (int r = 0; r < rows; ++r) {
-      const RowPlace place = find_row(params, item, r);
-      if (!place.exists) continue;
-      for (int part = 0; part < parts; ++part) {
-        const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
-        scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
-      }
-      merge_states(params, dims.v, parts, params.schedule.tiles[pair.tile].group, place, scratch);
-    }
-  }
-
-  /// All heads of row number `merge_row` among those that are in several row groups.
-  static void merge_row(const AttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
-    const ScheduleHeader& header = *params.schedule.header;
-    const int32_t group_size = params.group_size.divisor;
-    for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
-      int parts = 0;
-      RowPlace place{true, -1, head, 0};
-      int32_t group_number = 0;
-      for (int32_t i = 0; i < header.num_links; ++i) {
-        const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
-        if (link.group < 0) continue;
-        const RowGroup& group = params.schedule.groups[link.group];
-        const int32_t packed = link.index * group_size + head % group_size;
-        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
-        if (tile >= header.num_tiles) continue;
-        if (place.row < 0) {
-          place.row = query_row(params, group, link.index);
-          place.index = link.index;
-          group_number = link.group;
-        }
-        scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
-        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
-                                            head / group_size, params.num_ctas);
-        for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
-          scratch.states[parts++] =
-              int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
-        }
-      }
-      if (place.row < 0 || place.row >= params.num_rows) return;
-      merge_states(params, dims.v, parts, group_number, place, scratch);
-    }
   }
 
   /// Of all rows of a view, one after another.
@@ -125,20 +89,6 @@ class AttentionKernel {
     list.count = listed_count(count);
   }
 
-  struct RowOut {
-    Element* o;  // unless it is of 8 bits
-    Float8E4M3* float8;
-    float* lse;
-  };
-
-  /// A row of a tile as a row and a head of Q and O.
-  struct RowPlace {
-    bool exists;
-    int64_t row;
-    int64_t head;
-    int32_t index;  // of the row in its group
-  };
-
   AttentionKernel(const AttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
       : params_(params),
         item_(item),
@@ -150,112 +100,6 @@ class AttentionKernel {
         dims_(dims),
         rows_(count_rows(params, item)),
         engine_(scratch, dims, rows_) {}
-
-  static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
-    return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
-  }
-
-  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
-  /// num_rows are ignored.
-  static int count_rows(const AttentionParams& params, const WorkItem& item) {
-    const RowTile& tile = params.schedule.tiles[item.tile];
-    const RowGroup& group = params.schedule.groups[tile.group];
-    const bool listed = level_of(params, item).rows != nullptr;
-    const int64_t query_rows =
-        listed ? group.qo_len : min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
-    const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
-    return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
-  }
-
-  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int tile_row) {
-    const RowTile& tile = params.schedule.tiles[item.tile];
-    const int32_t packed = tile.packed_begin + tile_row;
-    const int32_t i = params.group_size.divide(packed);
-    const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
-    const int64_t query_head =
-        int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
-    return RowPlace{row >= 0 && row < params.num_rows, row, query_head, i};
-  }
-
-  /// Row of Q and O that is row number `index` of a group.
-  static int64_t query_row(const AttentionParams& params, const RowGroup& group, int32_t index) {
-    const int32_t* list = params.schedule.header->levels[group.level].rows;
-    return list != nullptr ? list[group.qo_begin + index] : group.qo_begin + index;
-  }
-
-  static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
-    const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;
-    const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
-    return RowOut{static_cast<Element*>(params.o) + element, static_cast<Float8E4M3*>(params.o) + element,
-                  params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
-  }
-
-  /// Writes a complete row of outputs.
-  static void store_output(const AttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
-    if (params.has_out_scale()) {
-      const float factor = params.out_factor();
-      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out.float8[i]);
-      return;
-    }
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
-  }
-
-  /// What ends a row: what its sum of values is multiplied by, and its lse.
-  struct RowEnd {
-    float factor;
-    float lse;
-  };
-
-  /// `maximum`: a natural logarithm that `sum` is relative to; `is_complete`: the sink counts.
-  static RowEnd end_row(const AttentionParams& params, float maximum, float sum, int64_t head, bool is_complete) {
-    if (!Variant::kUsesSoftmax) return RowEnd{1.0f, 0.0f};
-    if (is_complete && params.sinks != nullptr) {
-      const float highest = max_of(maximum, params.sinks[head]);
-      if (highest == -INFINITY) return RowEnd{0.0f, -INFINITY};
-      const float correction = expf(maximum - highest);
-      const float total = sum * correction + expf(params.sinks[head] - highest);
-      return RowEnd{correction / total, highest + logf(total)};
-    }
-    return sum == 0.0f ? RowEnd{0.0f, -INFINITY} : RowEnd{1.0f / sum, maximum + logf(sum)};
-  }
-
-  /// Applies the variant's transform to a complete row of outputs. `group`: a row group that the row is in.
-  static void transform_output(const AttentionParams& params, float* o, int32_t columns, int32_t group,
-                               const RowPlace& place) {
-    if constexpr (VariantHooks<Variant>::kOutput) {
-      const Variant variant(params.variant.as<typename Variant::Params>(),
-                            params.group_size.divide(static_cast<int32_t>(place.head)));
-      const ScoreRow row = attn::score_row(params.schedule, group, place.index, static_cast<int32_t>(place.row),
-                                           static_cast<int32_t>(place.head));
-      for (int32_t i = 0; i < columns; ++i) o[i] = variant.output(o[i], row, i);
-    }
-  }
-
-  /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
-  static void merge_states(const AttentionParams& params, int32_t columns, int count, int32_t group,
-                           const RowPlace& place, Scratch& scratch) {
-    const RowOut out = row_out(params, place);
-    float largest = -INFINITY;
-    for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
-    float sum = 0.0f;
-    for (int part = 0; part < count; ++part) {
-      const int64_t state = scratch.states[part];
-      const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
-      sum += weight;
-      for (int i = 0; i < columns; i += Isa::kWidth) {
-        const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
-        Isa::store(scratch.o + i,
-                   Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * columns + i, columns - i),
-                            before));
-      }
-    }
-    const RowEnd end = end_row(params, largest, sum, place.head, true);
-    for (int i = 0; i < columns; i += Isa::kWidth)
-      Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
-    transform_output(params, scratch.o, columns, group, place);
-    store_output(params, scratch.o, columns, out);
-    if (out.lse != nullptr) *out.lse = end.lse;
-  }
 
   /// The tokens of an item that any of its rows may see, as far as plan knows, block by block.
   class Blocks {
@@ -355,7 +199,7 @@ class AttentionKernel {
         if (place.exists) {
           Element transformed[kMaxHeadDim];
           const ScoreRow row = score_row(r);
-          transform_row(
+          Rows::transform_row(
               q, dims_.qk, Variant::kQueryPairs, transformed,
               [&](const Pair& x, int32_t first, int32_t second) { return variant_.query(x, first, second, row); });
           engine_.load_query(r, transformed);
@@ -373,41 +217,14 @@ class AttentionKernel {
       if (is_float8(variant_.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(params_.q) + element;
         if (variant_.scales.q_element == DataType::kFloat8E4M3)
-          widen_row(reinterpret_cast<const Float8E4M3*>(bytes), dims_.qk, wide);
+          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), dims_.qk, wide);
         else
-          widen_row(reinterpret_cast<const Float8E5M2*>(bytes), dims_.qk, wide);
+          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), dims_.qk, wide);
         return wide;
       }
     }
     return static_cast<const Element*>(params_.q) + element;
   }
-
-  /// Applies `change` to the pairs of a row of Q, K or V.
-  template <class Change>
-  void transform_row(const Element* row, int columns, const PairLayout& pairs, Element* transformed,
-                     const Change& change) const {
-    alignas(64) float values[kMaxHeadDim];
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
-    const PairLayout layout = pairs.of_head(columns);
-    for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
-      for (int32_t first = begin; first < begin + layout.distance; ++first) {
-        const int32_t second = first + layout.distance;
-        const Pair changed = change(Pair{values[first], values[second]}, first, second);
-        values[first] = changed.first;
-        values[second] = changed.second;
-      }
-    }
-    for (int i = 0; i < columns; i += Isa::kWidth)
-      Isa::store_elements(transformed + i, Isa::load(values + i), columns - i);
-  }
-
-  /// Keys and values that are packed at once.
-  static constexpr int kPackTokens = 16;
-
-  /// Rows of the cache, transformed.
-  struct TransformedRows {
-    Element rows[kPackTokens][kMaxHeadDim];
-  };
 
   /// Transforms rows [begin, end) of the block, some of which may not exist. `token`: the block's first; `rows`: their
   /// addresses, which become those of the results.
@@ -418,8 +235,8 @@ class AttentionKernel {
     for (int i = part.begin; i < part.end; ++i) {
       Element* to = transformed.rows[i - part.begin];
       const KvToken at = tokens.at(token + i);
-      transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, to,
-                    [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
+      Rows::transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, to,
+                          [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }
@@ -446,54 +263,18 @@ class AttentionKernel {
   /// Bytes of an element of the cache.
   static constexpr int64_t kKvBytes = kWidens ? 1 : static_cast<int64_t>(sizeof(Element));
 
-  template <class Narrow>
-  static void widen_row(const Narrow* row, int columns, Element* to) {
-    alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
-  }
-
-  /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
-  template <class KvElement>
-  void widen_rows(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) const {
-    for (int i = part.begin; i < part.end; ++i) {
-      Element* const to = wide.rows[i - part.begin];
-      widen_row(reinterpret_cast<const KvElement*>(rows[i]), columns, to);
-      rows[i] = reinterpret_cast<const char*>(to);
-    }
-  }
-
-  /// The same of rows with scales of their own.
-  void widen_latents(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) const {
-    using Row = ScaledLatentRow;
-    for (int i = part.begin; i < part.end; ++i) {
-      alignas(64) float values[kMaxHeadDim];
-      float scales[Row::kScales];
-      __builtin_memcpy(scales, rows[i] + Row::kScalesAt, sizeof(scales));
-      const auto* const latent = reinterpret_cast<const Float8E4M3*>(rows[i]);
-      const auto* const rope = reinterpret_cast<const BFloat16*>(rows[i] + Row::kRopeAt);
-      for (int j = 0; j < Row::kLatentColumns; ++j)
-        values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
-      for (int j = Row::kLatentColumns; j < columns; ++j)
-        values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
-      Element* const to = wide.rows[i - part.begin];
-      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
-      rows[i] = reinterpret_cast<const char*>(to);
-    }
-  }
-
   /// Of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
       if (variant_.scales.element == DataType::kScaledLatent) {
-        widen_latents(tokens.keys, dims_.qk, part, keys);
-        widen_latents(tokens.values, dims_.v, part, values);
+        Rows::widen_latents(tokens.keys, dims_.qk, part, keys);
+        Rows::widen_latents(tokens.values, dims_.v, part, values);
       } else if (variant_.scales.element == DataType::kFloat8E4M3) {
-        widen_rows<Float8E4M3>(tokens.keys, dims_.qk, part, keys);
-        widen_rows<Float8E4M3>(tokens.values, dims_.v, part, values);
+        Rows::template widen_rows<Float8E4M3>(tokens.keys, dims_.qk, part, keys);
+        Rows::template widen_rows<Float8E4M3>(tokens.values, dims_.v, part, values);
       } else {
-        widen_rows<Float8E5M2>(tokens.keys, dims_.qk, part, keys);
-        widen_rows<Float8E5M2>(tokens.values, dims_.v, part, values);
+        Rows::template widen_rows<Float8E5M2>(tokens.keys, dims_.qk, part, keys);
+        Rows::template widen_rows<Float8E5M2>(tokens.values, dims_.v, part, values);
       }
     }
   }
@@ -524,8 +305,8 @@ class AttentionKernel {
     for (int i = tokens.count; i < padded; ++i)
       tokens.keys[i] = tokens.values[i] = reinterpret_cast<const char*>(s_.no_token);
     constexpr bool kTransforms = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
-    for (int begin = 0; begin < padded; begin += kPackTokens) {
-      const int end = min_of(begin + kPackTokens, padded);
+    for (int begin = 0; begin < padded; begin += Rows::kPackTokens) {
+      const int end = min_of(begin + Rows::kPackTokens, padded);
       prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
       TransformedRows keys, values;
       static_assert(!kWidens || !kTransforms, "an 8-bit cache is not transformed");

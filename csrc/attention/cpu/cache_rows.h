@@ -1,0 +1,80 @@
+// Rows of Q and of the cache on their way into the kernel: transformed by a variant, or widened from 8 bits.
+#pragma once
+
+#include "attention/cpu/kernels.h"
+#include "attention/variants.h"
+#include "cache/scaled_latent.h"
+#include "common/cpu/elements.h"
+#include "common/cpu/scalar_elements.h"
+#include "planner/schedule.h"
+
+namespace attn::cpu {
+
+/// Isa: vectors of float. Element: what the engine multiplies.
+template <class Isa, class Element>
+struct CacheRows {
+  /// Applies `change` to the pairs of a row of Q, K or V.
+  template <class Change>
+  static void transform_row(const Element* row, int columns, const PairLayout& pairs, Element* transformed,
+                            const Change& change) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    const PairLayout layout = pairs.of_head(columns);
+    for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
+      for (int32_t first = begin; first < begin + layout.distance; ++first) {
+        const int32_t second = first + layout.distance;
+        const Pair changed = change(Pair{values[first], values[second]}, first, second);
+        values[first] = changed.first;
+        values[second] = changed.second;
+      }
+    }
+    for (int i = 0; i < columns; i += Isa::kWidth)
+      Isa::store_elements(transformed + i, Isa::load(values + i), columns - i);
+  }
+
+  /// Keys and values that are packed at once.
+  static constexpr int kPackTokens = 16;
+
+  /// Rows of the cache, transformed.
+  struct TransformedRows {
+    Element rows[kPackTokens][kMaxHeadDim];
+  };
+
+  template <class Narrow>
+  static void widen_row(const Narrow* row, int columns, Element* to) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
+  /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
+  template <class KvElement>
+  static void widen_rows(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) {
+    for (int i = part.begin; i < part.end; ++i) {
+      Element* const to = wide.rows[i - part.begin];
+      widen_row(reinterpret_cast<const KvElement*>(rows[i]), columns, to);
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
+
+  /// The same of rows with scales of their own.
+  static void widen_latents(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) {
+    using Row = ScaledLatentRow;
+    for (int i = part.begin; i < part.end; ++i) {
+      alignas(64) float values[kMaxHeadDim];
+      float scales[Row::kScales];
+      __builtin_memcpy(scales, rows[i] + Row::kScalesAt, sizeof(scales));
+      const auto* const latent = reinterpret_cast<const Float8E4M3*>(rows[i]);
+      const auto* const rope = reinterpret_cast<const BFloat16*>(rows[i] + Row::kRopeAt);
+      for (int j = 0; j < Row::kLatentColumns; ++j)
+        values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
+      for (int j = Row::kLatentColumns; j < columns; ++j)
+        values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
+      Element* const to = wide.rows[i - part.begin];
+      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
+};
+
+}  // namespace attn::cpu

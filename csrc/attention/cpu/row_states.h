@@ -1,0 +1,193 @@
+// Where the rows of a tile lie, what ends a row, and how the states of a row are merged.
+#pragma once
+
+#include <cmath>
+
+#include "attention/cpu/kernels.h"
+#include "attention/params.h"
+#include "attention/score_row.h"
+#include "attention/variants.h"
+#include "common/cpu/scalar_elements.h"
+#include "common/math.h"
+#include "planner/schedule.h"
+
+namespace attn::cpu {
+
+template <class Engine, class Variant>
+class RowStates {
+  using Isa = typename Engine::Isa;
+  using Float = typename Isa::Float;
+  using Element = typename Engine::Element;
+
+ public:
+  static void merge_pair(const AttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
+    const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
+    const int rows = count_rows(params, item);
+    const int parts = pair.last_cta - pair.first_cta + 1;
+    for (int r = 0; r < rows; ++r) {
+      const RowPlace place = find_row(params, item, r);
+      if (!place.exists) continue;
+      for (int part = 0; part < parts; ++part) {
+        const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
+        scratch.states[part] = int64_t{slot} * params.max_tile_rows + r;
+      }
+      merge_states(params, dims.v, parts, params.schedule.tiles[pair.tile].group, place, scratch);
+    }
+  }
+
+  /// All heads of row number `merge_row` among those that are in several row groups.
+  static void merge_row(const AttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
+    const ScheduleHeader& header = *params.schedule.header;
+    const int32_t group_size = params.group_size.divisor;
+    for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
+      int parts = 0;
+      RowPlace place{true, -1, head, 0};
+      int32_t group_number = 0;
+      for (int32_t i = 0; i < header.num_links; ++i) {
+        const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
+        if (link.group < 0) continue;
+        const RowGroup& group = params.schedule.groups[link.group];
+        const int32_t packed = link.index * group_size + head % group_size;
+        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+        if (tile >= header.num_tiles) continue;
+        if (place.row < 0) {
+          place.row = query_row(params, group, link.index);
+          place.index = link.index;
+          group_number = link.group;
+        }
+        scratch.states[parts++] = row_state_index(params, group.state_begin + link.index, head);
+        const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
+                                            head / group_size, params.num_ctas);
+        for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
+          scratch.states[parts++] =
+              int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
+        }
+      }
+      if (place.row < 0 || place.row >= params.num_rows) return;
+      merge_states(params, dims.v, parts, group_number, place, scratch);
+    }
+  }
+
+ protected:
+  struct RowOut {
+    Element* o;  // unless it is of 8 bits
+    Float8E4M3* float8;
+    float* lse;
+  };
+
+  /// A row of a tile as a row and a head of Q and O.
+  struct RowPlace {
+    bool exists;
+    int64_t row;
+    int64_t head;
+    int32_t index;  // of the row in its group
+  };
+
+  static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
+    return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
+  }
+
+  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
+  /// num_rows are ignored.
+  static int count_rows(const AttentionParams& params, const WorkItem& item) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const RowGroup& group = params.schedule.groups[tile.group];
+    const bool listed = level_of(params, item).rows != nullptr;
+    const int64_t query_rows =
+        listed ? group.qo_len : min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
+    const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
+    return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
+  }
+
+  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int tile_row) {
+    const RowTile& tile = params.schedule.tiles[item.tile];
+    const int32_t packed = tile.packed_begin + tile_row;
+    const int32_t i = params.group_size.divide(packed);
+    const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
+    const int64_t query_head =
+        int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
+    return RowPlace{row >= 0 && row < params.num_rows, row, query_head, i};
+  }
+
+  /// Row of Q and O that is row number `index` of a group.
+  static int64_t query_row(const AttentionParams& params, const RowGroup& group, int32_t index) {
+    const int32_t* list = params.schedule.header->levels[group.level].rows;
+    return list != nullptr ? list[group.qo_begin + index] : group.qo_begin + index;
+  }
+
+  static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
+    const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;
+    const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
+    return RowOut{static_cast<Element*>(params.o) + element, static_cast<Float8E4M3*>(params.o) + element,
+                  params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
+  }
+
+  /// Writes a complete row of outputs.
+  static void store_output(const AttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
+    if (params.has_out_scale()) {
+      const float factor = params.out_factor();
+      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out.float8[i]);
+      return;
+    }
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
+  }
+
+  /// What ends a row: what its sum of values is multiplied by, and its lse.
+  struct RowEnd {
+    float factor;
+    float lse;
+  };
+
+  /// `maximum`: a natural logarithm that `sum` is relative to; `is_complete`: the sink counts.
+  static RowEnd end_row(const AttentionParams& params, float maximum, float sum, int64_t head, bool is_complete) {
+    if (!Variant::kUsesSoftmax) return RowEnd{1.0f, 0.0f};
+    if (is_complete && params.sinks != nullptr) {
+      const float highest = max_of(maximum, params.sinks[head]);
+      if (highest == -INFINITY) return RowEnd{0.0f, -INFINITY};
+      const float correction = expf(maximum - highest);
+      const float total = sum * correction + expf(params.sinks[head] - highest);
+      return RowEnd{correction / total, highest + logf(total)};
+    }
+    return sum == 0.0f ? RowEnd{0.0f, -INFINITY} : RowEnd{1.0f / sum, maximum + logf(sum)};
+  }
+
+  /// Applies the variant's transform to a complete row of outputs. `group`: a row group that the row is in.
+  static void transform_output(const AttentionParams& params, float* o, int32_t columns, int32_t group,
+                               const RowPlace& place) {
+    if constexpr (VariantHooks<Variant>::kOutput) {
+      const Variant variant(params.variant.as<typename Variant::Params>(),
+                            params.group_size.divide(static_cast<int32_t>(place.head)));
+      const ScoreRow row = attn::score_row(params.schedule, group, place.index, static_cast<int32_t>(place.row),
+                                           static_cast<int32_t>(place.head));
+      for (int32_t i = 0; i < columns; ++i) o[i] = variant.output(o[i], row, i);
+    }
+  }
+
+  /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
+  static void merge_states(const AttentionParams& params, int32_t columns, int count, int32_t group,
+                           const RowPlace& place, Scratch& scratch) {
+    const RowOut out = row_out(params, place);
+    float largest = -INFINITY;
+    for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
+    float sum = 0.0f;
+    for (int part = 0; part < count; ++part) {
+      const int64_t state = scratch.states[part];
+      const float weight = largest == -INFINITY ? 0.0f : expf(params.partial_lse[state] - largest);
+      sum += weight;
+      for (int i = 0; i < columns; i += Isa::kWidth) {
+        const Float before = part == 0 ? Isa::zero() : Isa::load(scratch.o + i);
+        Isa::store(scratch.o + i,
+                   Isa::fma(Isa::splat(weight), Isa::load_elements(params.partial_o + state * columns + i, columns - i),
+                            before));
+      }
+    }
+    const RowEnd end = end_row(params, largest, sum, place.head, true);
+    for (int i = 0; i < columns; i += Isa::kWidth)
+      Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
+    transform_output(params, scratch.o, columns, group, place);
+    store_output(params, scratch.o, columns, out);
+    if (out.lse != nullptr) *out.lse = end.lse;
+  }
+};
+
+}  // namespace attn::cpu
