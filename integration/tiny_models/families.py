@@ -165,9 +165,9 @@ def _mimo() -> tuple[Any, Any]:
     # Dense layers alone. What the engines read has the names of the checkpoint, what transformers reads its own.
     layer_types = ["full_attention", "sliding_attention"] * 2
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config: dict[str, Any] = {"v_head_dim": 16, "sliding_window": WINDOW, "layer_types": layer_types, "mlp_layer_types": ["dense"] * 4, "rms_norm_eps": 1e-5}
+    config: dict[str, Any] = {"v_head_dim": 32, "sliding_window": WINDOW, "layer_types": layer_types, "mlp_layer_types": ["dense"] * 4, "rms_norm_eps": 1e-5}
     config |= {"attention_value_scale": 0.7, "rope_parameters": dict.fromkeys(layer_types[:2], rope), "tie_word_embeddings": False}
-    heads = {"num_attention_heads": COMMON["num_attention_heads"], "num_key_value_heads": COMMON["num_key_value_heads"], "head_dim": 32, "v_head_dim": 16}
+    heads = {name: COMMON[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")} | {"v_head_dim": config["v_head_dim"]}
     heads["num_key_value_heads"] *= 2  # of layers with a window, in transformers
     named: dict[str, Any] = {f"swa_{name}": value for name, value in heads.items()}
     named |= {"swa_rope_theta": 10000.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "layernorm_epsilon": 1e-5, "sliding_window_size": WINDOW}
