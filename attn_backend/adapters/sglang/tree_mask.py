@@ -56,5 +56,5 @@ def is_chain(spec_info: Any) -> bool:
 
 
 def mask_has_prefixes(spec_info: Any, device: torch.device) -> bool:
-    """Which form of a mask SGLang has made: on a GPU n-grams write the long one; who has found `verify_mask` writes the short one."""
+    """Which form of mask SGLang has made. EAGLE and its like write the short one, into `verify_mask`. NGRAM writes the long one, but on a CPU the short one."""
     return device.type == "cuda" and getattr(spec_info, "topk", None) is None

@@ -129,8 +129,8 @@ struct ConsumerBase {
       return item.kv_begin;
   }
 
-  /// The first token of the KV tile behind the one from `token` on; `left`: KV tiles of the item from there on. Without
-  /// any it is nothing.
+  /// The first token of the next KV tile. `token`: the current tile's; `left`: the item's KV tiles behind the current
+  /// one. Not to be used if there are none.
   __device__ __forceinline__ int32_t next_token(const WorkItem& item, int32_t token, int32_t left) const {
     if constexpr (kSkips)
       return kv_tile_token<true>(params.schedule, item.group, item.kv_begin, item.num_kv_tiles - max_of(left, 1),
