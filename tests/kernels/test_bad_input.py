@@ -81,7 +81,7 @@ def test_attention_refuses_other_devices() -> None:
 @pytest.mark.parametrize(
     ("argument", "changes"),
     [
-        ("head_dim", {"head_dim": 80}),
+        ("head_dim", {"head_dim": 264}),
         ("dtype", {"dtype": torch.float32}),
         ("max_batch", {"max_batch": 10**6}),
         ("max_batch", {"max_batch": 1025, "batch_invariant": True}),

@@ -24,7 +24,7 @@ from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")]
 
-BLOCK = 64  # tokens, of the patterns below
+BLOCK = 128  # tokens, of the patterns below: a KV tile on Hopper
 
 
 def block_sparse(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -64,8 +64,8 @@ def masks(rng: numpy.random.Generator, batch: int, longest: int, device: torch.d
     """One of each kind."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     batch, longest = max(batch, 1), max(longest, 1)
-    pieces = torch.randint(3, (batch, longest // 50 + 1), generator=generator, dtype=torch.int32)
-    ids = pieces.repeat_interleave(50, dim=1).to(device)  # documents in pieces
+    pieces = torch.randint(3, (batch, longest // 200 + 1), generator=generator, dtype=torch.int32)
+    ids = pieces.repeat_interleave(200, dim=1).to(device)  # documents in pieces
     yield _mask(DOCUMENTS, {"document_ids": ids}, lambda at: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
     near = lambda at, width: (at.token <= at.position) & (at.position - at.token < width)  # noqa: E731
     yield _mask(STREAMING, {}, lambda at: (at.token <= at.position) & (near(at, 100) | (at.token < 4)))

@@ -57,8 +57,8 @@ struct Float8Consumer : Consumer<Traits> {
 
   /// Probabilities are multiplied by 2^kShift, and are up to 2^kSlack before, because a row's maximum is left as it is
   /// until a score exceeds it by that much, to base 2: together they stay below e4m3's largest number, 448 = 2^8.8.
-  static constexpr float kShift = 7.0f;
-  static constexpr float kSlack = 1.75f;
+  static constexpr float kShift = 8.0f;
+  static constexpr float kSlack = 0.75f;
   static constexpr float kUnshift = 1.0f / (1 << static_cast<int>(kShift));
 
   static constexpr int kChunks = StoredValues::kHeadChunks / 2;  // of V, that a warpgroup transposes
