@@ -42,23 +42,32 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     for name in arguments.families or names:
         child = os.fork()
         if child == 0:
-            _answer_and_leave(FAMILIES[name], arguments.folder, answers_file(answers, name, who), answer_all)
+            _answer_and_leave(FAMILIES[name], arguments.folder, answers, who, answer_all)
         running[child] = name
         if len(running) == arguments.jobs:
             wait_for_one()
     while running:
         wait_for_one()
+    for name in failed:  # last: what the others have printed may be long
+        print(f"{name}: {failure_file(answers, name, who).read_text() if failure_file(answers, name, who).exists() else 'ended'}", file=sys.stderr)
     sys.exit(f"failed: {' '.join(failed)}" if failed else 0)
 
 
-def _answer_and_leave(family: Family, folder: Path, answers: Path, answer_all: Callable[[Family, Path], list[Answer]]) -> None:
+def failure_file(folder: Path, name: str, who: str) -> Path:
+    """Where the error of a family that failed is kept, in one line."""
+    return answers_file(folder, name, who).with_suffix(".error")
+
+
+def _answer_and_leave(family: Family, folder: Path, answers: Path, who: str, answer_all: Callable[[Family, Path], list[Answer]]) -> None:
     status = 1
+    written = answers_file(answers, family.name, who)
+    written.parent.mkdir(parents=True, exist_ok=True)
     try:
-        answers.parent.mkdir(parents=True, exist_ok=True)
-        write_answers(answers, answer_all(family, folder / family.name))
+        write_answers(written, answer_all(family, folder / family.name))
         status = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc(limit=-12)
+        failure_file(answers, family.name, who).write_text(f"{type(error).__name__}: {error}")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

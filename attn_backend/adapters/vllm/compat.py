@@ -11,6 +11,7 @@
 | chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
 | metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
 | what lies between two blocks of a layer | up to 0.30 nothing that breaks a row | whatever the spec does not forbid: block_stride_alignment |
+| columns of V in the spec of a KV cache | in FullAttentionSpec and what derives from it | in all specs |
 | R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
@@ -129,6 +130,11 @@ def chunk_of(kv_cache_spec: Any) -> int:
     if not chunk:
         raise NotImplementedError(f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another --attention-backend")
     return int(chunk)
+
+
+def head_size_v(kv_cache_spec: Any) -> int:
+    """Columns of a head of V."""
+    return int(getattr(kv_cache_spec, "head_size_v", kv_cache_spec.head_size))
 
 
 def fuses_output_scales() -> bool:

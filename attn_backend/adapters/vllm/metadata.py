@@ -97,9 +97,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
+        head_size_v = compat.head_size_v(kv_cache_spec)
         for key in keys:
-            if not key.of_this_step and (key.head_dim_v or key.head_dim) != kv_cache_spec.head_size_v:
-                of_spec = f"values of another head size ({kv_cache_spec.head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so"
+            if not key.of_this_step and (key.head_dim_v or key.head_dim) != head_size_v:
+                of_spec = f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so"
                 raise NotImplementedError(f"attn_backend does not support {of_spec}: choose another --attention-backend")
         dtype = query_dtype(vllm_config, kv_cache_spec)
         self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None

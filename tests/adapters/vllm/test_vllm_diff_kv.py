@@ -86,3 +86,9 @@ def test_the_names_are_ours_where_the_user_has_chosen_us(name: str, registry: An
     monkeypatch.setenv(CPU_SWITCH, "1")
     assert registry[name].get_class() is CpuDiffKvBackend
     assert DiffKvBackend.is_supported_on_current_device(head_size=192, head_size_v=128, has_sinks=True)
+
+
+def test_specs_that_do_not_say_the_width_of_v() -> None:
+    """In 0.26 those of cross attention and of chunked local attention."""
+    assert compat.head_size_v(SimpleNamespace(head_size=64)) == 64
+    assert compat.head_size_v(SimpleNamespace(head_size=192, head_size_v=128)) == 128
