@@ -253,9 +253,9 @@ FAULTS = (
     ),
     Fault(
         "SGLang: no bound on rows",
-        "attn_backend/adapters/sglang/backend.py",
-        "if batch.num_rows <= self._max_rows and batch_size <= self._max_batch:",
-        "if batch_size <= self._max_batch:",
+        "attn_backend/adapters/sglang/plan.py",
+        "if batch.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:",
+        "if batch_size <= self.attention.max_batch:",
         SGLANG,
     ),
     Fault(
@@ -265,7 +265,7 @@ FAULTS = (
         "if self._kv is None:",
         ("tests/adapters/sglang",),
     ),
-    Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/backend.py", "self._window_slot_buffer[count:].zero_()", "pass", SGLANG),
+    Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/window.py", "self._buffer[count:].zero_()", "pass", SGLANG),
     Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended,", "after_append=True,", SGLANG),
     Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended,", "after_append=True,", VLLM),
     Fault("vLLM: a window cuts the images of Gemma 3", "attn_backend/adapters/layer_variants.py", "return before | (", "return before & window >= 0 | (", VLLM),
@@ -273,7 +273,7 @@ FAULTS = (
     Fault("vLLM: sinks are loaded once", "attn_backend/adapters/vllm/impl.py", "self._float_sinks.copy_(sinks)", "pass", VLLM),
     Fault(
         "SGLang: chunks counted from the window pool's first token",
-        "attn_backend/adapters/sglang/backend.py",
+        "attn_backend/adapters/sglang/plan.py",
         "kv_offsets=tokens_before if key.needs_variant else None",
         "kv_offsets=None",
         SGLANG,

@@ -89,6 +89,11 @@ def setting(path: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def num_draft_tokens() -> int:
+    """Of a request in a step that verifies drafts; 0: this server does not speculate."""
+    return int(setting("spec.speculative_num_draft_tokens", 0) or 0)
+
+
 def shared_reads_end_after_replay() -> Any:
     """What `AttentionBackend.shared_read_ends` returns when the captured kernels read req_to_token until the replay ends. None: this release does not ask."""
     from sglang.srt.layers.attention import base_attn_backend

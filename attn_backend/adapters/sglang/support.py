@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.manifest import KV_ELEMENT_NAMES, HeadDims
 from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 from attn_backend.metadata.structure import dtype_name
@@ -117,6 +118,11 @@ def drafts_are_trees() -> bool:
     return algorithm == "NGRAM" or (algorithm in _SPECULATION and compat.setting("spec.speculative_eagle_topk", 1) > 1)
 
 
+def verified_tokens(runner: Any) -> int:
+    """Draft tokens of a request in a step that verifies them; 0: this runner's model verifies none."""
+    return 0 if runner.is_draft_worker else compat.num_draft_tokens()
+
+
 def check_drafts(runner: Any) -> None:
     """Refuses a draft model whose steps behind one another could not be served.
 
@@ -138,6 +144,18 @@ def tree_key(key: PlanKey) -> PlanKey:
     if key.has_alibi or key.chunk or key.has_items or key.of_encoder:
         raise refuse("drafts that are trees with ALiBi, chunked local attention, --enable-mis or cross attention", "pass --speculative-eagle-topk 1")
     return key._replace(has_tree=True, has_spans=False)
+
+
+def most_requests(runner: Any, branches: int = 0) -> int:
+    """Requests of the largest step: the engine pads batches to what its graphs and its ranks need. branches: of each request; 0: it has one row or a prompt.
+
+    Raises:
+        ValueError: see the module.
+    """
+    most = -(-runner.req_to_token_pool.size // 32) * 32 * max(1, branches)
+    if compat.deterministic() and torch.device(runner.device).type == "cuda" and most > MAX_CUDA_INVARIANT_BATCH:
+        raise refuse(f"--enable-deterministic-inference for {most} requests at once", f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}")
+    return most
 
 
 def longest_extend(runner: Any) -> int:

@@ -9,6 +9,8 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
+from .support import refuse
+
 
 class TreeMask:
     """The trees of a verifying step, where kernels read them. The tensor stays where it is, so captured graphs see every step's.
@@ -50,11 +52,48 @@ class TreeMask:
         torch.index_select(mask, 0, cells.flatten().clamp_(max=mask.shape[0] - 1), out=target)
 
 
+class TreeMasks:
+    """The masks of the drafts that a server verifies: one that captured graphs read, and a larger one for steps for which no graph was captured."""
+
+    def __init__(self, max_batch: int, num_nodes: int, are_trees: bool, device: torch.device) -> None:
+        """num_nodes: draft tokens of a request; 0: none are verified."""
+        self._are_trees = are_trees
+        self._device = device
+        self._mask = TreeMask(max_batch, num_nodes, not are_trees, device) if num_nodes else None
+        self._large: TreeMask | None = None
+
+    @property
+    def offered(self) -> VerifyMask | None:
+        """Where SGLang's drafts write their masks."""
+        return None if self._mask is None else self._mask.offered
+
+    def of_step(self, batch_size: int, num_nodes: int) -> TreeMask:
+        """The mask of a step with drafts that are trees.
+
+        Raises:
+            ValueError: the server's settings say nothing of such trees, so no layer has a plan for them.
+        """
+        if self._mask is None or not self._are_trees or num_nodes != self._mask.num_nodes:
+            raise refuse(f"drafts that are trees of {num_nodes} tokens: the server's settings say nothing of them", "use --speculative-eagle-topk 1")
+        if batch_size * num_nodes <= self._mask.visible.shape[0]:
+            return self._mask
+        if self._large is None or batch_size * num_nodes > self._large.visible.shape[0]:
+            self._large = TreeMask(2 * batch_size, num_nodes, False, self._device)
+        return self._large
+
+    def take(self, spec_info: Any, prefix_lens: Tensor) -> None:
+        """Takes over the masks of a step's drafts, if they are trees. prefix_lens: int32 or int64 [batch], tokens of each request before its draft."""
+        if spec_info is None or spec_info.custom_mask is None or is_chain(spec_info):
+            return
+        mask = self.of_step(prefix_lens.shape[0], int(spec_info.draft_token_num))
+        mask.fill(spec_info.custom_mask, prefix_lens, _has_prefixes(spec_info, self._device))
+
+
 def is_chain(spec_info: Any) -> bool:
     """Whether the drafts of a verifying step have no branches: a causal mask is all that they need. Only EAGLE's say how many they have."""
     return getattr(spec_info, "topk", None) == 1 or spec_info.draft_token_num == 1
 
 
-def mask_has_prefixes(spec_info: Any, device: torch.device) -> bool:
+def _has_prefixes(spec_info: Any, device: torch.device) -> bool:
     """Which form of mask SGLang has made. EAGLE and its like write the short one, into `verify_mask`. NGRAM writes the long one, but on a CPU the short one."""
     return device.type == "cuda" and getattr(spec_info, "topk", None) is None

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from attn_backend import PageTable
+
+
+class WindowSlots:
+    """Slots in the numbering of a hybrid pool's window half. Captured prefills read them at every replay, so they stay where they are."""
+
+    def __init__(self, pool: SWAKVPool, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+
+    def allocate(self, max_rows: int) -> None:
+        """Makes the buffer, before anything is captured."""
+        self._buffer = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+
+    @property
+    def mapping(self) -> Tensor:
+        """int64 [slots of the full pool + 1], from those of the full pool."""
+        mapping: Tensor = self._pool.full_to_swa_index_mapping
+        return mapping
+
+    def holds(self, layer_id: int) -> bool:
+        """Whether the window half has the keys and values of this layer."""
+        return bool(self._pool.layers_mapping[layer_id][1])
+
+    def translate(self, slots: Tensor) -> Tensor:
+        """Where the new tokens of a step go. slots: int64 [rows], of the full pool."""
+        count = slots.shape[0]
+        if count > self._buffer.shape[0]:
+            return self.mapping[slots]
+        self._buffer[count:].zero_()  # a captured prefill writes its padding rows too: to slot 0, which no request has
+        return torch.index_select(self.mapping, 0, slots, out=self._buffer[:count])
 
 
 def window_page_table(

@@ -15,8 +15,10 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from attn_backend import Attention
 from attn_backend.adapters.sglang import NAME, compat
 from attn_backend.adapters.sglang import backend as sglang_backend
+from attn_backend.adapters.sglang import plan as sglang_plan
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -126,7 +128,7 @@ def test_alibi_of_the_module_around() -> None:
 
 def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:
     """Five requests behind the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node has."""
-    monkeypatch.setattr(sglang_backend, "use_cascade", lambda: cascade)
+    monkeypatch.setattr(sglang_plan, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())
     outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
     engine.share_prefix(0, [1, 2, 3, 4])
@@ -299,22 +301,27 @@ def test_idle_steps() -> None:
     backend.init_forward_metadata(SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0))
 
 
+def small_backend(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> SGLangAttentionBackend:
+    """With room for 2 requests and 20 rows."""
+    monkeypatch.setattr(sglang_backend, "most_requests", lambda *_: 2)
+    monkeypatch.setattr(sglang_backend, "longest_extend", lambda _: 18)
+    return SGLangAttentionBackend(engine.runner())
+
+
 @pytest.mark.parametrize(("requests", "new_lens"), [([0, 1, 2], [33, 1, 16]), ([0, 1, 2], [5, 1, 3]), ([0, 1], [20, 1])], ids=["both", "requests", "rows"])
-def test_a_batch_beyond_the_bounds(requests: list[int], new_lens: list[int]) -> None:
+def test_a_batch_beyond_the_bounds(requests: list[int], new_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
-    backend = SGLangAttentionBackend(engine.runner())
+    backend = small_backend(engine, monkeypatch)
     kept = next(iter(backend._plans.values())).attention
-    backend._max_rows, backend._max_batch = 20, 2
     step(engine, backend, ForwardMode.EXTEND, requests, new_lens)
     assert next(iter(backend._plans.values())).current is not kept
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
     assert next(iter(backend._plans.values())).current is kept  # captured graphs may hold it
 
 
-def test_batches_up_to_the_bounds_take_what_graphs_hold() -> None:
+def test_batches_up_to_the_bounds_take_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
-    backend = SGLangAttentionBackend(engine.runner())
-    backend._max_rows, backend._max_batch = 20, 2
+    backend = small_backend(engine, monkeypatch)
     step(engine, backend, ForwardMode.EXTEND, [0, 1], [19, 1])
     plan = next(iter(backend._plans.values()))
     assert plan.current is plan.attention
@@ -349,7 +356,7 @@ def test_window_slots_behind_a_batch_are_nobodys() -> None:
 
 def test_run_is_promised_an_append_where_there_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
     promised: list[bool] = []
-    monkeypatch.setattr(sglang_backend.Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
+    monkeypatch.setattr(Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
     batch = engine.batch(ForwardMode.EXTEND, [0], [12])

@@ -19,7 +19,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from attn_backend.adapters.sglang import NAME, backend, compat, register
+from attn_backend.adapters.sglang import NAME, backend, compat, plan, register
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """cascade and batch_invariant of every Attention that a backend makes."""
     arguments_of: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(backend, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
+    monkeypatch.setattr(plan, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
     return arguments_of
 
 

@@ -25,7 +25,7 @@ from attn_backend.adapters.sglang import NAME, compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend, branch_slots
 from attn_backend.adapters.sglang.support import tree_key
-from attn_backend.adapters.sglang.tree_mask import TreeMask
+from attn_backend.adapters.sglang.tree_mask import TreeMask, TreeMasks
 
 NODES = 7
 TREES = {"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 3, "spec.speculative_num_draft_tokens": NODES}
@@ -206,7 +206,7 @@ def test_what_the_draft_writes_in_place_is_read() -> None:
 def test_a_batch_beyond_the_buffer() -> None:
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
-    backend._tree = TreeMask(1, NODES, False, torch.device("cpu"))
+    backend._reader.trees = TreeMasks(1, NODES, True, torch.device("cpu"))
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [12, 5, 7])
     trees = [random_tree(engine.generator) for _ in range(3)]
     verify(engine, backend, [0, 1, 2], trees, eagle(without_prefixes(trees)))
