@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from numbers import Real
-from threading import Lock
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
@@ -15,36 +12,31 @@ from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
-from ..metadata.kv_cache import Scale
+from ..metadata.kv_cache import Scale, scale_parts
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
-from . import compiled, manifest
+from . import compiled
 from .attention_config import (
-    DTYPE_NAMES,
-    DTYPES,
-    KV_DTYPE_NAMES,
-    KV_DTYPES,
     MAX_CTAS,
-    check_batch_invariant,
+    AttentionConfig,
     check_heads,
     check_kv_dtype,
+    check_modes,
     check_q_dtype,
     check_room,
     choose_design,
-)  # fmt: skip
+    explain_failed_run,
+)
 from .attention_variant import AttentionVariant, VariantArgs
-from .cubins import arch_of, find_kernel, forget_kernels
+from .cubins import forget_kernels
 from .errors import InUseError, MissingKernelError
 from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
 from .schedule import Schedule, describe_errors
-from .structs import pack, unpack, values_of
+from .structs import unpack
 
 if TYPE_CHECKING:
     from ..variants import Variant
-
-_CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
-_MAX_FLOAT, _LEAST_FLOAT = torch.finfo(torch.float32).max, 2.0**-149
 
 
 class Attention:
@@ -87,7 +79,11 @@ class Attention:
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
-        return object.__new__(_DebugAttention if cls is Attention and Settings.read().debug else cls)
+        if cls is Attention and Settings.read().debug:
+            from .debug_attention import DebugAttention  # which derives from this class
+
+            return object.__new__(DebugAttention)
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -116,15 +112,12 @@ class Attention:
             device = torch.device("cuda", torch.cuda.current_device())
         num_qo_heads, num_kv_heads, dims = check_heads(num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, device)
         max_rows, max_batch, max_levels = check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
-        if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
-            refuse("cascade", cascade, "True, False or 'always'")
-        check_batch_invariant(batch_invariant, max_batch, max_levels, device)
+        check_modes(cascade, batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
         q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
-        if kv_dtype == torch.uint8 and variant is not None:
-            refuse("variant", variant, "None with kv_dtype = torch.uint8")
-        num_ctas = 0 if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
+        num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
+        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
 
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
@@ -139,53 +132,24 @@ class Attention:
         self.max_levels = max_levels
         self.batch_invariant = batch_invariant
         self._sm_scale = dims.qk**-0.5
-        self._options = {
-            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": dims.qk, "head_dim_v": dims.v, "dtype": dtype, "q_dtype": q_dtype,
-            "kv_dtype": kv_dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels, "num_ctas": num_ctas or None,
-            "cascade": cascade, "batch_invariant": batch_invariant, "kernel": kernel, "variant": variant, "sinks": sinks, "float8_out": float8_out,
-        }  # fmt: skip
-        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
+        self._config = AttentionConfig(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=dims.qk, head_dim_v=dims.v, dtype=dtype, q_dtype=q_dtype, kv_dtype=kv_dtype,
+            device=device, max_rows=max_rows, max_batch=max_batch, max_levels=max_levels, num_ctas=num_ctas, cascade=cascade,
+            batch_invariant=batch_invariant, kernel=kernel, variant=variant, sinks=sinks, float8_out=float8_out,
+        )  # fmt: skip
         self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out)
-        if variant is not None and variant.tells_requests_apart:  # no token is the same for several requests
-            cascade = False
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
         self._plan_level = self._library.plan_level
         self._run_function = self._library.run
-        config = pack(
-            "AttentionConfig",
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=dims.qk,
-            head_dim_v=dims.v,
-            dtype=values_of("DataType")[DTYPES[dtype]],
-            q_dtype=values_of("DataType")[(DTYPES | KV_DTYPES)[q_dtype]],
-            kv_dtype=values_of("DataType")[(DTYPES | KV_DTYPES)[kv_dtype]],
-            max_rows=max_rows,
-            max_groups=max_batch,
-            max_levels=max_levels,
-            num_ctas=num_ctas,
-            cascade=values_of("CascadeMode")[_CASCADE_MODES[cascade]],
-            design=values_of("KernelDesign")[design.name if design else "cpu"],
-            device=device.index or 0,
-            batch_invariant=batch_invariant,
-            on_cuda=device.type == "cuda",
-            has_variant=variant is not None,
-            uses_softmax=variant is None or variant.uses_softmax,
-            has_mask=variant is not None and variant.has_mask,
-            skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
-            has_sinks=sinks,
-            float8_out=float8_out,
-        )
-        of_kernels = design, dtype, q_dtype, kv_dtype, dims, device, self._variant, sinks, float8_out
         try:
-            self._handle: int = self._library.attention_create(config, _kernel_files(*of_kernels))
+            self._handle: int = self._library.attention_create(self._config.pack(), self._config.kernel_files(self._variant))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(config, _kernel_files(*of_kernels))
+            self._handle = self._library.attention_create(self._config.pack(), self._config.kernel_files(self._variant))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
@@ -217,7 +181,7 @@ class Attention:
             return self
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{', '.join(larger)} must have grown before the CUDA graph is captured: a workspace cannot be allocated in it")
-        return Attention(**(self._options | larger))  # type: ignore[arg-type]
+        return Attention(**(vars(self._config) | larger))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copy.copy, copy.deepcopy and pickle.
@@ -372,23 +336,15 @@ class Attention:
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
-                of_out = (None, 0.0) if out_scale is None else _tensor_or_number("out_scale", out_scale)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number("q_scale", q_scale), *of_out)
+                of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *scale_parts("q_scale", q_scale), *of_out)
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
                 more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks}
                 return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, q_scale=q_scale, out_scale=out_scale, **more_options)
-            check_types(KVCache, "a KVCache", kv=kv)
-            tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
-            explain_failure(tensors.items())
-            numbers = {"sm_scale": self._sm_scale if sm_scale is None else sm_scale, "logits_soft_cap": logits_soft_cap}
-            check_types(Real, "a number", **numbers)
-            for name, number in numbers.items():
-                if abs(number) > _MAX_FLOAT:
-                    refuse(name, number, "a number that a float32 holds")
-            check_types(bool, "True or False", after_append=after_append)
+            explain_failed_run(q, kv, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append)
             raise
         if errors:
             for view in self._levels:
@@ -442,62 +398,3 @@ class Attention:
         errors = self.schedule().errors
         if errors:
             raise ValueError(describe_errors(errors))
-
-
-class _DebugAttention(Attention):
-    """What ATTN_BACKEND_DEBUG=1 makes: a plan or a run ends when the device is done and has found nothing wrong; other threads are refused until then."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._in_use_until_done = Lock()
-        super().__init__(*arguments, **options)
-
-    def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
-        with self._until_done():
-            super().plan(composition, variant_args=variant_args)
-
-    def run(self, *arguments: Any, **options: Any) -> Any:
-        if is_compiling():
-            return super().run(*arguments, **options)
-        with self._until_done():
-            return super().run(*arguments, **options)
-
-    @contextmanager
-    def _until_done(self) -> Iterator[None]:
-        if not self._in_use_until_done.acquire(blocking=False):
-            raise InUseError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
-        try:
-            yield
-            self.raise_for_errors()
-        finally:
-            self._in_use_until_done.release()
-
-
-def _tensor_or_number(name: str, scale: Scale) -> tuple[Tensor | None, float]:
-    """What the library is given, which checks the rest."""
-    if scale is None:
-        return None, 1.0
-    if isinstance(scale, Tensor):
-        return check_plain(name, scale), 1.0
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not _LEAST_FLOAT <= scale <= _MAX_FLOAT:
-        refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
-    return None, float(scale)
-
-
-def _kernel_files(
-    design: manifest.Design | None, dtype: torch.dtype, q_dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, device: torch.device,
-    variant: AttentionVariant | None, sinks: bool, float8_out: bool,
-) -> dict[str, str]:  # fmt: skip
-    """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
-    files = {} if variant is None else variant.files()
-    if design is None or device.type == "cpu":
-        return files
-    element = DTYPE_NAMES[dtype]
-    names = {"plan": "plan"}
-    for prefix, out_element in manifest.out_elements(element, float8_out).items():
-        names[f"{prefix}merge"] = manifest.merge_name(out_element)
-        if variant is None:
-            kv_element = KV_DTYPE_NAMES.get(kv_dtype)
-            which = dims, "sinks" if sinks else "standard", kv_element, q_dtype != dtype, prefix != ""
-            names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(dims, kv_element).items()}
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files

@@ -1,15 +1,24 @@
-"""What an Attention may be: checks of its arguments."""
+"""What an Attention may be: checks of its arguments, and what the host library is told of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from ..metadata.composition import MAX_LEVELS
-from ..metadata.kv_cache import FLOAT8_DTYPES
-from ..metadata.structure import MAX_INT32, check_int, check_types, refuse
+from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
 from . import manifest
-from .cubins import arch_of
-from .structs import values_of
+from .cubins import arch_of, find_kernel
+from .structs import pack, values_of
+
+if TYPE_CHECKING:
+    from ..variants import Variant
+    from .attention_variant import AttentionVariant
 
 # By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
 DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
@@ -21,7 +30,86 @@ MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of w
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
 MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
 _MAX_CPU_BATCH = 2**20
+_MAX_FLOAT = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The arguments of an Attention by their names, checked; None where None is what they remain."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    max_rows: int
+    max_batch: int
+    max_levels: int
+    num_ctas: int | None
+    cascade: bool | str
+    batch_invariant: bool
+    kernel: str | None
+    variant: Variant | None
+    sinks: bool
+    float8_out: bool
+
+    @property
+    def dims(self) -> manifest.HeadDims:
+        return manifest.HeadDims(self.head_dim, self.head_dim_v)
+
+    def pack(self) -> bytes:
+        """AttentionConfig of csrc/."""
+        data_types, variant = values_of("DataType"), self.variant
+        design = choose_design(self.kernel, self.device)
+        # Under such a variant no token is the same for several requests.
+        cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
+        return pack(
+            "AttentionConfig",
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=data_types[DTYPES[self.dtype]],
+            q_dtype=data_types[(DTYPES | KV_DTYPES)[self.q_dtype]],
+            kv_dtype=data_types[(DTYPES | KV_DTYPES)[self.kv_dtype]],
+            max_rows=self.max_rows,
+            max_groups=self.max_batch,
+            max_levels=self.max_levels,
+            num_ctas=self.num_ctas or 0,
+            cascade=values_of("CascadeMode")[CASCADE_MODES[cascade]],
+            design=values_of("KernelDesign")[design.name if design else "cpu"],
+            device=self.device.index or 0,
+            batch_invariant=self.batch_invariant,
+            on_cuda=self.device.type == "cuda",
+            has_variant=variant is not None,
+            uses_softmax=variant is None or variant.uses_softmax,
+            has_mask=variant is not None and variant.has_mask,
+            skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
+            has_sinks=self.sinks,
+            float8_out=self.float8_out,
+        )
+
+    def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
+        """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
+        files = {} if variant is None else variant.files()
+        design = choose_design(self.kernel, self.device)
+        if design is None or self.device.type == "cpu":
+            return files
+        element = DTYPE_NAMES[self.dtype]
+        names = {"plan": "plan"}
+        for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
+            names[f"{prefix}merge"] = manifest.merge_name(out_element)
+            if variant is None:
+                kv_element = KV_DTYPE_NAMES.get(self.kv_dtype)
+                which = self.dims, "sinks" if self.sinks else "standard", kv_element, self.q_dtype != self.dtype, prefix != ""
+                names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(self.dims, kv_element).items()}
+        arch = arch_of(torch.cuda.get_device_capability(self.device))
+        return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files
 
 
 def check_heads(
@@ -95,7 +183,9 @@ def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, 
     return max_rows, max_batch, max_levels
 
 
-def check_batch_invariant(batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
+def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
+    if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
+        refuse("cascade", cascade, "True, False or 'always'")
     if not isinstance(batch_invariant, bool):
         refuse("batch_invariant", batch_invariant, "True or False")
     if batch_invariant and max_levels != 1:
@@ -115,3 +205,16 @@ def choose_design(kernel: str | None, device: torch.device) -> manifest.Design |
     if kernel is not None and kernel not in runnable:
         refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
     return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
+
+
+def explain_failed_run(q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool) -> None:
+    """Refuses an argument of a run that has failed, if one explains it. Looked at only then: a layer's call has no time for it."""
+    check_types(KVCache, "a KVCache", kv=kv)
+    tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
+    explain_failure(tensors.items())
+    numbers = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+    check_types(Real, "a number", **numbers)
+    for name, number in numbers.items():
+        if abs(number) > _MAX_FLOAT:
+            refuse(name, number, "a number that a float32 holds")
+    check_types(bool, "True or False", after_append=after_append)

@@ -43,6 +43,8 @@ class AttentionVariant:
 
         if not isinstance(variant, Variant):
             refuse("variant", variant, "a Variant or None")
+        if kv_dtype == torch.uint8:
+            refuse("variant", variant, "None with kv_dtype = torch.uint8")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = manifest.HeadDims.of(head_dim)

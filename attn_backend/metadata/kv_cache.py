@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
 from numbers import Real
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
 # Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32 scales, 64 bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
 Scale = Tensor | float | None
+_LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +186,18 @@ class KVCache:
                 refuse(name, scale, f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, num_kv_heads]")
             check_same_device(name, check_plain(name, scale), "k", self.device)
             return scale
-        if isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale) or not 0 < scale <= torch.finfo(torch.float32).max:
-            refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
-        return float(scale)
+        return scale_parts(name, scale)[1]
+
+
+def scale_parts(name: str, scale: Scale) -> tuple[Tensor | None, float]:
+    """A scale as kernels are given it. Of a tensor they check the rest."""
+    if scale is None:
+        return None, 1.0
+    if isinstance(scale, Tensor):
+        return check_plain(name, scale), 1.0
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not _LEAST_FLOAT <= scale <= _MAX_FLOAT:
+        refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
+    return None, float(scale)
 
 
 def _tensors_of(*scales: Scale) -> tuple[Tensor | None, ...]:

@@ -58,7 +58,7 @@ def test_growth_keeps_every_option(device: torch.device) -> None:
     small = Attention(4, 2, 64, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, device=device, max_rows=8, max_batch=2)
     large = small.with_room(max_rows=16)
     assert (large.q_dtype, large.max_rows) == (torch.float8_e4m3fn, 16)
-    assert {"self", *small._options} == set(inspect.signature(Attention.__init__).parameters)
+    assert {"self", *vars(small._config)} == set(inspect.signature(Attention.__init__).parameters)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -108,7 +108,7 @@ def test_refused_query_dtypes_and_scales(device: torch.device) -> None:
     case = problem.case
     attention = case.attention(**problem.options)
     attention.plan(case.view)
-    for scale in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
+    for scale in (0, -1.0, float("inf"), float("nan"), 1e39, 1e-60, True, "1"):
         with pytest.raises(ValueError, match=r"q_scale is .*must be a number above 0 that a float32 holds, or a float32 tensor"):
             case.run(attention, q_scale=scale)
     for shape in ((3,), (2, 1), (2, 2)):
@@ -343,7 +343,7 @@ def test_refusals(device: torch.device) -> None:
     for scale in (torch.ones(2), torch.ones(3, 2), torch.ones(1, 2, 3), torch.ones(3).double(), torch.ones(0)):
         with pytest.raises(ValueError, match=r"k_scale is a .*must be a number, or a float32 tensor"):
             KVCache.from_pair(k, v, k_scale=scale.to(device))
-    for number in (0, -1.0, float("inf"), float("nan"), 1e39, True, "1"):
+    for number in (0, -1.0, float("inf"), float("nan"), 1e39, 1e-60, True, "1"):
         with pytest.raises(ValueError, match=r"v_scale is .*must be a number above 0"):
             KVCache.from_pair(k, v, v_scale=number)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k_scale is 0\.5, must be None: a bfloat16 cache has no scales"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.kernels import attention, attention_config, manifest, schedule
+from attn_backend.kernels import attention_config, manifest, schedule
 from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
 from attn_backend.metadata.composition import MAX_LEVELS
 
@@ -75,7 +75,7 @@ def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule._ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule._REASONS.keys() == values_of("NodeReason").keys()
     assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of("DataType").keys()
-    assert set(attention._CASCADE_MODES.values()) == values_of("CascadeMode").keys()
+    assert set(attention_config.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
     assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS
     for columns, struct in ((schedule.GROUP_COLUMNS, "RowGroup"), (schedule.TILE_COLUMNS, "RowTile")):
