@@ -1,11 +1,11 @@
-"""The faults of tests/faults.py can still be put into the sources: their texts are there, once."""
+"""The faults of fault_table.py can still be put into the sources: their texts are there, once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, Fault
+from fault_table import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[1]
 
