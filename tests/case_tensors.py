@@ -220,6 +220,20 @@ def _placed(tensor: Tensor, spec: cases.Spec, rng: numpy.random.Generator) -> Te
     return place
 
 
+def captured(case: Case, attention: Attention, variant_args: dict[str, Any]) -> torch.cuda.CUDAGraph:
+    """A plan and a run of it into the case's output: done once, then captured."""
+
+    def step() -> None:
+        attention.plan(case.view, variant_args=variant_args)
+        case.run(attention, out=case.out, lse=case.lse, variant_args=variant_args)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 def check(
     case: Case, out: Tensor, lse: Tensor | None, expected: tuple[Tensor, Tensor] | None = None, tolerance: float | None = None, lse_tolerance: float = 0.0
 ) -> None:

@@ -1,15 +1,5 @@
 // csrc/cache/append_qkv.cuh on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after another.
-#include "cuda_emulation.h"
-
-namespace emulation {
-
-char none[16];
-char* const shared_memory = none;
-const size_t shared_bytes = 0;
-
-uint64_t time() { return 0; }
-
-}  // namespace emulation
+#include "no_shared_memory.h"
 
 #include "cache/append_qkv.cuh"
 #include "cache/append_rounded.cuh"

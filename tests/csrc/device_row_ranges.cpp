@@ -1,19 +1,9 @@
 // The row_ranges kernel of a variant on a CPU, for ctypes: attention/row_ranges.cuh and kv_tile_lists.cuh with
 // emulated/ in the place of CUDA. CTAs run one after another, so that what they share may be static.
-#include "cuda_emulation.h"
+#include "no_shared_memory.h"
 
 #undef __shared__
 #define __shared__ static
-
-namespace emulation {
-
-char none[16];
-char* const shared_memory = none;
-const size_t shared_bytes = 0;
-
-uint64_t time() { return 0; }
-
-}  // namespace emulation
 
 #include <cstring>
 

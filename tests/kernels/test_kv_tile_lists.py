@@ -267,15 +267,7 @@ def test_in_a_cuda_graph(device: torch.device) -> None:
     case = case_tensors.build(Spec((300, 1, 40), (700, 1900, 40), head_dim=64, dtype=torch.bfloat16), device)
     ids = torch.zeros(3, 1900, dtype=torch.int32, device=device)
     attention = case.attention(variant=DOCUMENTS)
-
-    def step() -> None:
-        attention.plan(case.view, variant_args={"document_ids": ids})
-        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = case_tensors.captured(case, attention, {"document_ids": ids})
     for seed in range(4):
         mask = next(masks(numpy.random.default_rng(seed), 3, 1899, device))
         ids.copy_(mask.arguments["document_ids"][:, :1900])

@@ -143,15 +143,7 @@ def test_in_a_cuda_graph(device: torch.device) -> None:
     case = case_tensors.build(Spec((300, 1, 40), (700, 900, 40), head_dim=64, dtype=torch.bfloat16), device)
     ids = documents(numpy.random.default_rng(1), 3, 900, device)
     attention = case.attention(variant=DOCUMENTS)
-
-    def step() -> None:
-        attention.plan(case.view, variant_args={"document_ids": ids})
-        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = case_tensors.captured(case, attention, {"document_ids": ids})
     for seed in range(4):
         ids.copy_(documents(numpy.random.default_rng(seed), 3, 900, device))
         graph.replay()

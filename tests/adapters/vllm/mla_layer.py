@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm_layer import PAGE, Layer, make_config
 
 HEADS, LATENT, NOPE, ROPE, V = 3, 512, 32, 64, 24
 SCALE = (NOPE + ROPE) ** -0.5
 WIDTHS = {"q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Projection:
@@ -28,6 +30,25 @@ class Projection:
     def parts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[heads, NOPE, LATENT] of K, [heads, V, LATENT] of V."""
         return self.weight.to(dtype).view(HEADS, NOPE + V, LATENT).split([NOPE, V], dim=1)  # type: ignore[return-value]
+
+
+class Chosen(MLAPrefillBackend):
+    """What vLLM has chosen for prefills: it must not be asked."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CHOSEN"
+
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    run_prefill_context_chunk = run_prefill_new_tokens
+
+
+def impl_arguments(kv_b_proj: Any) -> dict[str, Any]:
+    """What vLLM makes an implementation with, besides its heads and its scale."""
+    of_all = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
+    return of_all | {"kv_sharing_target_layer_name": None, **WIDTHS, "qk_head_dim": NOPE + ROPE, "kv_b_proj": kv_b_proj, "indexer": None}
 
 
 def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtype: str, prefill: Any) -> Any:
@@ -68,3 +89,8 @@ def make_mla_config(layer: Any, dtype: torch.dtype, cache_dtype: str, chosen: An
         ),
     }
     return make_config({"layer": layer}, **parts | changes)
+
+
+def check(output: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = (output[: len(expected)].double() - expected).norm() / expected.norm()
+    assert error <= TOLERANCE[dtype]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Projection, V, make_layer, make_mla_config
+from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, Chosen, Projection, V, check, impl_arguments, make_layer, make_mla_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
@@ -25,31 +24,14 @@ from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
 
 @pytest.fixture(autouse=True)
 def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
 
 
-class Chosen(MLAPrefillBackend):
-    """What vLLM has chosen for prefills: it must not be asked."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CHOSEN"
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        raise AssertionError
-
-    run_prefill_context_chunk = run_prefill_new_tokens
-
-
 def make_impl(kv_b_proj: Any, **changes: Any) -> MlaImpl:
-    arguments: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
-    arguments |= {"kv_sharing_target_layer_name": None, **WIDTHS, "qk_head_dim": NOPE + ROPE, "kv_b_proj": kv_b_proj, "indexer": None}
-    return MlaImpl(num_heads=HEADS, head_size=LATENT + ROPE, scale=SCALE, num_kv_heads=1, **arguments | changes)
+    return MlaImpl(num_heads=HEADS, head_size=LATENT + ROPE, scale=SCALE, num_kv_heads=1, **impl_arguments(kv_b_proj) | changes)
 
 
 class Problem:
@@ -113,11 +95,6 @@ class Problem:
             outputs.append(torch.einsum("hqt,htv->qhv", probabilities, v).flatten(1))
             row += query_len
         return torch.cat(outputs)
-
-
-def check(output: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    error = (output[: len(expected)].double() - expected).norm() / expected.norm()
-    assert error <= TOLERANCE[dtype]
 
 
 DECODES = ([1, 1, 1], [33, 64, 5])

@@ -15,13 +15,12 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Projection, V, make_layer, make_mla_config
+from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Chosen, Projection, V, check, impl_arguments, make_layer, make_mla_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
@@ -33,7 +32,6 @@ from attn_backend.adapters.vllm.sparse_mla_impl import SparseMlaImpl
 from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadataBuilder
 
 TOPK = 24
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +50,9 @@ def requests_of_rows(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tenso
     return buffer[: metadata.num_actual_tokens]
 
 
-class Chosen(MLAPrefillBackend):
-    """What vLLM has chosen for prefills: it must not be asked."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CHOSEN"
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        raise AssertionError
-
-    run_prefill_context_chunk = run_prefill_new_tokens
-
-
 def make_impl(kv_b_proj: Any, indices: Tensor | None, **changes: Any) -> SparseMlaImpl:
-    arguments: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
-    arguments |= {"kv_sharing_target_layer_name": None, **WIDTHS, "qk_head_dim": NOPE + ROPE, "kv_b_proj": kv_b_proj, "indexer": None}
     with set_current_vllm_config(VllmConfig()):
-        return SparseMlaImpl(HEADS, LATENT + ROPE, SCALE, 1, **arguments | {"topk_indices_buffer": indices} | changes)
+        return SparseMlaImpl(HEADS, LATENT + ROPE, SCALE, 1, **impl_arguments(kv_b_proj) | {"topk_indices_buffer": indices} | changes)
 
 
 class Problem:
@@ -148,11 +131,6 @@ class Problem:
             probabilities = (torch.einsum("hd,htd->ht", q[row].double(), k) * SCALE).softmax(-1)
             outputs.append(torch.einsum("ht,htv->hv", probabilities, v).flatten())
         return torch.stack(outputs)
-
-
-def check(output: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    error = (output[: len(expected)].double() - expected).norm() / expected.norm()
-    assert error <= TOLERANCE[dtype]
 
 
 DECODES = ([1, 1, 1], [33, 64, 5])
