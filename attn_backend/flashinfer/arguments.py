@@ -70,6 +70,8 @@ NO_POS_ENCODING = PosEncoding()
 
 
 def pos_encoding(mode: object, rope_scale: float | None = None, rope_theta: float | None = None) -> PosEncoding:
+    if mode == "NONE":
+        return NO_POS_ENCODING
     if mode not in _POS_ENCODING_MODES:
         refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
     if mode == "ROPE_LLAMA":

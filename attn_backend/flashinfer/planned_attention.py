@@ -305,10 +305,10 @@ def _with_scales(kv: KVCache, k_scale: Tensor | None, v_scale: Scale | None) -> 
             if v_scale.numel() not in (1, kv.num_kv_heads):
                 not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
             v_scale = v_scale.reshape(-1).to(torch.float32)
-        return KVCache.unchecked(kv.k, kv.v, k_scale, v_scale), None
+        return kv.with_scales(k_scale, v_scale), None
     if isinstance(v_scale, Tensor) and v_scale.numel() != 1:
         not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
-    return (kv if k_scale is None else KVCache.unchecked(kv.k, kv.v, k_scale)), v_scale
+    return (kv if k_scale is None else kv.with_scales(k_scale, None)), v_scale
 
 
 def _room(wanted: int, least: int) -> int:

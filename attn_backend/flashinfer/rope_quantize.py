@@ -127,14 +127,14 @@ def rope_quantize_fp8_append_paged_kv_cache(
         refuse("page_size", page_size, f"{kv.page_size}, that of paged_kv_cache")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, page_size)
     if v is not None and k_nope is None:  # Q is rotated, K and V are in the cache, after one launch
-        cache = KVCache.unchecked(kv.k, kv.v, kv_scale, kv_scale)
+        cache = kv.with_scales(kv_scale, kv_scale)
         q = torch.empty(q_rope.shape, dtype=q_rope.dtype, device=q_rope.device)
         append_qkv(q_rope, k_rope, v, cache, slots, rotary=_table(cos_sin_cache, is_neox), positions=pos_ids, out=q)
     else:
         assert k_nope is not None
         q, k = _rotated(q_rope, k_rope, cos_sin_cache, pos_ids, is_neox)
         if v is None:
-            append_kv(k_nope.unsqueeze(1), k, KVCache.unchecked(kv.k, kv.v, kv_scale, kv_scale), slots)
+            append_kv(k_nope.unsqueeze(1), k, kv.with_scales(kv_scale, kv_scale), slots)
         else:
             columns = k_rope.shape[-1]
             append_kv(k, k_nope, KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale), slots)

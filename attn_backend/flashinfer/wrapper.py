@@ -109,8 +109,8 @@ class Wrapper:
         scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
-        if q_scale is None and k_scale is None and type(scale) is float:
-            return Scales(scale)
+        if q_scale is None and type(scale) is float and (k_scale is None or type(k_scale) is float):
+            return Scales(scale if k_scale is None else scale * k_scale)
         return scaled(self._heads, scale, q_scale, k_scale)
 
     def _take_scales(

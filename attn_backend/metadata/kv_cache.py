@@ -111,9 +111,14 @@ class KVCache:
         cache = object.__new__(cls)
         fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
         fields["k"], fields["v"] = _with_plain_strides(k), _with_plain_strides(v)
-        if k_scale is not None or v_scale is not None:
-            fields["k_scale"], fields["v_scale"] = k_scale, v_scale
-            fields["scale_tensors"], fields["scale_values"] = _tensors_of(k_scale, v_scale), _values_of(k_scale, v_scale)
+        return cache if k_scale is None and v_scale is None else cache.with_scales(k_scale, v_scale)
+
+    def with_scales(self, k_scale: Scale, v_scale: Scale) -> KVCache:
+        """The same K and V with these scales, unchecked."""
+        cache = object.__new__(KVCache)
+        fields = cache.__dict__
+        fields["k"], fields["v"], fields["k_scale"], fields["v_scale"] = self.k, self.v, k_scale, v_scale
+        fields["scale_tensors"], fields["scale_values"] = _parts_of(k_scale, v_scale)
         return cache
 
     def by_slot(self) -> KVCache:
@@ -171,8 +176,8 @@ class KVCache:
         if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != ((1, SCALED_LATENT_BYTES), 512, self.k.data_ptr()):
             refuse("k", self.k, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent")
         scales = (self._checked_scale("k_scale", self.k_scale), self._checked_scale("v_scale", self.v_scale))
-        object.__setattr__(self, "scale_tensors", _tensors_of(*scales))
-        object.__setattr__(self, "scale_values", _values_of(*scales))
+        for name, parts in zip(("scale_tensors", "scale_values"), _parts_of(*scales), strict=True):
+            object.__setattr__(self, name, parts)
 
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
@@ -200,12 +205,11 @@ def scale_parts(name: str, scale: Scale) -> tuple[Tensor | None, float]:
     return None, float(scale)
 
 
-def _tensors_of(*scales: Scale) -> tuple[Tensor | None, ...]:
-    return tuple(scale if isinstance(scale, Tensor) else None for scale in scales)
-
-
-def _values_of(*scales: Scale) -> tuple[float, ...]:
-    return tuple(1.0 if scale is None or isinstance(scale, Tensor) else scale for scale in scales)
+def _parts_of(k_scale: Scale, v_scale: Scale) -> tuple[tuple[Tensor | None, Tensor | None], tuple[float, float]]:
+    """scale_tensors and scale_values."""
+    k_tensor, k_value = (k_scale, 1.0) if isinstance(k_scale, Tensor) else (None, 1.0 if k_scale is None else k_scale)
+    v_tensor, v_value = (v_scale, 1.0) if isinstance(v_scale, Tensor) else (None, 1.0 if v_scale is None else v_scale)
+    return (k_tensor, v_tensor), (k_value, v_value)
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
