@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from reprlib import repr as shown  # of long values the beginning
+from reprlib import repr as shown  # of a long value: only so much is shown
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -73,7 +73,7 @@ class Settings(BaseModel):
 
 
 def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """A fault in the words of all our errors: the field, its value and what it must be. Unknown fields come first; `known`: the fields that there are."""
+    """A validation error, worded like all our errors: the field, its value and what it must be. Unknown fields come first; `known`: the fields that exist."""
     fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
     name, *inside = fault["loc"] or ("",)
     name = f"{name}{''.join(f'[{part}]' for part in inside if isinstance(part, int))}"

@@ -1,4 +1,4 @@
-"""GPUs that the kernels are compiled for and have never run on: they are served, with a word about it."""
+"""GPUs that the kernels are compiled for and have never run on: they are served, with a warning."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
 
 
 def _own_arch() -> str:
-    """Of this machine's GPU."""
+    """The arch of this machine's GPU."""
     import torch
 
     from ..kernels.variant_kernels import target_of

@@ -30,7 +30,7 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
 
 
 def script(shell: str, words: dict[str, list[str]]) -> str:
-    """For one of SHELLS. Where nothing of ours fits, files are completed."""
+    """The script for one of SHELLS. Where nothing of ours fits, files are completed."""
     if shell == "fish":
         lines = [f"complete -c attn-backend -n __fish_use_subcommand -f -a {shlex.quote(' '.join(words['']))}"]
         for command, its_words in words.items():

@@ -140,7 +140,7 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers) -> None:
 
 
 def load(port: int, requests: int, at_a_time: int, output_len: int) -> Answers:
-    """So many requests with one beginning, some at a time."""
+    """Sends `requests` requests with a common beginning, `at_a_time` of them at once."""
     answers, waiting, lock = Answers(), list(range(requests)), threading.Lock()
 
     def work() -> None:

@@ -34,7 +34,7 @@ class Finding:
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution; None: it is not installed."""
+    """The version of an installed distribution; None: it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ DPI = 100  # of the pixels that sizes and places are given in
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Of that many pixels."""
+    """A figure of so many pixels."""
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure

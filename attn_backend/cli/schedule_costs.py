@@ -63,8 +63,9 @@ class ScheduleCosts:
 
 
 def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
-    """Group by group, there the last row tile first, there head by head. CTAs begin with the first pairs, go on with as many in the opposite order, and ask
-    which is next when they take one (WorkQueue in csrc/attention/sm90/producer.cuh)."""
+    """The parts of CTAs that take (row tile, head) pairs from a queue: group by group, in a group the last row tile first, in a row tile head by head. The
+    first pairs go to the CTAs in order, the next ones in reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
+    csrc/attention/sm90/producer.cuh)."""
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
         tiles[group].append(tile)
@@ -72,7 +73,7 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
     costs = head_cost.tolist()
     ctas = schedule.num_ctas
     asked = 2 * ctas
-    takes = [(0, cta, cta) for cta in range(min(ctas, len(pairs)))]  # when, by whom, which
+    takes = [(0, cta, cta) for cta in range(min(ctas, len(pairs)))]  # (time, CTA, pair)
     heapq.heapify(takes)
     parts = []
     while takes:

@@ -91,7 +91,7 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
             refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
         k, v = paged_kv_cache
     elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim in (4, 5) and paged_kv_cache.shape[1] == 2:
-        # Detached: the views must not keep the caller's tensor, whose end is theirs.
+        # Detached: the views must not keep the caller's tensor alive, as they are kept until it ends.
         k, v = paged_kv_cache.detach().unbind(1)
     else:
         refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...], or the tuple (k, v)")
@@ -147,7 +147,7 @@ def is_number(scale: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def indptr_of_equal(batch_size: int, length: int, device: torch.device) -> Tensor:
-    """int32 [batch_size + 1]: requests of `length` each. Kept: a step that looks like another one makes nothing."""
+    """int32 [batch_size + 1]: requests of `length` each. Kept: steps of the same batch size share one."""
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * length
 
 

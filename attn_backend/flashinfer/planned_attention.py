@@ -27,7 +27,7 @@ from .scales import Scales, scale_variants
 LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 1024
 _LEAST_BATCH = 64
-_ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU, and nothing waits for it
+_ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for the device
 _KEPT_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
@@ -71,7 +71,7 @@ class Logits:
         return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, scales)
 
     def args(self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()) -> Args | None:
-        """The arguments of the variant; of the scales what stands for them until a run."""
+        """The arguments of the variant, with 1 for each scale that only a run knows."""
         if self.own is not None:
             return None
         args: dict[str, Tensor | float | int] = {name: _one_on(device) for name in scales}
@@ -125,7 +125,7 @@ def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, h
 
 
 class PlannedAttention:
-    """An Attention that is made when the first plan says what for, and made anew where a plan or a run needs more room or something else.
+    """An Attention that is made by the first plan, and again when a plan or a run needs more room or another one.
 
     Args:
         device: of Q, K and V.
@@ -274,7 +274,7 @@ class PlannedAttention:
         return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
 
     def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
-        """The last plan, with room for these rows, and for what a run is given for the first time."""
+        """Makes the last plan again, with room for these rows, and for what a run is given for the first time."""
         assert self._planned is not None
         composition, heads, logits, batch_invariant = self._planned
         if needs_sinks or not self._with_scales.issuperset(scales.params):
@@ -325,7 +325,7 @@ _kept = _Kept()
 
 
 def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
-    """For a call that plans and runs: this thread's, for the current stream and for what it is made for, the latest of which are kept."""
+    """For a call that plans and runs: the one that this thread keeps for the current stream and these arguments. The latest of them are kept."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
     attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)

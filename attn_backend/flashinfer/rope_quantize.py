@@ -1,5 +1,5 @@
-"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache. Of launches that this package has anyway, so several: numbers are rounded to 16 bits when
-they are rotated, and to 8 bits by an append, whose cache is the output.
+"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache. It takes several launches of kernels that are here for other
+reasons: numbers are rounded to 16 bits when they are rotated, and to 8 bits by an append, whose cache is the output.
 """
 
 from __future__ import annotations

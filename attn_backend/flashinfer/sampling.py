@@ -283,7 +283,7 @@ def _draw_probs(
 def _draws(
     batch: int, device: torch.device, generator: torch.Generator | None, seed: Seed | None, offset: Seed | None, position_bits: int = 0
 ) -> tuple[Seed, Tensor]:
-    """seed and position of each row. Rows differ, also with the same seed; position_bits: that a row's draws count with."""
+    """seed and position of each row. Rows differ, also with the same seed; position_bits: low bits of a position, which count a row's draws."""
     rows = row_numbers(batch, device)
     if position_bits:
         rows = rows << position_bits

@@ -1,4 +1,4 @@
-"""Scales of Q, K and logits, which FlashInfer takes as numbers or tensors: what of them sm_scale takes, what kernels take, and what a variant takes."""
+"""Scales of Q, K and logits, which FlashInfer takes as numbers or tensors. Each goes into sm_scale, to the kernels, or to a variant."""
 
 from __future__ import annotations
 

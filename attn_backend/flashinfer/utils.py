@@ -45,7 +45,7 @@ class FP4Tensor:
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device.
+    """The compute capability of a CUDA device.
 
     Raises:
         ValueError: it is none.

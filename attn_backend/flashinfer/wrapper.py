@@ -77,7 +77,7 @@ class Wrapper:
             raise ValueError("run() before a successful plan()")
 
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
-        """Plans what is known."""
+        """Plans a view under the options of the last plan()."""
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
             self._planned.with_scales("sm_scales")
         if self._has_sinks:
@@ -116,12 +116,12 @@ class Wrapper:
     def _take_scales(
         self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
     ) -> tuple[tuple[Any, ...], Scale | None, Scale | None, Scale | None]:
-        """What a run is given behind q, K and V, without the scales of Q, K and V, which 8-bit queries may bring there; and these scales."""
+        """Takes the scales of Q, K and V out of what a run is given behind q, K and V, where 8-bit queries may bring them. Returns the rest and the scales."""
         if len(args) != _NUM_SCALES or not self._heads.float8_q or self._jit is not None:
             return args, q_scale, k_scale, v_scale
         return (), one_of(scale_q=args[0], q_scale=q_scale), one_of(scale_k=args[1], k_scale=k_scale), one_of(scale_v=args[2], v_scale=v_scale)
 
 
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
-    """Whether a request's parts are not to depend on its batch; engines that want nothing of it say -1."""
+    """Whether a request's parts are not to depend on its batch; engines that do not ask for that pass -1."""
     return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)

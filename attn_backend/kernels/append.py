@@ -19,7 +19,7 @@ from .library import library
 
 
 class _Launchers(dict[int, Callable[..., Any]]):
-    """The host library's append_kv, by what Tensor.get_device() says (-1 for a CPU), once its kernel is loaded there: found faster than by torch.device."""
+    """The host library's append_kv for each device, whose kernel is loaded. Keys are Tensor.get_device() (-1 for a CPU): faster than torch.device."""
 
     def __missing__(self, device: int) -> Callable[..., Any]:
         if device >= 0:

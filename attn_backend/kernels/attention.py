@@ -319,7 +319,7 @@ class Attention:
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
             return compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
         try:
-            # What the handles that the library gets do not say: a sign that is still to be changed, a gradient that would not come.
+            # The library's handles of tensors do not say that a sign is still to be changed, or that a gradient is wanted, which would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if out is None:
@@ -361,7 +361,7 @@ class Attention:
         return q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=dtype)
 
     def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
-        """Gives what follows the variant's arguments."""
+        """Gives the variant its arguments, for the plan or the run that follows."""
         if self._variant is None:
             refuse("variant_args", variant_args, "None: this Attention has no variant")
         packed = self._variant.pack_if_new(variant_args)

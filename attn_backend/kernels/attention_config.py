@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
 DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-# Of caches whose elements are not those of Q: the same.
+# The same for caches whose elements differ from Q's.
 KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2", torch.uint8: "kScaledLatent"}
 KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "latent"}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
@@ -37,7 +37,7 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The arguments of an Attention by their names, checked; None where None is what they remain."""
+    """The checked arguments of an Attention, by their names."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -195,7 +195,7 @@ def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_
 
 
 def choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
-    """What a schedule is made for; None: the CPU."""
+    """The kernel design that schedules are made for; None: the CPU's."""
     if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
     if device.type == "cpu":

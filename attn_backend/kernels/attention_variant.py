@@ -74,7 +74,7 @@ class AttentionVariant:
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
         self._planned_mask: dict[str, object] | None = None
-        # Under a mask of the variant's own a view that does not say so is not causal.
+        # Under a variant with a mask of its own, a view is causal only if it says so.
         self._is_causal_by_default = not (variant.has_mask or variant.causal or variant.window_left >= 0)
 
     def files(self) -> dict[str, str]:
@@ -115,8 +115,8 @@ class AttentionVariant:
         """causal and window_left of what a view and the variant both let through.
 
         Raises:
-            ValueError: one of several levels, whose positions are not those in the requests, which does not say these, or under a window of the variant, or
-                under a variant that transforms the cache by what tells requests apart.
+            ValueError: there are several levels, and the variant has a window, or transforms K or V by the request, or reads positions that this one does not
+                give.
         """
         if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
             if self.variant.tells_requests_apart:
@@ -199,7 +199,7 @@ class AttentionVariant:
         self._bound = None
 
     def _command(self, jit: bool) -> str:
-        """That compiles the variant ahead, as far as it can be said where it is; only asked for where nothing is compiled now."""
+        """The command that compiles the variant ahead, for messages; "" where it is compiled now."""
         if jit:
             return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"

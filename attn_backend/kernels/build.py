@@ -1,5 +1,5 @@
-"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel, and fails on spills, on wgmma that
-wait for each other, or a source that does not compile."""
+"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel. Fails where registers spill,
+where ptxas serializes wgmma, and where a source does not compile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spilled_bytes(report: str) -> int:
 
 
 def fault(report: str) -> str:
-    """What the compiler's report says that a kernel must not do; empty if nothing."""
+    """What is wrong with a kernel, by the compiler's report; empty if nothing."""
     if spilled_bytes(report) > 0:
         return "SPILLS"
     return "SERIALIZES WGMMA" if _SERIALIZED in report else ""

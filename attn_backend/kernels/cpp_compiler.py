@@ -56,7 +56,7 @@ def source(isa: str, dtype: str, widens: bool = False) -> str:
 
 
 def flags(isa: str) -> list[str]:
-    """Without those that say where headers are."""
+    """The compiler's flags, without the include paths."""
     return ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w", *ISA_FLAGS[isa]]
 
 

@@ -39,7 +39,7 @@ def kernel_sources(arch: str) -> dict[str, str]:
 
 
 def _source_of(name: str, arch: str) -> str:
-    """Of a kernel that is built ahead of time, or of another head_dim.
+    """The source of a kernel that is built ahead of time, or of one for another head_dim.
 
     Raises:
         ValueError: no kernel of that name.
@@ -117,7 +117,7 @@ def shipped_kernel(name: str, arch: str) -> Path:
 
 
 def shipped_fault(cubin: Path) -> str:
-    """Why a cubin of the package is not given to the driver; "" if it is. Its installer has compared it with the wheel: here it is only seen to be whole."""
+    """Why a cubin of the package is not given to the driver; "" if it is. The installer has compared it with the wheel: here it is only checked to be whole."""
     try:
         damage = kernel_cache.damage(cubin.read_bytes())
     except OSError as error:
@@ -172,7 +172,7 @@ def compile_source(name: str, source: str, flags: Sequence[str], path: str, what
 
 
 def completed(cubin: bytes, name: str) -> bytes:
-    """With the addresses of its code (code_address.py)."""
+    """The cubin with the addresses of its code (code_address.py)."""
     with cuda_compiler.scratch_file(f"{name}.cubin") as file:
         file.write_bytes(cubin)
         code_address.publish_code_addresses(file)

@@ -1,4 +1,4 @@
-"""The CUDA compiler: where it is, and how it is run so that whatever it does ends in its output or in a message."""
+"""The CUDA compiler: where it is, and how it is run. Every run ends with its output or with an error that says why."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def nvcc_version(compiler: str) -> str:
 
 
 def run(command: list[str], what: str, seconds: float, advice: str = ADVICE) -> str:
-    """Runs a compiler and returns what it prints. `what` it is run on, for the message, and `advice` where it cannot be run.
+    """Runs a compiler and returns what it prints. `what`: what it is run on, for messages; `advice`: for the message that it cannot be run.
 
     Raises:
         RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are then gone.
     """
     compiler = command[0]
-    with scratch_file("output") as path, path.open("w+b") as output:  # not a pipe: one that a grandchild holds open would be waited for
+    with scratch_file("output") as path, path.open("w+b") as output:  # not a pipe: a grandchild that holds one open would be waited for
         try:
             # A group of its own, so that what it starts ends with it. No input: it would wait for some.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -101,7 +101,7 @@ def _candidates() -> list[str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started, if it runs."""
+    """Kills a compiler, and all that it started."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Seeds and positions of draws that no request has: of a generator, another one for each row and each call."""
+"""Seeds and positions of draws that belong to no request: a generator gives new ones for each row and each call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row_numbers(batch: int, device: torch.device) -> Tensor:
 def draws(
     batch: int, device: torch.device, seed: Draw | None, position: Draw | None, generator: torch.Generator | None, *, of_row: int = 1
 ) -> tuple[Draw, Draw]:
-    """seed and position of each row; without them, of a generator.
+    """seed and position of each row: those given, or else those of a generator.
 
     Args:
         of_row: positions that a row's draws take, from its own on; 0: it draws nothing.
@@ -44,7 +44,7 @@ def draws(
 
 
 def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
-    """A number of the generator's, which then gives another one; nothing waits for the device.
+    """A number from the generator, which moves on; nothing waits for the device.
 
     Args:
         generator: of `device`; None: torch's default generator there.
@@ -68,7 +68,7 @@ def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
 
 
 def mixed(seed: int, offset: int) -> int:
-    """Both in an int64, such that offsets after one another are far apart: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """Both numbers in one int64, such that offsets after one another are far apart: the finaliser of SplitMix64 (Steele et al. 2014)."""
     mask = 2**64 - 1
     x = (seed ^ offset * 0x9E3779B97F4A7C15) & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def headers_digest(csrc: Path) -> str:
-    """Of all .h files below a folder."""
+    """The digest of all .h files below a folder."""
     digest = hashlib.sha256()
     for name, path in sorted((path.relative_to(csrc).as_posix(), path) for path in csrc.rglob("*.h")):
         digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")

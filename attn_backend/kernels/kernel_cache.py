@@ -1,7 +1,7 @@
-"""The cache of compiled kernels: where it is, what in it is believed, how something gets there.
+"""The cache of compiled kernels: where it is, which entries are trusted, how they are written.
 
-An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds what was
-damaged. It does not tell who wrote it: so an entry is only used where nobody but this user and root can have done so.
+An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds damage,
+but does not tell who wrote an entry. So an entry is used only where nobody but this user and root can have written it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def private_place(cubin: Path, reason: str) -> Path:
 
 
 def fault(cubin: Path) -> str:
-    """Why an entry of the cache is not believed; "" if it is."""
+    """Why an entry of the cache is not trusted; "" if it is."""
     reason = _foreign(cubin)
     if reason:
         return reason
@@ -151,10 +151,10 @@ def store(cubin: Path, content: bytes, said: str) -> None:
 
 @contextlib.contextmanager
 def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Keeps other threads and processes from making the same entry meanwhile. Who waited looks whether it is there now.
+    """Keeps other threads and processes from making the same entry meanwhile. A caller that had to wait looks again whether the entry is there.
 
-    Waits for another one that makes it, after a call of on_wait, but no longer than `seconds`; and not at all where files cannot be locked: then both make it,
-    and the last one stays. Locks of a process that was killed are free.
+    If another one makes the entry, calls on_wait and waits for it, but no longer than `seconds`. Where files cannot be locked it does not wait: then both make
+    the entry, and the last one stays. The lock of a process that was killed is free.
     """
     lock = cubin.with_name(f".{cubin.name}.lock")
     try:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def shown(text: str) -> Iterator[None]:
-    """While something is done that takes seconds: a line that moves on a terminal, and one plain line elsewhere; both on stderr."""
+    """Shows on stderr that something takes seconds: by a moving line on a terminal, by one plain line elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:
         from rich.console import Console
         from rich.errors import LiveError

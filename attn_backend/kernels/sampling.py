@@ -116,7 +116,7 @@ def _call(
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
-    """Its first size. Refuses what is no tensor of so many dimensions."""
+    """The first size of a tensor. Refuses anything but a tensor of so many dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
         refuse(name, tensor, f"a dense tensor of {dims} dimensions")
     return tensor.shape[0]

@@ -92,7 +92,7 @@ def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], com
 
 
 def _nvcc_flags(target: str) -> list[str]:
-    """Without those that say where headers are."""
+    """nvcc's flags, without the include paths."""
     number = target.removeprefix("sm_")
     return [*cubins.COMMON_FLAGS, f"-gencode=arch=compute_{number},code={target}", "-cubin"]
 

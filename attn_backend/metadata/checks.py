@@ -72,7 +72,7 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
 
 
 def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
-    """Of the row list, what qo_indptr uses: its first num_rows elements."""
+    """Checks the part of the row list that qo_indptr uses: its first num_rows elements."""
     if rows.shape[0] < num_rows:
         refuse("rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
     used = rows[:num_rows]
@@ -133,7 +133,7 @@ def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str
 
 
 def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
-    """All elements are 0 .. `limit` (`what` says what that is)."""
+    """All elements are in 0 .. `limit`; `what` names the limit."""
     smallest, largest = (int(value) for value in values.aminmax())
     if smallest < 0:
         refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")

@@ -40,7 +40,7 @@ class KVCache:
     v: Tensor
     k_scale: Scale = None
     v_scale: Scale = None
-    # What kernels are given: a tensor or None, and what stands for all where there is none.
+    # What kernels are given: the scale if it is a tensor, and the number if it is not.
     scale_tensors: tuple[Tensor | None, Tensor | None] = field(init=False, repr=False, default=(None, None))
     scale_values: tuple[float, float] = field(init=False, repr=False, default=(1.0, 1.0))
 
@@ -107,7 +107,7 @@ class KVCache:
 
     @classmethod
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """What the class holds, for `Attention.run` and `append_kv`, which check shapes, dtypes and strides themselves: a fifth of the time."""
+        """A KVCache without the checks, in a fifth of the time: `Attention.run` and `append_kv` check shapes, dtypes and strides themselves."""
         cache = object.__new__(cls)
         fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
         fields["k"], fields["v"] = _with_plain_strides(k), _with_plain_strides(v)
@@ -125,7 +125,7 @@ class KVCache:
         """The same cache in pages of one token. Token t of page p is slot p * page_stride + t; slots between pages, if there are any, belong to others.
 
         Raises:
-            ValueError: the way from one page to the next is no whole number of tokens.
+            ValueError: pages are not a whole number of tokens apart.
         """
         return KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale)
 
@@ -195,7 +195,7 @@ class KVCache:
 
 
 def scale_parts(name: str, scale: Scale) -> tuple[Tensor | None, float]:
-    """A scale as kernels are given it. Of a tensor they check the rest."""
+    """A scale as kernels are given it: a tensor, whose shape and dtype they check, or a number."""
     if scale is None:
         return None, 1.0
     if isinstance(scale, Tensor):
@@ -277,7 +277,7 @@ def _pages_of_one(name: str, part: Tensor) -> Tensor:
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:
-    """What `make` makes of the argument of that name; a tensor that torch makes no view of is refused."""
+    """The views that `make` makes of the argument of that name. Refuses a tensor that torch makes no view of."""
     try:
         return make()
     except (RuntimeError, TypeError):

@@ -38,11 +38,12 @@ class PageTable:
         Args:
             kv_indptr: int32 or int64 [batch + 1].
             kv_indices: int32 [at least kv_indptr[-1]], page ids.
-            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page. None: kv_lens says more.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page. None: kv_lens is
+                given instead.
             page_size: tokens.
             kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, in the place of kv_last_page_len: a request may own more pages than it uses.
         """
-        if kv_indptr is None or kv_indices is None:  # would make a table of another form
+        if kv_indptr is None or kv_indices is None:  # which would make it a table of another form
             refuse("kv_indptr" if kv_indptr is None else "kv_indices", None, "a tensor")
         return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens)
 
@@ -75,8 +76,8 @@ class PageTable:
         """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows kv_indptr[i]:kv_indptr[i+1].
 
         Args:
-            kv_indptr: int32 or int64 [batch + 1]. It ends at no more than the rows of K and V, which only `run` knows: on a CPU it refuses more; on a GPU rows
-                behind the last are zeros or the last row, and all of them take their time.
+            kv_indptr: int32 or int64 [batch + 1]. It must not end behind the rows of K and V, which only `run` knows. On a CPU `run` refuses that. On a GPU
+                the missing rows read as zeros or as the last row, and cost time.
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)

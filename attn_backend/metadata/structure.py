@@ -47,7 +47,7 @@ def _article(noun: str) -> str:
 
 
 def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> int:
-    """Refuses what is not an int in [least, most]; True and False are none."""
+    """Refuses anything but an int in [least, most]; True and False are refused, too."""
     if type(value) is int and least <= value <= most:
         return value
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
@@ -57,7 +57,7 @@ def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> in
 
 
 def check_device(device: object) -> torch.device:
-    """Refuses what is no CUDA device that torch sees, and not the CPU."""
+    """Refuses anything but the CPU and the CUDA devices that torch sees."""
     try:
         found = torch.device(device)  # type: ignore[call-overload]
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -70,7 +70,7 @@ def check_device(device: object) -> torch.device:
 
 
 def check_plain(name: str, tensor: object) -> Tensor:
-    """Refuses a tensor whose elements are not what memory holds where its handle says, and one that wants a gradient, which would not come."""
+    """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a gradient, which is not computed."""
     if not isinstance(tensor, Tensor):
         refuse(name, tensor, "a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -85,7 +85,7 @@ def check_plain(name: str, tensor: object) -> Tensor:
 
 
 def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
-    """When a call has failed on its tensors, and does not say on which: refuses the first that is not plain, or of a subclass."""
+    """For a call that has failed without naming the tensor: refuses the first one that is not plain, or is of a subclass."""
     for name, tensor in tensors:
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")

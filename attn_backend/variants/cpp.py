@@ -21,7 +21,7 @@ _SYMBOLS = {
     **{"and": "&", "or": "|", "xor": "^", "shift_right": ">>", "divide": "/"},
 }
 _PREFIXES = {"not": "!", "invert": "~", "negate": "-"}
-_MAX_EXPRESSION = 90  # characters, then a value gets a name
+_MAX_EXPRESSION = 90  # characters; a longer value gets a name
 
 # What the hooks are in C++: type of the result, types and names of the arguments.
 HOOKS = {
@@ -119,7 +119,7 @@ class _Statements:
         return "".join(lines) + f"    return {self._texts[result]};\n"
 
     def _operand(self, node: Node) -> str:
-        """In parentheses where it has parts."""
+        """The text, in parentheses if it has parts."""
         text = self._texts[node]
         return text if re.fullmatch(r"[\w.:]+(\[\d+\])?", text) or _is_one_call(text) else f"({text})"
 
@@ -156,7 +156,7 @@ class _Statements:
         return f"{node.op}({', '.join(self._texts[arg] for arg in args)})"
 
     def _division(self, a: Node, b: Node) -> str:
-        """Exact where integers may be made of it; of scores, as quick as a multiplication."""
+        """A division: exact if its result may become an integer; of scores as fast as a multiplication."""
         if b.is_constant:
             value = b.value
             assert isinstance(value, float)
@@ -179,7 +179,7 @@ class _Statements:
 
 
 def _is_one_call(text: str) -> bool:
-    """f(...), the last parenthesis of which closes the first."""
+    """Whether a text is f(...), whose last parenthesis closes the first."""
     begin = re.match(r"[\w.:<>]+\(", text)
     if begin is None or not text.endswith(")"):
         return False
@@ -237,7 +237,7 @@ def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
     """Which elements a transform takes, in several bodies.
 
     Raises:
-        ValueError: it takes others in one of them.
+        ValueError: the bodies differ.
     """
     having = [body for body in bodies if hook_name in body.hooks]
     for body in having[1:]:
@@ -254,7 +254,7 @@ def _describe(pairs: Pairs) -> str:
 
 
 def _pair_layouts(bodies: Sequence[Body]) -> str:
-    """Those that VariantBase does not have."""
+    """Members for the layouts of pairs that differ from those of VariantBase."""
     text = ""
     for hook_name in TRANSFORMS:
         pairs = pairs_of(hook_name, bodies)
@@ -306,7 +306,7 @@ def _combined(bodies: Sequence[Body]) -> str:
 
 
 def _names(bodies: Sequence[Body]) -> list[str]:
-    """Of the parts: those of the variants, numbered where several have the same."""
+    """Names of the parts: those of their variants, numbered where several are the same."""
     names: list[str] = []
     for body in bodies:
         name = f"{body.name}_part"

@@ -67,7 +67,7 @@ KV_IDX = node("variable", Kind.INT, value="kv_idx")
 
 
 def constant(value: object) -> Node:
-    """Of a Python number."""
+    """The node of a Python number."""
     if isinstance(value, bool | np.bool_):
         return node("constant", Kind.BOOL, value=bool(value))
     if isinstance(value, int | np.integer):
@@ -141,7 +141,7 @@ FUNCTIONS: dict[str, Callable[[float], float]] = {
 
 
 def _fold(op: str, kind: Kind, function: Callable[..., object], args: tuple[Node, ...]) -> Node:
-    """The node, or the constant that it is."""
+    """The node, or the constant that it folds to."""
     if all(arg.is_constant for arg in args):
         try:
             value = function(*(arg.value for arg in args))
@@ -157,7 +157,7 @@ def _same_kind(a: Node, b: Node, least: Kind = Kind.BOOL) -> tuple[Node, Node]:
 
 
 def arithmetic(op: str, a: Node, b: Node) -> Node:
-    """Of ARITHMETIC, with torch's promotion."""
+    """A node of one of ARITHMETIC, with torch's promotion."""
     if a.kind == b.kind == Kind.BOOL:
         if op in ("add", "mul", "min", "max"):
             return bitwise("or" if op in ("add", "max") else "and", a, b)
@@ -238,7 +238,7 @@ def absolute(a: Node) -> Node:
 
 
 def function(op: str, a: Node) -> Node:
-    """Of FUNCTIONS. floor and ceil leave integers as they are; all others are float32."""
+    """A node of one of FUNCTIONS. floor and ceil leave integers as they are; all others are float32."""
     if op in ("floor", "ceil") and a.kind == Kind.INT:
         return a
     return _fold(op, Kind.FLOAT, FUNCTIONS[op], (cast(a, Kind.FLOAT),))
@@ -303,7 +303,7 @@ def is_never_negative(a: Node) -> bool:
 
 
 def nodes_of(*roots: Node) -> Iterator[Node]:
-    """Every node once, what it is computed from first."""
+    """Every node once, behind those that it is computed from."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:

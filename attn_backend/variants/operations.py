@@ -18,7 +18,7 @@ TO_PYTHON = frozenset(
 )
 RANDOM = frozenset(("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout"))
 
-# What messages say that there is.
+# What there is, in the words of messages.
 KNOWN = (
     "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
     "logical_and, logical_or, logical_not, casts, and indices of tensors"

@@ -103,7 +103,7 @@ class Tracer(TorchFunctionMode):
         return self.apply(name, *args, **kwargs)
 
     def apply(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A function of torch or a method, by its name."""
+        """Applies a function of torch or a method, by its name."""
         operation = operations.NAMED.get(name.strip("_"))
         if operation is None:
             if name in operations.TO_PYTHON:
@@ -116,7 +116,7 @@ class Tracer(TorchFunctionMode):
         return self.node_of(value) if isinstance(value, Value | Table | Tensor | bool | int | float) else value
 
     def node_of(self, value: object) -> Node:
-        """Of a traced value, a number, or a tensor without dimensions."""
+        """The node of a traced value, a number, or a tensor without dimensions."""
         if isinstance(value, Value):
             return value.node
         if isinstance(value, Table):
@@ -174,7 +174,7 @@ class _AtUsersLine:
 
 
 class _Operators:
-    """The operators of Python, for which it looks on the class."""
+    """Python's operators, which Python looks up on the class."""
 
     tracer: Tracer
 

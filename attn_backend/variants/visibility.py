@@ -45,7 +45,7 @@ class Visibility:
 
 
 def visibility_of(mask: Node) -> Visibility:
-    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that it says wholly."""
+    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that the interval says completely."""
     terms = list(_terms(mask))
     reach = ALL
     for term in terms:
@@ -77,7 +77,7 @@ _ANY = Shape.BEGINNING | Shape.END | Shape.INTERVAL
 
 
 def _shapes(mask: Node) -> Shape:
-    """All that are known to be right."""
+    """All shapes that the mask is known to have."""
     if not _reads_token(mask):
         return _ANY  # all tokens or none
     match mask.op:
@@ -136,7 +136,7 @@ def _growth(node: Node) -> int | None:
 
 
 def _terms(mask: Node) -> Iterator[Node]:
-    """Whose conjunction is the mask."""
+    """The terms whose conjunction is the mask."""
     if mask.op == "and":
         for arg in mask.args:
             yield from _terms(arg)
@@ -204,7 +204,7 @@ def _reach(term: Node) -> Reach:
 
 
 def _reach_of_inequality(comparison: Node) -> Reach:
-    """Of factor * (q - kv) + offset >= 0."""
+    """The reach of factor * (q - kv) + offset >= 0."""
     if comparison.is_constant:
         return ALL if comparison.value else NOTHING
     linear = _difference_of(comparison)
@@ -219,7 +219,7 @@ def _reach_of_inequality(comparison: Node) -> Reach:
 
 
 def _reach_of_equal_quotients(a: Node, b: Node, divisor: object) -> Reach:
-    """Of a // divisor == b // divisor: a and b lie less than |divisor| apart."""
+    """The reach of a // divisor == b // divisor: a and b lie less than |divisor| apart."""
     assert isinstance(divisor, int)
     difference = _subtract(_linear(a), _linear(b))
     if difference is None or difference[0] != -difference[1] or abs(difference[0]) != 1:

@@ -6,7 +6,7 @@ index lists or merged afterwards: the page table is the engine's own req_to_toke
 CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs no host time. Those kernels read req_to_token
 until the replay ends. Releases that ask are told so; 0.5.17 lets its scheduler go on earlier. What it writes then is never what a running request still reads:
 new tokens lie behind the planned length, a prefix that moved into the radix tree has the same keys and values in its new slots, and the row of a
-finished request is computed for nothing anyway.
+finished request is computed for nothing.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SGLangAttentionBackend(AttentionBackend):
         return self._reader.trees.offered
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """What was prepared beside the draft: nothing that depends on it."""
+        """Does nothing: nothing that was prepared while the draft ran depends on it."""
 
     # Planning. `init_forward_metadata` of the base class calls both.
 
@@ -236,7 +236,7 @@ class SGLangAttentionBackend(AttentionBackend):
         return out
 
     def _write(self, k: Tensor, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor) -> bool:
-        """Writes a layer's new tokens. Returns whether by append_kv: run() may then start before they are in the cache."""
+        """Writes a layer's new tokens. Returns whether append_kv wrote them: run() may then start before they are in the cache."""
         if self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == kv.dtype):  # the pool converts others
             self._append(k, v, kv, slots.contiguous())  # those of a draft step are a column of a table
             return True

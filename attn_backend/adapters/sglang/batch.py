@@ -18,7 +18,7 @@ from .tree_mask import TreeMasks, is_chain
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tensors stay where the engine keeps them."""
+    """A step. Its tensors stay where the engine keeps them."""
 
     num_rows: int  # of Q
     qo_indptr: Tensor  # int32 [batch + 1]

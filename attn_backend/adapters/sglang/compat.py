@@ -22,7 +22,7 @@ def release() -> str:
 def register_backend(name: str, create: Callable[[Any], Any]) -> None:
     """Adds a backend to SGLang's registry and to the choices of `--attention-backend`. Registering the same name again only replaces the factory.
 
-    It also joins the backends that --enable-deterministic-inference allows. Not those of them that keep the radix cache on: a prompt of which all but one
+    It also joins the backends that --enable-deterministic-inference allows, but not those that keep the radix cache on: a prompt of which all but one
     token is cached is computed like a decode, whose bits are not a prefill's. The engine's other lists of names (chunked prefix cache of MLA models)
     promise what this backend does not do.
 
@@ -90,7 +90,7 @@ def setting(path: str, default: Any) -> Any:
 
 
 def num_draft_tokens() -> int:
-    """Of a request in a step that verifies drafts; 0: this server does not speculate."""
+    """Draft tokens of a request in a step that verifies them; 0: this server does not speculate."""
     return int(setting("spec.speculative_num_draft_tokens", 0) or 0)
 
 
@@ -106,7 +106,7 @@ def copies_to_slots(pool: Any) -> bool:
     """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns. Bytes of 8-bit floats,
     which a pool stores as uint8, are no difference.
 
-    But for its check of slots under SGLANG_ENABLE_ASYNC_ASSERT: `append_kv` skips slots outside the cache.
+    One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips those outside the cache.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

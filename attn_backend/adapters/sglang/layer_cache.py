@@ -33,7 +33,7 @@ class LayerCache:
             layer: has the scales that elements are multiplied by: tensors [] of a checkpoint, which kernels read when they run, numbers of
                 --quantization-param-path, or None, which is 1.
             k, v: as for view(), but float8: a pool stores those as uint8, and returns new views of them at every step.
-            writes: whether the layer brings K and V. One that reads what another wrote reads it with that one's scales.
+            writes: whether the layer brings K and V. A layer that reads what another one wrote uses the scales of that one.
         """
         kv = self._kv
         scales = (layer.k_scale, layer.v_scale) if kv is None or writes else (kv.k_scale, kv.v_scale)

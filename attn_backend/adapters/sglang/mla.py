@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek V2 and V3, Kimi K2): what its models and its pool must be like.
 
-SGLang chooses between two ways for each step by a backend's name, and takes those of its Triton backend for a name that it does not know: prompts without a
-cached prefix are attended to in decompressed keys and values, which are in no cache; all else in the latents.
+SGLang chooses one of two ways for each step by the backend's name, and treats a name that it does not know like its Triton backend: prompts without a
+cached prefix attend to decompressed keys and values, which are in no cache; everything else attends to the latents.
 """
 
 from __future__ import annotations

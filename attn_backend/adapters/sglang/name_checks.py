@@ -1,8 +1,8 @@
 """SGLang's lists of backends by name: some models and --enable-mis are refused to any backend that is not in a list of the engine's own.
 
-What these checks are for this backend does (sinks, windows, chunks, masks), but no list can be added to: they are local to the functions that check. So
-while such a function runs, it reads the name of a backend that has what it asks for where the server's is ours, through SGLang's own hook registry. Nothing
-else reads it: the server's settings stay as they are. A release whose checks look otherwise is left alone, and goes on refusing.
+This backend has what these checks ask for (sinks, windows, chunks, masks), but nothing can be added to their lists, which are local to the functions that
+check. So a hook in SGLang's own registry lets such a function, while it runs, read the name of a backend in its list where the server's name is ours. Nothing
+else reads that name: the server's settings stay as they are. A release whose checks look different is left alone, and goes on refusing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-# Models that this backend serves and that the list for them does not have. Not Gemma 4, whose head sizes it lacks.
+# Models that this backend serves, though SGLang's list for them lacks it. Gemma 4 is not among them: this backend lacks its head sizes.
 SERVED = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 
 

@@ -46,7 +46,7 @@ class AttnSampler(engine_sampler.Sampler):
     ) -> Tensor:
         """
         Args:
-            logits_output: `next_token_logits` is [batch, vocab]. Only left as it is where nothing but tokens is asked for.
+            logits_output: `next_token_logits` is [batch, vocab]. Changed in place, unless nothing but tokens is asked for.
             positions: [batch] or longer, of each request's last token.
             others: what later releases pass for special cases (watermarks).
 

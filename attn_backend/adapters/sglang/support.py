@@ -21,7 +21,7 @@ from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
 
 _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # of whose masks the meaning is known
+_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # models whose masks this backend knows
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
