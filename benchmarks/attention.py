@@ -18,8 +18,9 @@ import torch
 from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, ours, reference
 from benchmarks.board import PEERS, markdown
 from benchmarks.cases import Case, SharedCase, all_cases
+from benchmarks.lines import measure_lines
 from benchmarks.peers import peers_of, peers_of_shared, time_of
-from benchmarks.report import brief, options, save, wanted
+from benchmarks.report import options, wanted
 from benchmarks.timing import Machine, Timer
 
 
@@ -93,15 +94,8 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    print(header, flush=True)
-    lines: list[dict[str, Any]] = []
-    text = ""
-    for case in [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]:
-        lines.append(measure(case, timer, machine, arguments))
-        print(brief(lines[-1]), flush=True)
-        text = markdown(lines, [header])
-        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
-    print(text)
+    cases = [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]
+    measure_lines(cases, lambda case: measure(case, timer, machine, arguments), lambda lines: markdown(lines, [header]), header, arguments)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import torch
 from attn_backend import Attention, KVCache
 from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
 from benchmarks.cases import Case
+from benchmarks.lines import measure_lines
 from benchmarks.peers import Run, time_of
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.report import number, options, table
 from benchmarks.timing import Machine, Timer
 
 HEADS = (32, 8)
@@ -159,16 +160,7 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    print(header, flush=True)
-    lines: list[dict[str, Any]] = []
-    for case in cases():
-        if not wanted(case.name, arguments):
-            continue
-        lines.append(measure(case, timer, machine))
-        print(brief(lines[-1]), flush=True)
-        save(arguments, markdown(lines, header), {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
-        torch.cuda.empty_cache()
-    print(markdown(lines, header))
+    measure_lines(cases(), lambda case: measure(case, timer, machine), lambda lines: markdown(lines, header), header, arguments)
 
 
 if __name__ == "__main__":

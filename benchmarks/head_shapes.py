@@ -19,8 +19,9 @@ import torch
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_mla_kv
 from benchmarks.batches import LARGEST_ERROR
+from benchmarks.lines import measure_lines
 from benchmarks.peers import Run, time_of
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.report import number, options, table
 from benchmarks.timing import Machine, Timer
 
 PEERS = ("FA3", "FlashMLA")
@@ -322,18 +323,7 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
-    print(header, flush=True)
-    lines: list[dict[str, Any]] = []
-    text = ""
-    for case in all_cases():
-        if not wanted(case.name, arguments):
-            continue
-        lines.append(measure(case, timer, machine, arguments))
-        print(brief(lines[-1]), flush=True)
-        text = f"{header}\n\n{markdown(lines)}\n"
-        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
-        torch.cuda.empty_cache()
-    print(text)
+    measure_lines(all_cases(), lambda case: measure(case, timer, machine, arguments), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
 
 
 if __name__ == "__main__":

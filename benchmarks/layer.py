@@ -19,8 +19,9 @@ from attn_backend import Attention, KVCache, append_kv
 from benchmarks.batches import Batch, ours, reference, relative_error
 from benchmarks.cases import Case, lengths
 from benchmarks.fp8 import K_SCALE, V_SCALE, quantised
+from benchmarks.lines import measure_lines
 from benchmarks.peers import flash_attention_3, flashinfer_backends
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.report import number, options, table
 from benchmarks.timing import Launch, Machine, Timer
 
 LAYERS = 8  # of one graph
@@ -131,17 +132,7 @@ def main() -> None:
         f"{LAYERS} layers in a CUDA graph less the products alone, median of {arguments.repeats}; bf16, 32/8 heads, head_dim 128. "
         "Error: one request against float64, relative."
     )
-    print(header, flush=True)
-    lines: list[dict[str, Any]] = []
-    text = ""
-    for case in layer_cases():
-        if not wanted(case.name, arguments):
-            continue
-        lines.append(measure(case, timer, machine))
-        print(brief(lines[-1]), flush=True)
-        text = f"{header}\n\n{markdown(lines)}\n"
-        save(arguments, text, {"header": header, "gpu": torch.cuda.get_device_name(), "lines": lines})
-    print(text)
+    measure_lines(layer_cases(), lambda case: measure(case, timer, machine), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
 
 
 if __name__ == "__main__":
