@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
+pytest.importorskip("vllm.v1.attention.ops.dcp", reason="needs vLLM 0.29 or later")
 
 from dcp_ranks import Ranks, lay_out, make_ranks
 from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Projection, V, make_layer, make_mla_config
