@@ -37,12 +37,17 @@ BASES = {
 MEMBERS = {
     "vllm": {
         "vllm.v1.attention.backend:CommonAttentionMetadata": (
-            "query_start_loc seq_lens num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal mm_req_doc_ranges"
+            "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_actual_tokens max_query_len max_seq_len block_table_tensor "
+            "slot_mapping causal mm_req_doc_ranges"
         ),
         "vllm.v1.attention.backend:AttentionType": "DECODER ENCODER_ONLY ENCODER_DECODER",
-        "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS UNIFORM_BATCH",
-        "vllm.v1.attention.backend:AttentionImpl": "process_weights_after_loading supports_quant_query_input fused_output_quant_supported",
+        "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE",
+        "vllm.v1.attention.backend:AttentionImpl": (
+            "process_weights_after_loading supports_quant_query_input fused_output_quant_supported "
+            "supports_dcp can_return_lse_for_decode supports_mtp_with_cp_non_trivial_interleave_size dcp_world_size"
+        ),
         "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
+        "vllm.v1.attention.backend:AttentionMetadataBuilder": "supports_draft_decode_metadata_update get_cudagraph_support",
         "vllm.config.cache:CacheConfig": "cache_dtype",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads page_size _prefill_backend _build_decode",
@@ -60,15 +65,17 @@ MEMBERS = {
         ),
         "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment state_content_size_bytes",
-        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size dcp_sharded",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
         "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
-        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads seed use_mla hf_config",
+        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads get_total_num_kv_heads seed use_mla hf_config",
         "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
         "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size pass_config",
         "vllm.config.compilation:PassConfig": "fuse_attn_quant",
-        "vllm.config.parallel:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank",
+        "vllm.config.parallel:ParallelConfig": (
+            "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank tensor_parallel_size cp_kv_cache_interleave_size dcp_comm_backend"
+        ),
         "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens",
         "vllm.config.vllm:VllmConfig": (
             "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config attention_config"
@@ -137,6 +144,7 @@ CALLS = {
         "vllm.v1.attention.backends.registry:register_backend": (2, ""),
         "vllm.config:get_layers_from_vllm_config": (3, ""),
         "vllm.config:get_current_vllm_config_or_none": (0, ""),
+        "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens": (4, ""),
         f"{MLA}:MLACommonImpl.__init__": (10, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer"),
         f"{MLA}:MLACommonMetadataBuilder.__init__": (4, ""),
         f"{SPARSE_MLA}:SparseMLACommonImpl.__init__": (
@@ -168,6 +176,9 @@ CALLS = {
 
 # Names that some releases lack: the adapters ask before they use them.
 MAYBE = {
+    "vllm.distributed.parallel_state:get_dcp_group": "in a file that is not kept: what is done with it is compared with FLASH_ATTN, which does the same",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update": "set; read since the releases that capture draft loops",
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases lay out the cache themselves",
     "vllm.config.vllm:VllmConfig.diffusion_config": "compat.unsupported_feature: since the releases that have diffusion models",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA": "register: since the releases that serve MLA on a CPU",

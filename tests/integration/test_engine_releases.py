@@ -187,6 +187,32 @@ def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> 
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
+def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
+    """Its own backend calls the group and both merges as ours does; several new tokens of a request are prefills where MLA's latents are shared."""
+    release = read("vllm", version)
+    if isinstance(release, str):
+        pytest.skip(release)
+    stock = release.find("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl")
+    assert isinstance(stock, ast.ClassDef)
+    text = ast.unparse(stock)
+    assert "get_dcp_group().all_gather(query, dim=1)" in text
+    assert re.search(r"self\.dcp_combine\(\w+, \w+\.transpose\(0, 1\), get_dcp_group\(\), return_lse=True\)", text)
+    assert "self.dcp_combine = dcp_a2a_lse_reduce if dcp_a2a else cp_lse_ag_out_rs" in text
+    assert "dcp_comm_backend == 'a2a'" in text
+    ops = "vllm.v1.attention.ops"
+    in_one = release.module(f"{ops}.dcp") is not None
+    for name, module in {"cp_lse_ag_out_rs": "common", "dcp_a2a_lse_reduce": "dcp_alltoall"}.items():
+        parameters = release.parameters(f"{ops}.{'dcp' if in_one else module}:{name}")
+        assert parameters is not None
+        assert parameters.names[:3] == ["cp_attn_out", "cp_attn_lse", "cp_group"]
+        assert {"return_lse", "is_lse_base_on_e"} < set(parameters.names)
+    threshold = release.find("vllm.v1.attention.backend", "AttentionMetadataBuilder._init_reorder_batch_threshold")
+    assert isinstance(threshold, ast.FunctionDef)
+    assert "decode_context_parallel_size > 1 and (not supports_dcp_with_varlen)" in ast.unparse(threshold)
+    assert "lse_base_on_e: bool = True" in ast.unparse(release.module("vllm.v1.attention.backend") or threshold)
+
+
+@pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) -> None:
     """The lists are those by which the sampler itself decides whether it may replace them."""
     release = read("vllm", version)

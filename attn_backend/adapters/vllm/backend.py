@@ -112,7 +112,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        return False
+        return cls.get_impl_cls().supports_dcp
 
     @classmethod
     def supports_pcp(cls) -> bool:

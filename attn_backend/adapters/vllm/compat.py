@@ -12,19 +12,22 @@
 | metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
 | what lies between two blocks of a layer | up to 0.30 nothing that breaks a row | whatever the spec does not forbid: block_stride_alignment |
 | columns of V in the spec of a KV cache | in FullAttentionSpec and what derives from it | in all specs |
-| R-SWA, DCP | not asked about: the builder refuses them | asked of the backend |
+| R-SWA, DCP | not asked about: the builder refuses what cannot be served | asked of the backend |
+| merge of states over the ranks of DCP | up to 0.28 in v1/attention/ops/common.py and dcp_alltoall.py | in v1/attention/ops/dcp.py |
+| caches that DCP leaves whole (draft models) | up to 0.30 none | dcp_sharded of the spec |
 | memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
@@ -84,10 +87,47 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
             return "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
     if getattr(vllm_config, "diffusion_config", None) is not None:
         return "batches that mix causal and bidirectional requests (diffusion models)"
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        return "decode context parallelism"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return "prefill context parallelism"
+    return None
+
+
+def dcp_group(kv_cache_spec: Any) -> Any:
+    """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each has it whole."""
+    if not getattr(kv_cache_spec, "dcp_sharded", True):
+        return None
+    try:
+        group = get_dcp_group()
+    except AssertionError:  # no process groups: the engine's tests, and ours
+        return None
+    return group if group.world_size > 1 else None
+
+
+def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The engine's merge of attention states over the ranks of a group: (output [tokens, heads of all ranks, columns], their natural LSE [tokens, heads of all
+    ranks], group, return_lse=True) to both with this rank's heads.
+    """
+    swaps_all = getattr(vllm_config.parallel_config, "dcp_comm_backend", None) == "a2a"
+    try:
+        ops = import_module("vllm.v1.attention.ops.dcp")
+    except ImportError:
+        ops = import_module(f"vllm.v1.attention.ops.{'dcp_alltoall' if swaps_all else 'common'}")
+    combine: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
+    return combine
+
+
+def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
+    """What keeps a group of this size from sharing KV; None if nothing. The rest is the layers' (impl.py)."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    advice = "pass --decode-context-parallel-size 1"
+    if current_platform.is_cpu():
+        return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
+    if size & (size - 1):
+        return f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, or 2, 4, 8)"
+    if batch_invariant():
+        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
+    if not getattr(model, "use_mla", False) and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size:
+        return f"{size} ranks that share KV among them but not one KV head ({advice})"
     return None
 
 
@@ -184,6 +224,8 @@ def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
     """What a deployment of a model with an indexer needs and this package does not have; None if nothing."""
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "latents in host memory (HiSparse)"
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        return "decode context parallelism of sparse attention over latents (pass --decode-context-parallel-size 1)"
     return None
 
 

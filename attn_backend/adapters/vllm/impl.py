@@ -40,9 +40,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
-    supports_dcp: bool = False
+    supports_dcp: bool = True
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # of some layers True
+    can_return_lse_for_decode: bool = True  # what DCP asks of a layer
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True  # several new tokens: no mask is laid over interleaved ones
 
     def __init__(
         self,
@@ -99,13 +101,17 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             if isinstance(value, torch.Tensor) or value not in (None, False, -1):
                 self._refuse(f"the attention argument {name}")
 
+        shares_kv = self.dcp_world_size > 1
+        if shares_kv:
+            self._check_shared_kv(heads, alibi_slopes is not None, sliding_window)
+
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
         self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
         v_is_as_wide = heads.v == head_size
-        self.supports_quant_query_input = v_is_as_wide and multiplies_float8(self.float8, head_size, torch.get_default_device())
-        float8_out = v_is_as_wide and compat.fuses_output_scales() and has_float8_outputs(head_size, torch.get_default_device())
+        self.supports_quant_query_input = v_is_as_wide and not shares_kv and multiplies_float8(self.float8, head_size, torch.get_default_device())
+        float8_out = v_is_as_wide and not shares_kv and compat.fuses_output_scales() and has_float8_outputs(head_size, torch.get_default_device())
         key = key._replace(head_dim_v=None if v_is_as_wide else heads.v, kv_dtype=self.float8)
         key = key._replace(float8_q=self.supports_quant_query_input, float8_out=float8_out)
         if sliding_window is not None and not is_decoder:
@@ -135,6 +141,21 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     def _refuse(self, what: str, advice: str | None = None) -> None:
         raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend if advice is None else f'{advice}, or {self.other_backend}'}")
 
+    def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
+        """Refuses what a layer cannot have whose KV lies on several ranks (dcp.py)."""
+        reasons = {
+            "attention sinks, which would count once for each rank,": self.sinks is not None,
+            "a sliding window, which would cut KV that is interleaved over ranks,": sliding_window is not None,
+            "ALiBi, which needs to know where the interleaved tokens stand,": has_alibi,
+            f"attention of type {self.attn_type}": self.attn_type != AttentionType.DECODER,
+            "a layer that reads another one's KV cache": self.kv_sharing_target_layer_name is not None,
+            f"{self.num_kv_heads} KV heads on a rank": self.num_kv_heads != 1,
+            f"values of {heads.v} columns, where vLLM merges those of a power of two,": heads.v & (heads.v - 1) != 0,
+        }
+        for what, is_so in reasons.items():
+            if is_so:
+                self._refuse(f"{what} with decode context parallelism", "pass --decode-context-parallel-size 1")
+
     def forward(
         self,
         layer: Any,
@@ -151,8 +172,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         Args:
             query: [tokens, num_heads, head_size], output: [tokens, num_heads, columns of V]; rows beyond the batch are padding and left alone. query: where
                 supports_quant_query_input is True, float8_e4m3fn, divided by layer._q_scale.
-            key, value: [tokens, num_kv_heads, columns of K, of V]. Only read by an encoder, which has no cache: else do_kv_cache_update has put them into the
-                cache, just before. None where another layer's cache is read.
+            key, value: [tokens, num_kv_heads, columns of K, of V]. Only read by an encoder, which has no cache, and where ranks share KV: else
+                do_kv_cache_update has put them into the cache, just before. None where another layer's cache is read.
             kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; of 8 bits uint8, or its own dtype.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
             output_scale: float32, one element: output is float8_e4m3fn, divided by it, where fused_output_quant_supported().
@@ -163,8 +184,28 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if output_block_scale is not None or (output_scale is not None and not self.plan_key.float8_out):
             raise NotImplementedError("attn_backend does not quantize its output by blocks, nor where vLLM is not configured to fuse that (fuse_attn_quant)")
         if attn_metadata is None:
+            if self.dcp_world_size > 1:  # vLLM measures the memory that a step needs: queries of all ranks, their outputs, and copies by the collectives
+                query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)
         plan = attn_metadata.plans[self.plan_key]
+        if plan.context is not None:
+            assert attn_metadata.context_parallel is not None
+            assert key is not None
+            assert value is not None
+            rows = attn_metadata.num_actual_tokens
+            attn_metadata.context_parallel.attend(
+                plan.attention,
+                plan.context,
+                query[:rows],
+                key[:rows],
+                value[:rows],
+                self._view(layer, kv_cache),
+                output[:rows],
+                has_context=attn_metadata.has_context,
+                sm_scale=self.scale,
+                logits_soft_cap=plan.logits_soft_cap,
+            )
+            return output
         if self.plan_key.of_this_step:
             assert key is not None
             assert value is not None

@@ -14,6 +14,7 @@ from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.dcp import ContextParallel, has_context
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import Attention
@@ -34,12 +35,14 @@ class Plan(NamedTuple):
         key: with what the builder knows and the layers do not.
         logits_soft_cap: what runs are told; 0 where the variant knows it.
         arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for itself. None: nothing.
+        context: of the heads of all ranks that share KV, over what this rank holds of it; attention is then over the step's own tokens. None: none shares it.
     """
 
     key: PlanKey
     attention: Attention
     logits_soft_cap: float
     arguments: dict[str, torch.Tensor | int] | None
+    context: Attention | None = None
 
 
 @dataclass
@@ -58,6 +61,8 @@ class AttnMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
     plans: dict[PlanKey, Plan]
+    context_parallel: ContextParallel | None = None
+    has_context: bool = True  # where there is one: whether a request may have tokens before those of the step
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
@@ -85,12 +90,22 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        group = compat.dcp_group(kv_cache_spec)
         unsupported = compat.unsupported_feature(vllm_config) or unsupported_cache(vllm_config, kv_cache_spec)
+        if unsupported is None and group is not None:
+            unsupported = compat.unsupported_context_parallelism(vllm_config, group.world_size)
+            if unsupported is None and (self.chunked or compat.is_prefix_lm(vllm_config)):
+                unsupported = "masks of chunks or images with decode context parallelism (pass --decode-context-parallel-size 1)"
         if unsupported is not None:
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
 
         self.page_size: int = kv_cache_spec.block_size
         max_rows, max_batch = workspace_maxima(vllm_config)
+        self.context_parallel: ContextParallel | None = None
+        if group is not None:
+            self.context_parallel = outside_memory_pools(lambda: make_context_parallel(vllm_config, group, max_batch, device), device)
+            # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own backends do not have it here either.
+            self.supports_draft_decode_metadata_update = False
         batch_invariant = compat.batch_invariant()
         if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
             advice = f"pass a smaller --max-num-seqs ({MAX_CUDA_INVARIANT_BATCH} at most)"
@@ -98,6 +113,9 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
+        if any((getattr(impl, "dcp_world_size", 1) > 1) != (group is not None) for impl in compat.attention_impls(vllm_config, layer_names)):
+            some = "some layers that share KV over ranks in a model where others do not (pass --decode-context-parallel-size 1)"
+            raise NotImplementedError(f"attn_backend does not support {some}: choose another --attention-backend")
         for key in keys:
             if not key.of_this_step and (key.head_dim_v or key.head_dim) != head_size_v:
                 of_spec = f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so"
@@ -109,23 +127,14 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         def make(key: PlanKey) -> Plan:
             key = key._replace(has_spans=self.spans is not None and key.causal, chunk=chunk)
             variant = variant_of(key)
-            attention = Attention(
-                key.num_qo_heads,
-                key.num_kv_heads,
-                key.head_dim,
-                head_dim_v=key.head_dim_v,
-                dtype=dtype,
-                kv_dtype=key.kv_dtype,
-                q_dtype=key.kv_dtype if key.float8_q else None,
-                device=device,
-                max_rows=max_rows,
-                max_batch=max_batch,
-                cascade=use_cascade(),
-                batch_invariant=batch_invariant,
-                variant=variant,
-                sinks=key.has_sinks,
-                float8_out=key.float8_out,
-            )
+            options: dict[str, Any] = {"head_dim_v": key.head_dim_v, "dtype": dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch}
+            options |= {"batch_invariant": batch_invariant, "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
+            of_cache: dict[str, Any] = {"kv_dtype": key.kv_dtype, "q_dtype": key.kv_dtype if key.float8_q else None, "cascade": use_cascade()}
+            if self.context_parallel is not None:
+                context = Attention(key.num_qo_heads * self.context_parallel.size, key.num_kv_heads, key.head_dim, **of_cache, **options)
+                new_tokens = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, cascade=False, **options)
+                return Plan(key, new_tokens, key.logits_soft_cap, None, context)
+            attention = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, **of_cache, **options)
             arguments: dict[str, torch.Tensor | int] | None = None
             if self.spans is not None and key.has_spans:
                 arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": key.window_left}
@@ -148,6 +157,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             slot_mapping=cm.slot_mapping,
             causal=cm.causal,
             plans=self.plans,
+            context_parallel=self.context_parallel,
+            has_context=self.context_parallel is None or has_context(cm),
         )
         if self.spans is not None:
             # A row alone sees nothing behind itself.
@@ -164,17 +175,25 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             qo_indptr = qo_indptr[: batch + 1]
         if blocks.shape[0] != batch:
             blocks = blocks[:batch]
-        table = PageTable.block_table(blocks, metadata.seq_lens, self.page_size)
-        for key, attention, _, arguments in self.plans.values():
+        kv_lens = metadata.seq_lens if self.context_parallel is None else self.context_parallel.local_context_lens(qo_indptr, metadata.seq_lens)
+        table = PageTable.block_table(blocks, kv_lens, self.page_size)
+        for key, attention, _, arguments, context in self.plans.values():
             causal, window = visibility_of(key, metadata.causal)
-            of_key = PageTable.ragged(qo_indptr) if key.of_this_step else table
+            of_key = PageTable.ragged(qo_indptr) if key.of_this_step or context is not None else table
             attention.plan(BSRView(qo_indptr, of_key, causal=causal, window_left=window), variant_args=None if key.has_alibi else arguments)
+            if context is not None:
+                context.plan(BSRView(qo_indptr, table, causal=False))
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
         """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a draft loop."""
         if self.spans is not None:
             self.spans.clear()
         self.plan(metadata)
+
+
+def make_context_parallel(vllm_config: Any, group: Any, max_batch: int, device: torch.device) -> ContextParallel:
+    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    return ContextParallel(group, interleave, compat.combine_of_ranks(vllm_config), max_batch, device)
 
 
 def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> list[PlanKey]:

@@ -60,7 +60,7 @@ class MlaBackend(MLACommonBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        return False
+        return cls.get_impl_cls().supports_dcp
 
     @classmethod
     def supports_pcp(cls) -> bool:

@@ -23,7 +23,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     """
 
     can_return_lse_for_decode: bool = True
-    supports_dcp: bool = False
+    supports_dcp: bool = True
     supports_pcp: bool = False
     kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FLOAT8_LATENTS)
 
@@ -65,7 +65,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     def forward_mqa(self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            q: [tokens, num_heads, latent and rotated part], or the two apart.
+            q: [tokens, num_heads, latent and rotated part], or the two apart; where ranks share KV with the heads of all ranks.
             kv_c_and_k_pe_cache: [blocks, page, latent and rotated part], any strides.
 
         Returns:

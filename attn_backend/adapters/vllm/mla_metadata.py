@@ -55,7 +55,10 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         Raises:
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
+        group = compat.dcp_group(kv_cache_spec)
         unsupported = compat.unsupported_feature(vllm_config)
+        if unsupported is None and group is not None:
+            unsupported = compat.unsupported_context_parallelism(vllm_config, group.world_size)
         dtype = vllm_config.model_config.dtype
         has_float8 = kv_cache_spec.dtype in (torch.uint8, torch.float8_e4m3fn) and vllm_config.cache_config.cache_dtype in FLOAT8_LATENTS
         if unsupported is None and kv_cache_spec.dtype != dtype and not has_float8:
@@ -79,13 +82,20 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         def make_decode() -> Attention:
             kv_dtype = torch.float8_e4m3fn if has_float8 else None
             options: dict[str, Any] = {"max_rows": max_decode_rows, "cascade": use_cascade(), "batch_invariant": batch_invariant}
-            return Attention(self.num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, **options, **room)
+            num_heads = self.num_heads * (1 if group is None else group.world_size)  # the engine gathers the queries of all ranks
+            return Attention(num_heads, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype, **options, **room)
 
         self.decode_attention = outside_memory_pools(make_decode, device)
         if not compat.has_chosen_mla_prefill(vllm_config):
             make = [lambda: make_prefill(self.num_heads, widths, dtype, device, max_rows, max_batch)] * 2
             self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
         sampler.install(device, vllm_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Where ranks share KV a request of several new tokens is a prefill, which full graphs do not have: no causal mask fits interleaved latents."""
+        shares_kv = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if shares_kv else cls._cudagraph_support
 
     def _build_decode(self, block_table_tensor: Tensor, seq_lens_device: Tensor, *args: Any, **kwargs: Any) -> MlaDecodeMetadata:
         """Plans the decodes, which are the first requests of the batch, on the current stream.

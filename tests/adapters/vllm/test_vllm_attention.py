@@ -276,7 +276,6 @@ def test_layers_that_are_accepted() -> None:
     [
         ({"model_config": SimpleNamespace(rswa_window=128)}, "R-SWA"),
         ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "--disable-chunked-mm-input"),
-        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode context parallelism"),
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "prefill context parallelism"),
         ({"diffusion_config": SimpleNamespace()}, "diffusion"),
     ],

@@ -220,8 +220,8 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deployments_that_are_refused() -> None:
-    parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
-    with pytest.raises(NotImplementedError, match="decode context parallelism"):
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=2)
+    with pytest.raises(NotImplementedError, match="prefill context parallelism"):
         Problem(parallel_config=parallel)
     model = SimpleNamespace(dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"):
@@ -245,6 +245,7 @@ DEEPSEEK = {
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3"},
         {"use_batch_invariant": True},
+        {"use_dcp": True},
     ],
     ids=str,
 )

@@ -249,6 +249,7 @@ def test_accepts(kv_cache_dtype: str) -> None:
         ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "pass --dtype bfloat16"),
         ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
         ({"use_batch_invariant": True}, "batch"),
+        ({"use_dcp": True}, "DCP"),
     ],
     ids=str,
 )
