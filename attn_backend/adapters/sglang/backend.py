@@ -37,7 +37,7 @@ from .encoder_table import decoder_page_table
 from .items import Items, items_of
 from .layer_cache import LayerCache, quantise
 from .mla import append_latents, has_latents
-from .support import attention_layers, check_float8_heads, check_runner, drafts_are_trees, longest_extend, plan_key, refuse, slopes_of, tree_key, wants_spans
+from .support import attention_layers, check_runner, drafts_are_trees, longest_extend, plan_key, refuse, slopes_of, tree_key, wants_spans
 from .tree_mask import TreeMask, is_chain, mask_has_prefixes
 from .window import window_page_table
 
@@ -369,7 +369,6 @@ class SGLangAttentionBackend(AttentionBackend):
         chunk = self._attention_chunk_size
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
         if self._is_float8 and not key.of_this_step:  # whose keys and values are in no cache
-            check_float8_heads(layer, self.kv_dtype)
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:
