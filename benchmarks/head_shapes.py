@@ -1,5 +1,5 @@
-"""Decode and prefill of every head shape, and MLA: decode, over 8-bit latents, of selected tokens. Ours beside the peers that import; one process, one GPU,
-cold L2, CUDA-graph replay, median.
+"""Decode and prefill of every head shape, of 512 over an 8-bit cache, too, and MLA: decode, over 8-bit latents, of selected tokens. Ours beside the peers that
+import; one process, one GPU, cold L2, CUDA-graph replay, median.
 
 python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,8 @@ def all_cases() -> Iterator[ShapeCase]:
     yield prefill(16, 16, 192, 128, ragged=True)
     yield decode(64, 4096, 8, 2, 512)
     yield prefill(8, 2, 512)
+    yield replace(decode(64, 4096, 8, 2, 512), kv="e4m3")
+    yield replace(prefill(8, 2, 512), kv="e4m3")
     for heads in (16, 128):
         for batch, tokens in ((1, 4096), (16, 1024), (64, 4096), (128, 4096)):
             yield ShapeCase("MLA decode", (1,) * batch, (tokens,) * batch, heads, 1, *MLA, page_size=64, v_in_k=True)
@@ -167,7 +169,7 @@ class Tensors:
             shape = (batch * pages, case.page_size)  # type: ignore[assignment]
             table = torch.randperm(batch * pages, device=device, generator=generator).int().view(batch, pages)
         k = stored(data(*shape, case.num_kv_heads, case.head_dim), case.kv)
-        v = k[..., : case.head_dim_v] if case.v_in_k else data(*shape, case.num_kv_heads, case.head_dim_v)
+        v = k[..., : case.head_dim_v] if case.v_in_k else stored(data(*shape, case.num_kv_heads, case.head_dim_v), case.kv)
         q = data(sum(case.qo_lens), case.num_qo_heads, case.head_dim)
         return cls(case, q, k, v, indptr(case.qo_lens), indptr(case.kv_lens), torch.tensor(case.kv_lens, dtype=torch.int32, device=device), table)
 
@@ -193,7 +195,7 @@ class Tensors:
         pages = self.block_table[request].long()
         kv_len = self.case.kv_lens[request]
         k = numbers(self.k[pages].flatten(0, 1)[:kv_len], self.case.kv)
-        return k, k[..., : self.case.head_dim_v] if self.case.v_in_k else self.v[pages].flatten(0, 1)[:kv_len]
+        return k, k[..., : self.case.head_dim_v] if self.case.v_in_k else numbers(self.v[pages].flatten(0, 1)[:kv_len], self.case.kv)
 
     def error(self, out: torch.Tensor) -> float:
         """‖o − ref‖ / ‖ref‖ of the last rows of the first and the last request, in float64."""

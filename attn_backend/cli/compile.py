@@ -93,7 +93,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
         if kv_element is not None and not head_dim.runs_over(kv_element):
-            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.kv_dtype_must_be(kv_element)}")
+            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.LATENT_HEAD_DIMS_TEXT}")
         if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):
             raise ValueError(f"--float8-q is given, must not be: q_dtype must be {manifest.FLOAT8_Q_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.manifest import KV_ELEMENT_NAMES, HeadDims
+from ..kernels.manifest import HeadDims
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
@@ -105,9 +105,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """
         refuse_given(use_profiler=use_profiler)
         heads = heads_of(self.device, num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, q_data_type, kv_data_type)
-        kv_dtype = heads.kv_dtype
-        if kv_dtype is not None and self.device.type == "cuda" and not heads.head_dims.runs_over(KV_ELEMENT_NAMES[dtype_name(kv_dtype)]):
-            not_supported(f"kv_data_type = {kv_dtype} with head_dim = {heads.head_dims} on CUDA")
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             kv_indptr = kv_indptr[: batch_size + 1]

@@ -53,8 +53,8 @@ class Attention:
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies float8_e4m3fn as it is (heads of 64 and 128, under softmax,
             row tiles of 32 rows and more) and rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones, instead of 0.3 %.
-        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied; on CUDA for heads of
-            up to 256 columns, and of 576 with 512. torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
+        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied. torch.uint8:
+            rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -114,7 +114,7 @@ class Attention:
         max_rows, max_batch, max_levels = check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
         check_modes(cascade, batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device)
-        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, design)
+        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims)
         q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
         check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)

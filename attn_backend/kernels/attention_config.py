@@ -138,8 +138,8 @@ def check_heads(
     return num_qo_heads, num_kv_heads, dims
 
 
-def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manifest.HeadDims, design: manifest.Design | None) -> torch.dtype:
-    """The cache's dtype. design: of choose_design()."""
+def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manifest.HeadDims) -> torch.dtype:
+    """The cache's dtype."""
     if kv_dtype is None:
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
@@ -147,8 +147,6 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8")
     if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
         refuse("kv_dtype", kv_dtype, f"{manifest.LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
-    if kv_dtype in KV_DTYPES and design is not None and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype]):
-        refuse("kv_dtype", kv_dtype, manifest.FLOAT8_HEAD_DIMS_TEXT)
     return kv_dtype
 
 

@@ -62,7 +62,7 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        return self.runs_on_cuda and (kv_element is None or self == MLA_HEAD_DIMS or self not in _WIDE_HEAD_DIMS)
+        return self.runs_on_cuda
 
     def __str__(self) -> str:
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
@@ -72,7 +72,6 @@ _MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
 MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
 _WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
-FLOAT8_HEAD_DIMS_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA that are not (head_dim, head_dim_v) = (576, 512)"
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 # Kernels of the others are compiled when they are first needed, or ahead.
@@ -133,11 +132,6 @@ def attention_name(
 def kv_dtype_of(kv_element: str) -> str:
     """torch's name of one of CUDA_KV_ELEMENTS."""
     return next(dtype for dtype, element in KV_ELEMENT_NAMES.items() if element == kv_element)
-
-
-def kv_dtype_must_be(kv_element: str | None) -> str:
-    """What a message says where heads have no kernels over such a cache."""
-    return LATENT_HEAD_DIMS_TEXT if kv_element == "latent" else FLOAT8_HEAD_DIMS_TEXT
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -226,7 +220,7 @@ def attention_source(
     kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
     variant, q_type = f"attn::{variant_type}", f", attn::{kv_type}" if float8_q else ""
     if kv_element is not None:
-        wrapped = "WithScaledLoads" if dims in _WIDE_HEAD_DIMS else "WithScales"
+        wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
     if float8_out:
         q_type = f"{q_type or f', attn::{CUDA_ELEMENTS[element]}'}, attn::{CUDA_KV_ELEMENTS[OUT_ELEMENT]}"

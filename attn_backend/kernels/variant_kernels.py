@@ -190,7 +190,7 @@ def compile_ahead(
             must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is {manifest.CUDA_HEAD_DIMS_TEXT} on a GPU"
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
         if not manifest.HeadDims.of(head_dim).runs_over(kv_element):
-            raise ValueError(f"kv_dtype is {kv_dtype}, must be {manifest.kv_dtype_must_be(kv_element)}")
+            raise ValueError(f"kv_dtype is {kv_dtype}, must be {manifest.LATENT_HEAD_DIMS_TEXT}")
         if float8_q and not manifest.HeadDims.of(head_dim).runs_over(kv_element, float8_q):
             raise ValueError(f"float8_q is given, must not be: q_dtype must be {manifest.FLOAT8_Q_TEXT}")
         designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}

@@ -30,6 +30,9 @@ ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes)
 /// 8-bit cache their KV tiles are widened where they are loaded: there is no room for tiles of both widths.
 ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
+/// Wide heads of MLA's latents: V is the first columns of K's.
+ATTN_HD constexpr bool is_latent(HeadDims dims) { return is_wide(dims) && dims.qk > dims.v; }
+
 /// Bytes of an element of a KV tile in shared memory. `kv_element_bytes`: in the cache.
 ATTN_HD constexpr int32_t tile_element_bytes(HeadDims dims, int32_t element_bytes, int32_t kv_element_bytes) {
   return is_wide(dims) ? element_bytes : kv_element_bytes;

@@ -24,10 +24,12 @@ struct Traits {
   static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
   using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles
-  static_assert(kWidens == Variant::kHasScales && kWidensOnLoad == Variant::kLoadsScaled &&
+  /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
+  static constexpr bool kLoadsScaled = Variant::kLoadsScaled;
+  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled) && (kWidensOnLoad || !kLoadsScaled) &&
                     StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
                 "a cache of another type has 8-bit elements, which have scales");
-  static_assert(kWidensOnLoad || !is_same<StoredElement, ScaledLatent>, "rows of wide heads");
+  static_assert(kLoadsScaled || !is_same<StoredElement, ScaledLatent>, "rows of latents");
   static constexpr bool kHasFloat8Query = !is_same<Element, QElement>;
   static_assert(kHasFloat8Query == Variant::kHasQueryScale && (!kHasFloat8Query || is_same<QElement, KvElement>),
                 "Q of 8 bits has the type of the cache, and a scale");

@@ -150,8 +150,8 @@ struct WithScales : Variant {
       : Variant(params.variant, kv_head_), scales(params.scales), kv_head(kv_head_) {}
 };
 
-/// A variant over a cache whose numbers are multiplied by a scale, one for K and V, where they are widened: on their
-/// way to KV tiles.
+/// A variant over MLA's latents in 8 bits, which are multiplied by their scale, one for K and V, where they are
+/// widened: on their way to KV tiles.
 template <class Variant>
 struct WithScaledLoads : Variant {
   static constexpr bool kLoadsScaled = true;

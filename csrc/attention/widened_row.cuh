@@ -45,11 +45,14 @@ struct StoredRow {
   const char* data;  // nullptr: zeros
   int quarter;
 
+  __device__ __forceinline__ int byte_of(int piece) const {
+    return piece < kNarrowBlocks ? piece * kBlockColumns + quarter * 16
+                                 : Latent::kRopeAt + quarter * 32 + (piece - kNarrowBlocks) * 16;
+  }
+
   __device__ __forceinline__ uint4 load(int piece) const {
     if (data == nullptr) return make_uint4(0, 0, 0, 0);
-    const int byte = piece < kNarrowBlocks ? piece * kBlockColumns + quarter * 16
-                                           : Latent::kRopeAt + quarter * 32 + (piece - kNarrowBlocks) * 16;
-    return __ldg(reinterpret_cast<const uint4*>(data + byte));
+    return __ldg(reinterpret_cast<const uint4*>(data + byte_of(piece)));
   }
 
   /// Of a row with scales: that of a piece. Pieces of the same block of 128 columns have the same.

@@ -164,9 +164,9 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-/// Of an 8-bit cache whose rows a GPU's kernels widen while they load them: once, for K and V.
-void check_widened_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
-                           const AttentionScales& scales) {
+/// Of latents in 8 bits, which a GPU's kernels widen and scale while they load them: once, for K and V.
+void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
+                          const AttentionScales& scales) {
   if (!v_is_in_k(params.k, params.v, params.num_pages, page_size, num_kv_heads))
     refuse("kv.v", "a tensor of its own", "the first columns of kv.k, as KVCache.from_latent makes it");
   const auto is_one = [](const KvScale& scale) { return scale.head_stride == 0 && !scale.is_of_requests(); };
@@ -299,8 +299,8 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
                                checked_scale("kv.v_scale", v_scale, v_value, attention),
                                checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
-  if (config.on_cuda && is_float8(config.kv_dtype) && is_wide(config.dims()))
-    check_widened_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
+  if (config.on_cuda && is_float8(config.kv_dtype) && is_latent(config.dims()))
+    check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   return attention.run(params, scales, current_stream(device));
 }

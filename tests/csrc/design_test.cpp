@@ -151,6 +151,15 @@ void check_latents() {
   }
 }
 
+/// Wide heads with a V of their own over an 8-bit cache, whether TMA could load its pages or not.
+void check_wide_float8() {
+  for (const int32_t page_size : {1, 3, 16}) {
+    const Launched wide = launch_sm90(make_params(page_size, 16), false, 512, attn::DataType::kFloat8E4M3);
+    expect_equal(wide.kernel, attn::sm90::kByBoxes, "the only kernel of wide heads over 8 bits");
+    expect_equal(wide.params.box_tokens + wide.params.run_tokens, 0, "tokens of boxes");
+  }
+}
+
 void check_strides() {
   attn::AttentionParams params = make_params(16, 4);
   expect_equal(launch_sm90(params, false).params.unit_shift, 8, "unit_shift");
@@ -166,6 +175,7 @@ int main() {
   check_float8();
   check_widths();
   check_latents();
+  check_wide_float8();
   check_strides();
   return failures;
 }

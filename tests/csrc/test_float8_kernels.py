@@ -15,6 +15,8 @@ from compositions import Shape, cascade_problem
 from device_attention import KERNELS, DeviceAttention
 from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, Float8Case, Needle, rounded_cache
 
+from attn_backend import KVCache
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 FORMS = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 72), (torch.bfloat16, 256), (torch.bfloat16, 128))
@@ -113,6 +115,38 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, h
         spec = spec.with_(**{"cache_form": "pair", **cache}, window_left=60 if number == 2 else -1)
         problem = Float8Case(spec, "cpu", DTYPES[number % 2], SCALES[number + 1], "head")
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+
+
+# Query tokens, tokens, query heads, the cache, scales of K and of V: rows of one row tile and of several, KV tiles that CTAs share, shared prefixes.
+WIDE_BATCHES = (
+    ((1, 2, 1), (200, 70, 0), 16, {"page_size": 16}, ("request and head", "head")),
+    ((1, 1, 1), (130, 130, 130), 4, {"page_size": 1, "sharing": 0.9}, ("request", "request")),
+    ((30,), (150,), 5, {"page_size": 7, "window_left": 60, "logits_soft_cap": 20.0}, ("head", "tensor")),
+    ((5, 1), (90, 300), 3, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}, ("number", "request and head")),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wide_heads(emulated: Path, kernel: str, dtype: torch.dtype) -> None:
+    """Widened on their way to shared memory, and scaled as others are."""
+    for number, (qo_lens, kv_lens, heads, cache, scales) in enumerate(WIDE_BATCHES):
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number % 2, group_size=heads, head_dim=512, dtype=dtype, num_ctas=3, seed=number)
+        problem = Float8Case(spec.with_(**cache), "cpu", DTYPES[dtype == torch.float16], *scales)
+        launched = run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2 == 0])
+        assert launched == "attention"
+
+
+def test_wide_values_in_the_bytes_of_keys(emulated: Path) -> None:
+    """They are loaded twice: their scales may differ."""
+    spec = cases.Spec((1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3)
+    case, outs = Float8Case(spec, "cpu", DTYPES[0]).case, []
+    for v in (case.kv.k, case.kv.k.clone()):
+        attention = DeviceAttention(emulated, case.attention(kernel="hopper", kv_dtype=DTYPES[0]), "hopper")
+        attention.plan(case.view)
+        outs.append(attention.run(case.q[: case.rows], KVCache.from_pair(case.kv.k, v, k_scale=0.5, v_scale=2.0)))
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
 
 
 def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> None:

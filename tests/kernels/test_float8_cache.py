@@ -57,16 +57,48 @@ def test_heads_of_different_widths(device: torch.device, kernel: str | None, hea
         run(Float8Case(spec, device, DTYPES[seed % 2], *SCALES[seed + 1 : seed + 3]), cascade=("always", True, False)[seed % 3], **options)
 
 
-@pytest.mark.parametrize("head_dims", [(512, 512)])
-def test_wide_heads_run_on_a_cpu_only(device: torch.device, kernel: str | None, head_dims: tuple[int, int]) -> None:
-    head_dim, head_dim_v = head_dims
-    options = {"max_rows": 4, "max_batch": 4, "head_dim_v": head_dim_v, "device": device, "kv_dtype": DTYPES[0]}
-    for name in ("hopper", "generic") if device.type == "cpu" else (kernel,):
-        with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e4m3fn, must be None, or dtype, with heads of more than 256 columns"):
-            Attention(16, 1, head_dim, kernel=name, **options)  # type: ignore[arg-type]
-    if device.type == "cpu":
-        spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, num_ctas=3)
-        run(Float8Case(spec.with_(cache_form="pair"), device, DTYPES[0], "head", "number"))
+def wide_case(seed: int, device: torch.device) -> Float8Case:
+    """Of heads of 512 columns, and no more work than the oracle has time for."""
+    rng = numpy.random.default_rng([seed, 85])
+    spec = cases.random_spec(seed + 2000, device.type)
+    spec = spec.with_(head_dim=512, num_kv_heads=1 + seed // 5 % 2, group_size=(16, 5, 64, 1, 128)[seed % 5], strided=spec.strided and device.type == "cpu")
+    spec = spec.with_(qo_lens=tuple(min(n, 40) for n in spec.qo_lens), kv_lens=tuple(min(n, 1200) for n in spec.kv_lens))
+    if spec.dtype == torch.float32 and device.type == "cuda":
+        spec = spec.with_(dtype=torch.bfloat16)
+    return Float8Case(spec, device, DTYPES[seed % 2], *(str(form) for form in rng.choice(SCALES, size=2)))
+
+
+@pytest.mark.parametrize("block", mostly_slow(range(6), fast=1))
+def test_wide_heads(device: torch.device, kernel: str | None, block: int) -> None:
+    for seed in range(8 * block, 8 * (block + 1)):
+        options = {} if kernel is None else {"kernel": kernel}
+        schedule = ({"cascade": "always"}, {"batch_invariant": True}, {"cascade": False})[seed % 3]
+        run(wide_case(seed, device), **schedule, **options)
+
+
+def test_wide_heads_with_sinks(device: torch.device, kernel: str | None) -> None:
+    spec = cases.Spec((3, 1, 20), (90, 400, 64), num_kv_heads=2, group_size=4, head_dim=512, num_ctas=3, logits_soft_cap=20.0)
+    problem = Float8Case(spec, device, DTYPES[0], "request and head", "head")
+    case, sinks = problem.case, torch.linspace(-2, 3, 8, device=device)
+    attention = case.attention(kernel=kernel, sinks=True, **problem.options)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
+    expected, expected_lse = problem.expected(sinks=sinks)
+    assert (case.out[: case.rows].double() - expected).norm() <= TOLERANCE * expected.norm()
+    assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= 1e-3
+
+
+def test_wide_values_in_the_bytes_of_keys(device: torch.device, kernel: str | None) -> None:
+    """With scales of their own."""
+    spec = cases.Spec((1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3)
+    case = Float8Case(spec, device, DTYPES[0]).case
+    k, outs = case.kv.k, []
+    for v in (k, k.clone()):
+        attention = case.attention(kernel=kernel, kv_dtype=DTYPES[0])
+        attention.plan(case.view)
+        outs.append(attention.run(case.q[: case.rows], KVCache.from_pair(k, v, k_scale=0.5, v_scale=2.0)))
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("q_form", Q_SCALES)
@@ -135,7 +167,7 @@ def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
 def test_compositions(device: torch.device, k_form: str) -> None:
     for seed in range(4):
         shape = Shape(
-            num_kv_heads=2, group_size=2, page_size=8, head_dim=(64, 72)[seed % 2], dtype=torch.bfloat16, num_ctas=7, logits_soft_cap=20.0 * (seed % 2)
+            num_kv_heads=2, group_size=2, page_size=8, head_dim=(64, 72, 64, 512)[seed], dtype=torch.bfloat16, num_ctas=7, logits_soft_cap=20.0 * (seed % 2)
         )
         problem = cascade_problem(numpy.random.default_rng([seed, 81]), shape, device, 2)
         memory, dtype = problem.memory, DTYPES[seed // 2]

@@ -60,6 +60,13 @@ def test_random_cases(device: torch.device, kernel: str | None, block: int) -> N
         run(case, case.attention(float8_out=True, **options), expected, of_form(scale, seed % 3, device), tolerance, **run_options)
 
 
+def test_wide_heads_over_8_bits(device: torch.device, kernel: str | None) -> None:
+    spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=512, num_ctas=3)
+    problem = Float8Case(spec, device, DTYPES[0], "head", "request")
+    attention, expected = problem.case.attention(float8_out=True, kernel=kernel, **problem.options), problem.expected()[0]
+    run(problem.case, attention, expected, scale_for(expected, 0.1), TOLERANCE)
+
+
 @pytest.mark.parametrize("head_dims", [(512, 512), (576, 512)])
 def test_wide_heads(device: torch.device, kernel: str | None, head_dims: tuple[int, int]) -> None:
     spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dims[0], head_dim_v=head_dims[1], num_ctas=3)

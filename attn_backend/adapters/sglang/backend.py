@@ -35,7 +35,6 @@ from .page_tables import page_table
 from .plan import Plan
 from .support import (
     attention_layers,
-    check_float8_heads,
     check_runner,
     drafts_are_trees,
     longest_extend,
@@ -269,7 +268,6 @@ class SGLangAttentionBackend(AttentionBackend):
         chunk = self._attention_chunk_size
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, has_spans=self._has_spans)
         if self._is_float8 and not key.of_this_step:  # whose keys and values are in no cache
-            check_float8_heads(layer, self.kv_dtype)
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:

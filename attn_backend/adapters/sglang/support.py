@@ -12,9 +12,7 @@ from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
-from attn_backend.kernels.manifest import KV_ELEMENT_NAMES, HeadDims
 from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
-from attn_backend.metadata.structure import dtype_name
 
 from . import NAME, compat
 from .mla import has_latents, is_decompressed, is_sparse
@@ -66,17 +64,6 @@ def _check_kv_dtype(runner: Any) -> None:
         raise refuse("--kv-cache-dtype mxfp8", advice)
     if runner.kv_cache_dtype not in (runner.dtype, *FLOAT8_DTYPES):
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
-
-
-def check_float8_heads(layer: RadixAttention, kv_dtype: torch.dtype) -> None:
-    """Refuses a layer for whose heads 8-bit caches have no kernels.
-
-    Raises:
-        ValueError: see the module.
-    """
-    dims = HeadDims(layer.head_dim, layer.v_head_dim)
-    if not dims.runs_over(KV_ELEMENT_NAMES[dtype_name(kv_dtype)]):
-        raise refuse(f"heads of {dims} columns in a KV cache of {kv_dtype} (layer {layer.layer_id})", "pass --kv-cache-dtype bfloat16")
 
 
 def wants_spans(runner: Any) -> bool:

@@ -65,8 +65,6 @@ class AttnBackend(AttentionBackend):
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
         if kv_cache_dtype in PLAIN_DTYPES and PLAIN_DTYPES[kv_cache_dtype] != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: K and V must have the dtype of the queries, or fp8"
-        if kv_cache_dtype in FLOAT8_DTYPES and head_size not in cls.get_impl_cls().float8_head_sizes:
-            return f"kv_cache_dtype {kv_cache_dtype} not supported with head_size {head_size}: pass --kv-cache-dtype {str(dtype).removeprefix('torch.')}"
         return None
 
     @classmethod

@@ -36,7 +36,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
     head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
-    float8_head_sizes: ClassVar[list[int]] = [dim for dim in head_sizes if HeadDims.of(dim).runs_over("e4m3")]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
     other_backend: ClassVar[str] = "choose another --attention-backend"
     head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
@@ -93,8 +92,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._refuse(f"attention of type {attn_type}")
         if kv_cache_dtype not in ("auto", *PLAIN_DTYPES, *FLOAT8_DTYPES):
             self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype")
-        if kv_cache_dtype in FLOAT8_DTYPES and not heads.runs_over("e4m3"):
-            self._refuse(f"head size {head_size} in a KV cache of dtype {kv_cache_dtype}", "pass the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():

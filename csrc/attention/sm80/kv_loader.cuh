@@ -197,7 +197,8 @@ struct KvLoader {
     const int row = threadIdx.x / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
     const Row from{reinterpret_cast<const char*>(row_addresses(parity, which)[Passes<Tile>::number(row)]), lane % 4};
     using VariantParams = typename Traits::Variant::Params;
-    const float scale_of_cache = params.variant.template as<VariantParams>().scales.k.of(0, 0);
+    float scale_of_cache = 1.0f;  // scores and outputs are multiplied by it
+    if constexpr (Traits::kLoadsScaled) scale_of_cache = params.variant.template as<VariantParams>().scales.k.of(0, 0);
 #pragma unroll
     for (int first = 0; first < Row::kPieces; first += kAtOnce) {
       uint4 pieces[kAtOnce];

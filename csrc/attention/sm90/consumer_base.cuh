@@ -115,7 +115,7 @@ struct ConsumerBase {
 
   /// params.sm_scale, and K's scale.
   __device__ __forceinline__ float sm_scale(const WorkItem& item) const {
-    if constexpr (kWidens) return shared.score_scale(item);
+    if constexpr (Variant::kHasScales) return shared.score_scale(item);
     return params.sm_scale;
   }
 

@@ -384,7 +384,7 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
   } else {
     ptx::mbarrier_arrive_after_cp_async(full);
   }
-  if constexpr (Traits::kWidens) {
+  if constexpr (Traits::Variant::kHasScales) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
       write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group, item.kv_head,
@@ -393,7 +393,7 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
     __syncwarp();  // the thread that publishes the item publishes them, too
   }
   if (ptx::thread_id() == kFirstThread) {
-    if constexpr (Traits::kWidens) {
+    if constexpr (Traits::Variant::kHasScales) {
       using Variant = typename Traits::Variant;
       const AttentionParams& params = hopper_params.attention;
       const_cast<float&>(shared.score_scale(shared.item(place.slot))) =
@@ -475,7 +475,9 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
-  const bool is_one_tile = kIsWide && hopper_params.v_is_k;  // K and V: loaded by the warps that load K
+  constexpr bool kLoadsBoth = Traits::kWidensOnLoad && !Traits::kLoadsScaled;  // each warp of K and of V
+  // K and V are one tile, which the warps that load K load.
+  const bool is_one_tile = kIsWide && !kLoadsBoth && hopper_params.v_is_k;
   const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
   const auto look_up = [&] {
@@ -502,7 +504,7 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
     if (!copies) cursor.now.kv_tile = end;
     while (copies) {
       auto box = copier.found(tile);
-      if constexpr (Traits::kWidensOnLoad) copier.start(box, head);
+      if constexpr (Traits::kWidensOnLoad) copier.start(shared, box, head);
       const bool last = ++cursor.now.kv_tile == end;
       // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
       // issued first, because they have few entries to wait for.
@@ -520,6 +522,13 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
         copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
         shared.wait_kv_free(place);
         copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
+        if constexpr (kLoadsBoth) {
+          const typename Shared::KvPlace values = place.behind(2), right_values = place.behind(3);
+          shared.wait_kv_free(right_values);
+          copier.template copy<kLeftBlocks, kBlocks, true>(shared, box, head, right_values.slot, policy);
+          shared.wait_kv_free(values);
+          copier.template copy<0, kLeftBlocks, true>(shared, box, head, values.slot, policy);
+        }
       } else {
         copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
       }

@@ -38,6 +38,7 @@ struct Tuning {
   int32_t producer_registers;  // of a thread; three warpgroups share 504
   bool keeps_maxima;           // lazy maxima (consumer.cuh)
   bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
+  int32_t staged_pieces = 0;   // of 16 bytes, of a producer thread, on their way (WideningCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
@@ -71,7 +72,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
       {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
-      {576, 512, 2, 64, 1, 2, 2, 0, 88, false, false},          // widened by the producer
+      {512, 512, 2, 64, 1, 2, 2, 0, 88, false, false, 12},      // widened by the producer
+      {576, 512, 2, 64, 1, 2, 2, 0, 88, false, false},          // there is no room to stage them
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
@@ -100,6 +102,7 @@ struct SharedLayout {
                           // (float8_consumer.cuh); none of others
   int32_t widened_bytes;  // of one of them
   int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
+  int32_t staged;         // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
   int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
   int32_t items;          // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
   int32_t item_bytes;
@@ -131,7 +134,8 @@ struct SharedLayout {
         widened_bytes(
             kv_element_bytes == element_bytes ? 0 : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
         probabilities(widened + 2 * widened_bytes),
-        row_states(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
+        staged(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
+        row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
         item_bytes(kWorkItemBytes + (has_scales ? kItemScalesBytes : 0)),
         queued(items + tuning.q_slots * item_bytes),
@@ -145,7 +149,7 @@ static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <=
                   SharedLayout(256).bytes <= 227 * 1024 && SharedLayout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
                   SharedLayout(64, 2, 1).bytes <= 227 * 1024 && SharedLayout(128, 2, 1).bytes <= 227 * 1024 &&
                   SharedLayout(HeadDims(256, 128), 2, 1).bytes <= 227 * 1024 &&
-                  SharedLayout(256, 2, 1).bytes <= 227 * 1024 &&
+                  SharedLayout(256, 2, 1).bytes <= 227 * 1024 && SharedLayout(512, 2, 1).bytes <= 227 * 1024 &&
                   SharedLayout(HeadDims(576, 512), 2, 1).bytes <= 227 * 1024,
               "a block's limit");
 

@@ -98,6 +98,11 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQSlots + kKvParts) + 1); }
   __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
 
+  /// Where a producer thread's piece number `piece` is on its way.
+  __device__ __forceinline__ char* staged(int piece) const {
+    return base + kLayout.staged + (piece * kProducerThreads + ptx::thread_id()) * 16;
+  }
+
   /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
   /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes; where they widen, once.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {

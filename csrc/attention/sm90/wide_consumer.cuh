@@ -10,8 +10,8 @@
 //
 // The leader, too, multiplies the probabilities from there: it has no registers to keep them.
 //
-// Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Of an 8-bit
-// cache it is, too, and the producer has widened it (widening_copier.cuh).
+// Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Tiles of an
+// 8-bit cache have been widened by the producer (widening_copier.cuh).
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -61,7 +61,8 @@ struct WideConsumer : Consumer<Traits> {
       }
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
       const TargetColumns<Target, OutElement::kBytes> target(
-          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside, nullptr),
+          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                 shared.requests(item)),
           warpgroup() * kColumns);
       write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
       shared.free_q(place);
@@ -78,7 +79,9 @@ struct WideConsumer : Consumer<Traits> {
   // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
   // are scarce. A place is that of the left part, the columns that the leader multiplies with probabilities.
   static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
-  __device__ __forceinline__ bool v_is_k() const { return Traits::kWidensOnLoad || hopper_params.v_is_k != 0; }
+  __device__ __forceinline__ bool v_is_k() const {
+    return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
+  }
   __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.behind(2); }
   __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(v_is_k() ? 2 : 4); }
   __device__ __forceinline__ KvPlace values_before() const {

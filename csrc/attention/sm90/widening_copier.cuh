@@ -1,5 +1,6 @@
-// How the producer loads KV tiles of wide heads over an 8-bit cache: all four warps read rows into registers, widen
-// them and write them to the ring, which then holds what wgmma takes, as that of a 16-bit cache. V is in K's bytes.
+// How the producer loads KV tiles of wide heads over an 8-bit cache: all four warps read rows, widen them and write
+// them to the ring, which then holds what wgmma takes, as that of a 16-bit cache. Latents, whose V is in K's bytes, are
+// one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
 #include "attention/sm90/params.h"
@@ -8,12 +9,14 @@
 #include "attention/sm90/work_item.cuh"
 #include "attention/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace attn::sm90 {
 
-/// A warp's share of a KV tile: 16 tokens, of which a lane has two, and of their rows the quarters of blocks. It goes
-/// through them piece by piece, the right ones first, as the consumers take them; the next few are on their way.
+/// A warp's share of the tiles: 16 tokens, of which a lane has two, and of their rows the quarters of blocks. It goes
+/// through them piece by piece, the right ones first, as the consumers take them; the next few are on their way, to
+/// shared memory if there is room, else to registers.
 template <class Traits>
 struct WideningCopier {
   static constexpr bool kGathers = true;
@@ -21,16 +24,18 @@ struct WideningCopier {
   using Stored = typename Traits::StoredElement;
   using Tile = KTile<Traits>;
   using Row = StoredRow<typename Traits::Element, Stored, Tile::kBlocks>;
+  static constexpr int kTiles = Traits::kLoadsScaled ? 1 : 2;
   static constexpr int kWarpTokens = Shared::kTuning.kv_tile / (kProducerThreads / 32);
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
-  static constexpr int kAhead = 5;  // pieces that are on their way
+  static constexpr bool kStages = Shared::kTuning.staged_pieces > 0;
+  static constexpr int kAhead = kStages ? Shared::kTuning.staged_pieces : 5;  // pieces that are on their way
 
   const HopperParams& params;
   int32_t token = 0;  // the lane's first
   int32_t entry[kRows] = {};
-  uint4 coming[kAhead];
+  uint4 coming[kStages ? 1 : kAhead];
   float scales[Stored::kRowsHaveScales ? kAhead : 1];  // of these pieces, or of the cache
 
   template <class Share>
@@ -55,71 +60,108 @@ struct WideningCopier {
     }
   }
 
-  /// The lane's rows, of KV head 0; nullptr: not in the cache.
+  /// The lane's rows of K and of V; nullptr: not in the cache.
   struct Box {
-    const char* rows[kRows];
+    const char* rows[kTiles][kRows];
   };
 
-  /// Where what was looked up is.
+  __device__ __forceinline__ const KvTensor& tensor(int is_v) const {
+    return is_v ? params.attention.v : params.attention.k;
+  }
+
+  /// Where what was looked up is, of KV head 0.
   __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
-    const KvTensor& tensor = params.attention.k;
     Box box;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      box.rows[i] = nullptr;
+#pragma unroll
+      for (int is_v = 0; is_v < kTiles; ++is_v) box.rows[is_v][i] = nullptr;
       if (!is_readable(tile, token + i * kRowsAtOnce)) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + i * kRowsAtOnce);
-      box.rows[i] = static_cast<const char*>(tensor.data) + tile.page(params.attention, entry[i]) * tensor.page_stride +
-                    in_page * tensor.token_stride;
+      const int32_t page = tile.page(params.attention, entry[i]);
+#pragma unroll
+      for (int is_v = 0; is_v < kTiles; ++is_v) {
+        box.rows[is_v][i] = static_cast<const char*>(tensor(is_v).data) + page * tensor(is_v).page_stride +
+                            in_page * tensor(is_v).token_stride;
+      }
     }
     return box;
   }
 
   /// Goes to a KV head, and starts to read the first pieces, while the ring may still be full.
-  __device__ __forceinline__ void start(Box& box, int32_t head) {
+  __device__ __forceinline__ void start(const Shared& shared, Box& box, int32_t head) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (box.rows[i] != nullptr) box.rows[i] += head * params.attention.k.head_stride;
+    for (int is_v = 0; is_v < kTiles; ++is_v) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (box.rows[is_v][i] != nullptr) box.rows[is_v][i] += head * tensor(is_v).head_stride;
+      }
     }
-    if constexpr (!Stored::kRowsHaveScales) {
+    if constexpr (!Traits::kLoadsScaled) {
+      scales[0] = 1.0f;  // scores and outputs are multiplied by the cache's
+    } else if constexpr (!Stored::kRowsHaveScales) {
       using VariantParams = typename Traits::Variant::Params;
       scales[0] = params.attention.variant.template as<VariantParams>().scales.k.of(0, head);
     }
 #pragma unroll
-    for (int step = 0; step < kAhead; ++step) load(box, step);
+    for (int step = 0; step < kAhead; ++step) {
+      load(shared, box, step);
+      if constexpr (kStages) ptx::cp_async_commit();
+    }
   }
 
-  /// Blocks [kFirst, kEnd) of columns.
-  template <int kFirst, int kEnd>
+  /// Blocks [kFirst, kEnd) of columns of K, or of V.
+  template <int kFirst, int kEnd, bool kIsV = false>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t /*head*/, int part,
                                        ptx::CachePolicy /*policy*/) {
-    constexpr int kFirstStep = kFirst > 0 ? 0 : kRightSteps, kEndStep = kFirst > 0 ? kRightSteps : kSteps;
+    constexpr int kFirstStep = kFirst > 0 ? 0 : kRightSteps, kEndStep = kFirst > 0 ? kRightSteps : kTileSteps;
     char* const tile = shared.kv(part);
 #pragma unroll
-    for (int step = kFirstStep; step < kEndStep; ++step) {
-      const int row = step % kRows;
-      row_of(box, row).template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step),
-                                            coming[step % kAhead], scale(step));
-      if (step + kAhead < kSteps) load(box, step + kAhead);
+    for (int i = kFirstStep; i < kEndStep; ++i) {
+      const int step = i + kIsV * kTileSteps, row = step % kRows;
+      row_of(box, step).template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step),
+                                             arrived(shared, step), scale(step));
+      if (step + kAhead < kSteps) load(shared, box, step + kAhead);
+      if constexpr (kStages) ptx::cp_async_commit();  // also of nothing: arrived() counts on it
     }
     ptx::fence_async_proxy();
     Shared::arrive_as_warp(shared.kv_full(part), 1);
   }
 
  private:
-  // Steps: a piece of each row, the right pieces first.
+  // Steps: a piece of each row, the right pieces of a tile first.
   static constexpr int kRightSteps = kRows * (Row::kPieces - kLeftBlocks);
-  static constexpr int kSteps = kRows * Row::kPieces;
+  static constexpr int kTileSteps = kRows * Row::kPieces;
+  static constexpr int kSteps = kTiles * kTileSteps;
   static constexpr int piece_of(int step) {
-    return step < kRightSteps ? kLeftBlocks + step / kRows : (step - kRightSteps) / kRows;
+    const int of_tile = step % kTileSteps;
+    return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
   }
 
-  __device__ __forceinline__ static Row row_of(const Box& box, int i) { return Row{box.rows[i], ptx::lane_id() % 4}; }
+  __device__ __forceinline__ static Row row_of(const Box& box, int step) {
+    return Row{box.rows[step / kTileSteps][step % kRows], ptx::lane_id() % 4};
+  }
 
-  __device__ __forceinline__ void load(const Box& box, int step) {
-    const Row row = row_of(box, step % kRows);
-    coming[step % kAhead] = row.load(piece_of(step));
+  __device__ __forceinline__ void load(const Shared& shared, const Box& box, int step) {
+    const Row row = row_of(box, step);
+    if constexpr (kStages) {
+      const char* const from = row.data == nullptr ? static_cast<const char*>(params.attention.k.data)
+                                                   : row.data + row.byte_of(piece_of(step));
+      ptx::cp_async_16_or_zero(ptx::shared_address(shared.staged(step % kAhead)), from, row.data != nullptr);
+    } else {
+      coming[step % kAhead] = row.load(piece_of(step));
+    }
     if constexpr (Stored::kRowsHaveScales) scales[step % kAhead] = row.scale(piece_of(step));
+  }
+
+  /// The piece that a step stores; only those behind it are still on their way.
+  __device__ __forceinline__ uint4 arrived(const Shared& shared, int step) const {
+    if constexpr (kStages) {
+      ptx::cp_async_wait<kAhead - 1>();
+      return *reinterpret_cast<const uint4*>(shared.staged(step % kAhead));
+    } else {
+      return coming[step % kAhead];
+    }
   }
 
   /// What the numbers of a step are multiplied by.

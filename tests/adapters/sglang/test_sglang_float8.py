@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import WINDOWED, check, serve, serve_shared_prefix, step
 from torch import Tensor
 
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 from attn_backend.adapters.sglang.layer_cache import LayerCache, quantise
 
@@ -171,10 +171,3 @@ def test_what_the_pool_stores_as_bytes_is_copied_to_slots(monkeypatch: pytest.Mo
 def test_refused_caches(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SGLangAttentionBackend(FakeEngine().runner(**changes))
-
-
-def test_heads_that_8_bits_have_no_kernels_for() -> None:
-    layers = torch.nn.ModuleList([RadixAttention(6, 512, 0.125, 2, layer_id=3)])
-    message = rf"{NAME} does not support heads of 512 columns in a KV cache of torch.float8_e4m3fn \(layer 3\): pass --kv-cache-dtype bfloat16"
-    with pytest.raises(ValueError, match=message):
-        SGLangAttentionBackend(engine_of().runner(model=layers))
