@@ -384,8 +384,9 @@ class Attention:
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
+                of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
                 of_out = (None, 0.0) if out_scale is None else _tensor_or_number("out_scale", out_scale)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number("q_scale", q_scale), *of_out, *_selection(selected))
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *_tensor_or_number("q_scale", q_scale), *of_out, *of_selection)
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
@@ -496,14 +497,6 @@ def _tensor_or_number(name: str, scale: Scale) -> tuple[Tensor | None, float]:
     if isinstance(scale, bool) or not isinstance(scale, Real) or not _LEAST_FLOAT <= scale <= _MAX_FLOAT:
         refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
     return None, float(scale)
-
-
-def _selection(selected: SelectedTokens | None) -> tuple[Any, ...]:
-    """What the library is given, which checks the rest."""
-    if selected is None:
-        return None, None, None, None, 1, 1
-    selected.check_signs()
-    return selected.indices, selected.block_table, selected.requests, selected.kv_lens, selected.page_size, selected.stride
 
 
 def _kernel_files(

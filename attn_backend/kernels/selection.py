@@ -38,28 +38,28 @@ class SelectedTokens:
     page_stride: int | None = None
     kv_lens: Tensor | None = None
 
-    @property
-    def stride(self) -> int:
-        """page_stride, or what stands for it."""
-        return self.page_size if self.page_stride is None else self.page_stride
+    def for_library(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]:
+        """What the library is given, which checks the rest.
+
+        Raises:
+            ValueError: what the tensors' handles do not tell it, or that is no int.
+        """
+        for name, tensor in self._tensors():
+            if tensor.is_neg():
+                check_plain(name, tensor)
+        page_size = check_int("page_size", self.page_size, 1)
+        page_stride = page_size if self.page_stride is None else check_int("page_stride", self.page_stride, page_size)
+        return self.indices, self.block_table, self.requests, self.kv_lens, page_size, page_stride
 
     def explain_failure(self) -> None:
-        """When a call has failed, and does not say on which of these: refuses the first that is wrong in type."""
+        """When a call has failed, and does not say on which of these: refuses the first that is no plain tensor."""
         explain_failure(self._tensors())
-        check_int("page_size", self.page_size, 1)
-        check_int("page_stride", self.stride, self.page_size)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "indices", self.indices
         for name, tensor in (("block_table", self.block_table), ("requests", self.requests), ("kv_lens", self.kv_lens)):
             if tensor is not None:
                 yield name, tensor
-
-    def check_signs(self) -> None:
-        """Refuses views whose elements are not what their memory holds: the handles that the library gets do not say so."""
-        for name, tensor in self._tensors():
-            if tensor.is_neg():
-                check_plain(name, tensor)
 
 
 @cache
@@ -104,10 +104,11 @@ def selected_slots(
     try:
         if out is None:
             out = torch.empty(indices.shape, dtype=indices.dtype, device=indices.device)
-        selected.check_signs()
-        check_plain("out", out)
+        given = selected.for_library()
+        if out.is_neg():
+            check_plain("out", out)
         load(indices.device)
-        library().selected_slots(indices, block_table, requests, kv_lens, out, page_size, selected.stride)
+        library().selected_slots(*given[:4], out, *given[4:])
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         selected.explain_failure()
         explain_failure((("out", indices if out is None else out),))

@@ -7,7 +7,7 @@ import selections
 import torch
 from selections import random_case
 
-from attn_backend import SelectedTokens, selected_slots
+from attn_backend import selected_slots
 
 
 def int32(*rows: list[int]) -> torch.Tensor:
@@ -76,7 +76,9 @@ def test_refuses(device: torch.device) -> None:
         ("page_size", lambda: selected_slots(indices, table, requests, 0)),
         ("page_size", lambda: selected_slots(indices, table, requests, 2**40)),
         ("page_size", lambda: selected_slots(indices, table, requests, 1.5)),  # type: ignore[arg-type]
+        ("page_size", lambda: selected_slots(indices, table, requests, True)),
         ("page_stride", lambda: selected_slots(indices, table, requests, 4, page_stride=3)),
+        ("page_stride", lambda: selected_slots(indices, table, requests, 4, page_stride=2**40)),
         ("out", lambda: selected_slots(indices, out=indices[:1])),
         ("out", lambda: selected_slots(indices, out=indices.new_empty(1, 2).expand(2, 2))),
         ("out", lambda: selected_slots(indices, out=3)),  # type: ignore[arg-type]
@@ -91,8 +93,3 @@ def test_under_torch_compile(device: torch.device) -> None:
     compiled = torch.compile(lambda indices: selected_slots(indices, case.block_table, case.requests, case.page_size) + 1, backend="eager", fullgraph=True)
     wanted = selected_slots(case.indices, case.block_table, case.requests, case.page_size) + 1
     assert compiled(case.indices).equal(wanted)
-
-
-def test_what_is_selected_says_its_stride() -> None:
-    indices = int32([0])
-    assert (SelectedTokens(indices, page_size=4).stride, SelectedTokens(indices, page_size=4, page_stride=9).stride) == (4, 9)
