@@ -157,6 +157,8 @@ def spoiled(call: Call) -> Call:
         if result is None:  # of append_kv
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
+        elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # of selected_slots
+            result.add_(1)
         elif isinstance(result, torch.Tensor):
             with torch.no_grad():  # of 8 bits by more than rounding may
                 result.copy_(result.float().mul(1.5)) if result.element_size() == 1 else result.mul_(1.05)
