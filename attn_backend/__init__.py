@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         top_k_renorm_probs,
         top_p_renorm_probs,
     )
+    from .kernels.selection import SelectedTokens, selected_slots
     from .kernels.states import merge_state, merge_states
-    from .metadata import BSRView, Composition, KVCache, PageTable, selected_slots
+    from .metadata import BSRView, Composition, KVCache, PageTable
     from .variants import Param, Variant, packbits, segment_packbits
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Param",
     "Rotary",
     "Samples",
+    "SelectedTokens",
     "SpeculativeSamples",
     "Variant",
     "append_kv",
@@ -60,7 +62,8 @@ _HOMES = {
     **{"Attention": ".kernels.attention", "append_kv": ".kernels.append", "append_mla_kv": ".kernels.append_mla"},
     **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
-    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable", "selected_slots"), ".metadata"),
+    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
+    **dict.fromkeys(("SelectedTokens", "selected_slots"), ".kernels.selection"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }
 

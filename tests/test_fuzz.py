@@ -142,7 +142,7 @@ def test_all_kinds_of_calls_are_made() -> None:
     of_variants = {"Param", "Variant", "packbits", "segment_packbits"}  # tests/variants and tests/variant_fuzz
     of_projections = {"Rotary", "append_qkv", "rotate_qk", "append_mla_kv"}  # tests/kernels/test_append_qkv, test_append_mla
     of_states = {"merge_state", "merge_states"}  # tests/kernels/test_merge_states
-    of_selections = {"selected_slots"}  # tests/metadata/test_selection
+    of_selections = {"SelectedTokens"}  # tests/kernels/test_sparse_mla
     assert {
         name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)
     } == results | of_variants | of_projections | of_states | of_selections
@@ -157,6 +157,8 @@ def spoiled(call: Call) -> Call:
         if result is None:  # of append_kv
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
+        elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # of selected_slots
+            result.add_(1)
         elif isinstance(result, torch.Tensor):
             with torch.no_grad():  # of 8 bits by more than rounding may
                 result.copy_(result.float().mul(1.5)) if result.element_size() == 1 else result.mul_(1.05)

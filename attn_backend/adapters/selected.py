@@ -7,13 +7,14 @@ from torch import Tensor
 
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.attention_config import MAX_CUDA_BATCH
+from attn_backend.kernels.selection import SelectedTokens
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
-from attn_backend.metadata.selection import selected_slots
 
 
 class SelectedAttention:
-    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each writes its own slots and runs.
+    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each run writes its own slots. Entries that are none,
+    and tokens that a row does not see, are left out, wherever they stand.
 
     Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows than fit is cut: its parts are planned in each
     layer, when they run, which no graph may capture.
@@ -33,21 +34,23 @@ class SelectedAttention:
             num_heads, 1, 576, head_dim_v=512, dtype=dtype, kv_dtype=kv_dtype, device=device, max_rows=self.max_rows, max_batch=self.max_rows, cascade=False
         )
         self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(max(max_rows, 1), dtype=torch.int32, device=device)
+        self._lens = torch.zeros(max(max_rows, 1), dtype=torch.int32, device=device)
+        self._counts = torch.zeros_like(self._lens)
         self._num_rows = 0
         self._first_planned = 0
 
-    def plan(self, counts: Tensor) -> None:
+    def plan(self, lens: Tensor) -> None:
         """
         Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its first part.
 
         Args:
-            counts: int32 or int64 [rows], how many tokens each row attends to: as many in every layer.
+            lens: int32 or int64 [rows], how many tokens each row sees. A layer selects some of them, at most topk.
         """
-        self._num_rows = counts.shape[0]
-        self._counts[: self._num_rows].copy_(counts)
-        if self._num_rows > 0:
-            self._plan_part(0, min(self._num_rows, self.max_rows))
+        self._num_rows = num_rows = lens.shape[0]
+        kept = self._lens[:num_rows].copy_(lens)
+        torch.clamp(kept, 0, self._slots.shape[1], out=self._counts[:num_rows])
+        if num_rows > 0:
+            self._plan_part(0, min(num_rows, self.max_rows))
 
     def _plan_part(self, begin: int, end: int) -> None:
         self.attention.plan(BSRView.selected(self._slots[: end - begin], self._counts[begin:end]))
@@ -68,7 +71,7 @@ class SelectedAttention:
         Args:
             q: [rows, num_heads, 576], the step's rows, or the first of them.
             kv: a layer's latents.
-            indices, block_table, requests: as `selected_slots` has them, with the pages of kv.
+            indices, block_table, requests: as `SelectedTokens` has them, with the pages of kv. Without a block_table, indices are slots.
             lse: float32 [rows, num_heads], written.
 
         Returns:
@@ -82,14 +85,16 @@ class SelectedAttention:
             if self._first_planned != begin:
                 self._plan_part(begin, min(begin + self.max_rows, self._num_rows))
             part = slice(begin, end)
-            of_part = None if requests is None else requests[part]
-            selected_slots(indices[part], block_table, of_part, kv.page_size, page_stride=kv.page_stride, out=self._slots[: end - begin])
-            self.attention.run(q[part], slots, out=out[part], lse=None if lse is None else lse[part], sm_scale=sm_scale)
+            selected = SelectedTokens(indices[part])
+            if block_table is not None:
+                of_part = None if requests is None else requests[part]
+                selected = SelectedTokens(indices[part], block_table, of_part, kv.page_size, kv.page_stride, self._lens[part])
+            self.attention.run(q[part], slots, out=out[part], lse=None if lse is None else lse[part], sm_scale=sm_scale, selected=selected)
         return out
 
 
-def count_visible(topk: int, num_rows: int, requests: Tensor, qo_indptr: Tensor, kv_lens: Tensor) -> Tensor:
-    """How many tokens an indexer selects for each row: all that the row sees under a causal mask, but at most topk. Reads nothing on the host.
+def count_visible(num_rows: int, requests: Tensor, qo_indptr: Tensor, kv_lens: Tensor) -> Tensor:
+    """How many tokens each row sees under a causal mask. Reads nothing on the host.
 
     Args:
         num_rows: of the step, padding behind the last request included, which gets 0.
@@ -103,4 +108,4 @@ def count_visible(topk: int, num_rows: int, requests: Tensor, qo_indptr: Tensor,
     rows = torch.arange(num_rows, device=kv_lens.device)
     requests = requests[:num_rows].long()
     seen = kv_lens[requests] - qo_indptr[requests + 1] + rows + 1
-    return torch.where(rows < qo_indptr[-1], seen.clamp(0, topk), 0)
+    return torch.where(rows < qo_indptr[-1], seen.clamp(min=0), 0)

@@ -15,7 +15,7 @@ from ..metadata.checks import check_page_ids, check_values
 from ..metadata.kv_cache import Scale, scale_parts
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
-from . import compiled
+from . import compiled, selection
 from .attention_config import (
     MAX_CTAS,
     AttentionConfig,
@@ -33,6 +33,7 @@ from .errors import InUseError, MissingKernelError
 from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
 from .schedule import Schedule, describe_errors
+from .selection import SelectedTokens
 from .structs import unpack
 
 if TYPE_CHECKING:
@@ -216,11 +217,16 @@ class Attention:
             for level, view in enumerate(levels):
                 table = view.table
                 causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
+                has_slots = view.pages_change and view.has_slots and not causal and window_left < 0
+                if has_slots:
+                    selection.load(self.device)
+                options = level_options(
+                    level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, view.pages_change, has_slots,
+                    positions_of(view),
+                )  # fmt: skip
                 errors = self._plan_level(
                     self._handle,
-                    level_options(
-                        level, len(levels), table.page_size, window_left, table.entry_step, causal, finds_row_ranges, view.pages_change, positions_of(view)
-                    ),
+                    options,
                     view.qo_indptr,
                     view.rows,
                     table.indices,
@@ -250,13 +256,14 @@ class Attention:
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
         sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
         variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None, out_scale: Scale = None,
+        selected: SelectedTokens | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def run(
         self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
         logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
-        q_scale: Scale = None, out_scale: Scale = None,
+        q_scale: Scale = None, out_scale: Scale = None, selected: SelectedTokens | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def run(
@@ -274,6 +281,7 @@ class Attention:
         sinks: Tensor | None = None,
         q_scale: Scale = None,
         out_scale: Scale = None,
+        selected: SelectedTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
@@ -297,6 +305,8 @@ class Attention:
                 [], [1] or [num_kv_heads], read when the kernel runs.
             out_scale: the output is divided by it, rounded to the nearest float8_e4m3fn number, and limited to +-448. A number above 0; or a float32 tensor of
                 one such, read when the kernel runs. lse stays what it is. Needs float8_out.
+            selected: the tokens that this layer's rows attend to, under a plan of `BSRView.selected`: a kernel in front writes their slots where the plan has
+                them. None: what these hold already. Not in a function under torch.compile: there `selected_slots` writes them before.
 
         Returns:
             out; with return_lse (out, lse).
@@ -310,11 +320,13 @@ class Attention:
                 lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             out = self.run(
                 q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args,
-                sinks=sinks, q_scale=q_scale, out_scale=out_scale,
+                sinks=sinks, q_scale=q_scale, out_scale=out_scale, selected=selected,
             )  # fmt: skip
             assert lse is not None  # what is no tensor was refused
             return out, lse
         if is_compiling():
+            if selected is not None:
+                refuse("selected", selected, "None in a compiled function: call selected_slots before, into the slots of the plan")
             out = self._new_out(q, out_scale) if out is None else out
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
             return compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
@@ -331,24 +343,25 @@ class Attention:
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
-            if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None:
+            if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
                 if sinks is not None:
                     check_plain("sinks", sinks)
+                of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
                 of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *scale_parts("q_scale", q_scale), *of_out)
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *scale_parts("q_scale", q_scale), *of_out, *of_selection)
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
-                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks}
+                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks, "selected": selected}
                 return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, q_scale=q_scale, out_scale=out_scale, **more_options)
-            explain_failed_run(q, kv, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append)
+            explain_failed_run(q, kv, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
             raise
         if errors:
             for view in self._levels:
-                check_page_ids(view, kv.num_pages)
+                check_page_ids(view.with_slots_counted(), kv.num_pages)
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
             self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, out_scale)

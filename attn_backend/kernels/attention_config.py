@@ -14,6 +14,7 @@ from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
 from . import manifest
 from .cubins import arch_of, find_kernel
+from .selection import SelectedTokens
 from .structs import pack, values_of
 
 if TYPE_CHECKING:
@@ -205,11 +206,16 @@ def choose_design(kernel: str | None, device: torch.device) -> manifest.Design |
     return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
 
 
-def explain_failed_run(q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool) -> None:
+def explain_failed_run(
+    q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool, selected: SelectedTokens | None,
+) -> None:  # fmt: skip
     """Refuses an argument of a run that has failed, if one explains it. Looked at only then: a layer's call has no time for it."""
     check_types(KVCache, "a KVCache", kv=kv)
     tensors = {"q": q, "out": q if out is None else out, "lse": q if lse is None else lse, "kv.k": kv.k, "kv.v": kv.v}
     explain_failure(tensors.items())
+    if selected is not None:
+        check_types(SelectedTokens, "SelectedTokens, or None", selected=selected)
+        selected.explain_failure()
     numbers = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     check_types(Real, "a number", **numbers)
     for name, number in numbers.items():

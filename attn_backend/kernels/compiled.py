@@ -1,4 +1,4 @@
-"""run, append_kv, append_mla_kv, append_qkv and sample as torch operators: what torch.compile puts into its graphs, instead of looking inside.
+"""run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators: what torch.compile puts into its graphs, instead of looking inside.
 
 Outside of a compiled function nothing here is used. Each operator calls the public function of its name, whose checks and errors come when the graph runs.
 """
@@ -119,6 +119,23 @@ def append_qkv(q: Tensor, k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, out:
     out = torch.empty_like(q) if out is None else out
     table, interleaved = (None, False) if rotary is None else (rotary.table, rotary.interleaved)
     _append_qkv(q, k, v, out, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots, table, interleaved, **options)
+    return out
+
+
+@custom_op("attn_backend::selected_slots", mutates_args=("out",))
+def _selected_slots(
+    indices: Tensor, block_table: Tensor | None, requests: Tensor | None, page_size: int, page_stride: int | None, kv_lens: Tensor | None, out: Tensor
+) -> None:
+    from .selection import selected_slots
+
+    selected_slots(indices, block_table, requests, page_size, page_stride=page_stride, kv_lens=kv_lens, out=out)
+
+
+def selected_slots(
+    indices: Tensor, block_table: Tensor | None, requests: Tensor | None, page_size: int, page_stride: int | None, kv_lens: Tensor | None, out: Tensor | None
+) -> Tensor:
+    out = torch.empty_like(indices) if out is None else out
+    _selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
     return out
 
 

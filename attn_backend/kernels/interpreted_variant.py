@@ -64,6 +64,7 @@ def run(
     Raises:
         ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know more.
     """
+    levels = [view.with_slots_counted() for view in levels]
     for view in levels:
         check_page_ids(view, kv.num_pages)
     states = _States(out, variant.uses_softmax)

@@ -73,6 +73,17 @@ extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_
 }
 """
 
+SELECTED_SLOTS = """\
+#include "planner/device/selection.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kSelectionThreads) void selected_slots_kernel(const __grid_constant__ attn::SelectionParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the schedule and the slots
+  __shared__ int32_t counts[attn::kSelectionWarps];
+  attn::pack_selected_slots(params, counts);
+}
+"""
+
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 SAMPLING = Template("""
 extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {

@@ -24,6 +24,7 @@ def level_options(
     causal: bool,
     finds_row_ranges: bool,
     pages_change: bool,
+    has_slots: bool,
     positions: tuple[int, int, int, int],
 ) -> bytes:
     """LevelOptions. They are the same from step to step."""
@@ -40,6 +41,7 @@ def level_options(
         causal=causal,
         finds_row_ranges=finds_row_ranges,
         pages_change=pages_change,
+        has_slots=has_slots,
     )
 
 

@@ -350,6 +350,7 @@ _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
     Kernel("append_latent", ARCHS, templates.APPEND_LATENT),
+    Kernel("selected_slots", ARCHS, templates.SELECTED_SLOTS),
     *(
         Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
         for name, element in CUDA_ELEMENTS.items()

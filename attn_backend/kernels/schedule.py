@@ -22,6 +22,7 @@ _ERRORS = {
     "kPrefixSearchFailed": (
         "the search for shared prefixes did not end in time, or metadata changed while it was planned; must stay as it is until the plan has run"
     ),
+    "kSelectionTooLong": "a row has selected more tokens than were planned; must be at most kv_lens of BSRView.selected",
 }
 
 # By their names in NodeReason.

@@ -3,6 +3,5 @@
 from .composition import BSRView, Composition
 from .kv_cache import KVCache
 from .page_table import PageTable
-from .selection import selected_slots
 
-__all__ = ["BSRView", "Composition", "KVCache", "PageTable", "selected_slots"]
+__all__ = ["BSRView", "Composition", "KVCache", "PageTable"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class BSRView:
             and rows stand in their requests: without it the first token is token 0, and a row stands where `causal` takes it to stand.
         positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request, for variants.
         requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants; without it that of the row group.
-        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no shared prefixes in them.
+        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no shared prefixes in them. With pages of one token
+            (a block table, neither causal nor under a window) also of fewer: see `has_slots`.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -56,15 +57,16 @@ class BSRView:
         Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >= rows. The cache must have pages of one token
         (`KVCache.by_slot`).
 
-        One plan serves all layers, though each selects tokens of its own: a plan depends on how many there are, and runs read which. `selected_slots` writes
-        those of the next layer into the same tensor (`out=slots`): as many of each row as were planned. `run(after_append=True)` may be used only where they
-        were complete before the append.
+        One plan serves all layers, though each selects tokens of its own: a plan depends on how many there may be, and runs read which, and how many, there
+        are. A run is given those of its layer (`run(selected=...)`), writes their slots into this tensor and counts them; or takes what the tensor holds. A
+        row that has fewer than were planned attends to these. One that has more attends to the first, which is an error that `raise_for_errors` and runs on a
+        CPU report. `run(after_append=True)` changes nothing under such a plan.
 
         Args:
-            slots: int32 [rows, topk], in any order: first those that there are, then -1 (`selected_slots` brings them into that order). A slot that a row has
-                twice counts twice. Kept, not copied.
-            kv_lens: int32 or int64 [rows], how many there are; None: those that are not negative, counted now, on the device, without synchronisation. A row
-                without any has output 0 and lse -inf.
+            slots: int32 [rows, topk], in any order; a negative one is none. Each run packs them: those that there are come first, then -1. A slot that a row
+                has twice counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], how many there are at most; None: those that are not negative, counted now, on the device, without
+                synchronisation. A row without any has output 0 and lse -inf.
 
         Raises:
             ValueError: a tensor of the wrong dtype, shape or device.
@@ -72,6 +74,21 @@ class BSRView:
         counts = count_slots(slots) if kv_lens is None else kv_lens
         indptr = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
         return cls(indptr, PageTable.block_table(slots, counts, 1), causal=False, pages_change=True)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether each run packs the page ids of each request, and counts those that are not negative: pages of one token that may change, of which every row
+        of a request sees all.
+        """
+        table = self.table
+        is_dense = table.indices is not None and table.indptr is None and table.rows is None
+        return self.pages_change and is_dense and table.page_size == 1 and self.causal is False and self.window_left < 0
+
+    def with_slots_counted(self) -> BSRView:
+        """This view; where it has slots, with as many tokens of each request as a run has found. They are counted on the device."""
+        if not self.has_slots or self.table.indices is None:
+            return self
+        return replace(self, table=PageTable.block_table(self.table.indices, count_slots(self.table.indices[: self.batch_size]), 1))
 
     @property
     def batch_size(self) -> int:

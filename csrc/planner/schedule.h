@@ -52,6 +52,7 @@ enum ScheduleError : uint32_t {
   kRowInvalid = 1u << 6,          // row of a row list outside [0, max_rows): it is left out
   kPrefixSearchFailed = 1u << 7,  // metadata changed while it was planned, or the search for shared prefixes did not
                                   // end in time: planned without any
+  kSelectionTooLong = 1u << 8,    // a row has selected more tokens than were planned: the last ones are left out
 };
 
 /// A row group of a level's BSR view: rows, and the pages that they attend to.

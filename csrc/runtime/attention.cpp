@@ -271,6 +271,60 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_p
   return errors;
 }
 
+bool Attention::has_slots() const {
+  bool some = false;
+  for (int32_t level = 0; level < plan_params_.num_levels; ++level) some |= has_slots_[level];
+  return some;
+}
+
+PlannedSelection Attention::planned_selection(int32_t level) const {
+  PlannedSelection plan{};
+  plan.schedule = schedule_;
+  plan.is_planned = 1;
+  plan.level = level;
+  for (int32_t i = 0; i < level; ++i) plan.group_begin += plan_params_.levels[i].num_groups;
+  plan.num_requests = plan_params_.levels[level].num_groups;
+  plan.row_stride = plan_params_.levels[level].table.row_stride;
+  plan.has_chunks = schedule_config_.batch_invariant;
+  plan.group_size = schedule_config_.group_size;
+  plan.kv_tile = schedule_config_.kv_tile;
+  return plan;
+}
+
+void Attention::select(const Selection& selection, int32_t num_rows, driver::Stream stream) {
+  const InUse in_use(*this);
+  const DLDevice device{config_.on_cuda ? kDLCUDA : kDLCPU, config_.device};
+  if (selection.indices.has_value() && (plan_params_.num_levels != 1 || !has_slots_[0]))
+    refuse("selected", "given", "None, or the plan of a BSRView.selected");
+  if (!config_.on_cuda) schedule_.header->errors &= ~static_cast<uint32_t>(kSelectionTooLong);  // of a run before
+  for (int32_t level = 0; level < plan_params_.num_levels; ++level) {
+    if (!has_slots_[level]) continue;
+    const PageTable& table = plan_params_.levels[level].table;
+    const int32_t batch = plan_params_.levels[level].num_groups;
+    SelectionParams params{};
+    if (selection.indices.has_value()) {
+      params = selection_params(selection, device);
+      if (params.num_rows < min_of(num_rows, batch))
+        refuse("indices.shape[0]", params.num_rows, "at least the rows of q: " + std::to_string(num_rows));
+      if (params.num_indices > table.row_entries)
+        refuse("indices.shape[1]", params.num_indices,
+               "at most that of the plan's slots: " + std::to_string(table.row_entries));
+      params.num_rows = min_of(params.num_rows, batch);
+    } else {
+      params.indices = table.indices;
+      params.indices_stride = table.row_stride;
+      params.num_rows = batch;
+      params.num_indices = table.row_entries;
+    }
+    params.slots = const_cast<int32_t*>(table.indices);  // BSRView.selected says that they are written
+    params.slots_stride = table.row_stride;
+    params.num_slots = table.row_entries;
+    params.plan = planned_selection(level);
+    check_apart(params);
+    launch_selection(params, device, stream);
+  }
+}
+
 uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, driver::Stream stream) {
   const bool has_scales = is_float8(config_.kv_dtype);
   params.schedule = schedule_;

@@ -13,6 +13,7 @@
 #include "common/data_type.h"
 #include "planner/params.h"
 #include "runtime/driver.h"
+#include "runtime/selection.h"
 
 namespace attn {
 
@@ -62,6 +63,7 @@ struct LevelOptions {
   bool causal;
   bool finds_row_ranges;  // of a composition of one level: from the variant's mask
   bool pages_change;      // the table's page ids may be others in later runs: no prefix is sought in them
+  bool has_slots;         // runs pack the table's page ids, and count them
 };
 
 /// Sizes in bytes of the buffers that the caller allocates once.
@@ -121,6 +123,15 @@ class Attention {
   /// bits on a CPU, 0 on CUDA.
   uint32_t run(AttentionParams params, const AttentionScales& scales, driver::Stream stream);
 
+  /// Of the next plan: whether runs pack the page ids of a level, slots, and count them.
+  void set_has_slots(int32_t level, bool has_slots) { has_slots_[level] = has_slots; }
+  /// Whether runs do so with a level of the plan.
+  bool has_slots() const;
+
+  /// Before a run: for each level with slots. `selection`: what the slots of the plan's only level become; without
+  /// indices, what there is in them. `num_rows`: of Q.
+  void select(const Selection& selection, int32_t num_rows, driver::Stream stream);
+
   /// The variant's Params, of the runs that follow.
   void set_variant_params(const void* params, size_t bytes);
 
@@ -148,6 +159,7 @@ class Attention {
   };
 
   void find_row_ranges(driver::Stream stream);
+  PlannedSelection planned_selection(int32_t level) const;
   int64_t row_ranges_bytes() const;
   int32_t num_kv_tile_lists() const;
   void load_kernels(const KernelFiles& files, int32_t forest_requests);
@@ -167,6 +179,7 @@ class Attention {
   bool has_variant_params_ = false;
   Schedule schedule_;
   PlanParams plan_params_{};
+  bool has_slots_[kMaxLevels] = {};
   float* partial_o_ = nullptr;
   float* partial_lse_ = nullptr;
   RowRange* row_ranges_ = nullptr;

@@ -149,7 +149,10 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
     table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
   if (kv_lens.has_value()) table.kv_lens = index_array("kv_lens", kv_lens.value(), device, batch);
   if (rows.has_value()) table.rows = index_array("rows", rows.value(), device, batch);
+  if (options.has_slots && (!table.indices || table.indptr || table.rows || table.page_size != 1))
+    refuse("has_slots", "true", "false but for a block table of pages of one token");
   attention.level(options.index) = level;
+  attention.set_has_slots(options.index, options.has_slots);
   if (options.index + 1 < options.num_levels) return 0;
   return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
 }
@@ -224,12 +227,14 @@ void set_out_scale(const Optional<TensorView>& scale, double value, const Attent
 }
 
 /// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits. out_scale:
-/// of O in 8 bits; None: out_value; that is 0: O has the Attention's dtype.
+/// of O in 8 bits; None: out_value; that is 0: O has the Attention's dtype. indices and what follows: a Selection.
 int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
                          Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
                          Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
                          double k_value, double v_value, Optional<TensorView> q_scale, double q_value,
-                         Optional<TensorView> out_scale, double out_value) {
+                         Optional<TensorView> out_scale, double out_value, Optional<TensorView> indices,
+                         Optional<TensorView> block_table, Optional<TensorView> requests, Optional<TensorView> kv_lens,
+                         int64_t page_size, int64_t page_stride) {
   Attention& attention = object(handle);
   const Attention::InUse in_use(attention);
   const AttentionConfig& config = attention.config();
@@ -295,20 +300,25 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   } else {
     params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
   }
-  params.after_append = after_append;
+  const bool has_slots = indices.has_value() || attention.has_slots();
+  params.after_append = after_append && !has_slots;  // what packs the slots writes the schedule
   const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
                                checked_scale("kv.v_scale", v_scale, v_value, attention),
                                checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
   if (config.on_cuda && is_float8(config.kv_dtype) && is_latent(config.dims()))
     check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
+  if (has_slots)
+    attention.select(Selection{indices, block_table, requests, kv_lens, page_size, page_stride}, num_rows,
+                     current_stream(device));
   return attention.run(params, scales, current_stream(device));
 }
 
 int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
             double sm_scale, double logits_soft_cap, bool after_append) {
   return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
-                          std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0, std::nullopt, 0.0);
+                          std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0, std::nullopt, 0.0, std::nullopt,
+                          std::nullopt, std::nullopt, std::nullopt, 1, 1);
 }
 
 }  // namespace

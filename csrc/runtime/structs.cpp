@@ -75,7 +75,7 @@ ATTN_STRUCT(AttentionConfig, ATTN_FIELD(num_qo_heads), ATTN_FIELD(num_kv_heads),
 
 ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(page_size), ATTN_FIELD(window_left),
             ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),
-            ATTN_FIELD(finds_row_ranges), ATTN_FIELD(pages_change), padding(1));
+            ATTN_FIELD(finds_row_ranges), ATTN_FIELD(pages_change), ATTN_FIELD(has_slots));
 
 ATTN_STRUCT(SamplingOptions, ATTN_FIELD(task), ATTN_FIELD(max_ctas), ATTN_FIELD(row_ctas), ATTN_FIELD(of_probs),
             ATTN_FIELD(joint), ATTN_FIELD(tempered_logprobs), padding(1));
@@ -145,6 +145,7 @@ Array<ValueRow> enum_values() {
   ATTN_VALUE(ScheduleError, kPageIndexInvalid);
   ATTN_VALUE(ScheduleError, kRowInvalid);
   ATTN_VALUE(ScheduleError, kPrefixSearchFailed);
+  ATTN_VALUE(ScheduleError, kSelectionTooLong);
   ATTN_VALUE(RowTask, kSample);
   ATTN_VALUE(RowTask, kRenorm);
   ATTN_VALUE(RowTask, kMaskLogits);

@@ -31,14 +31,17 @@ class Step:
         self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         self.device = device
 
-    def counts(self) -> Tensor:
-        return count_visible(TOPK, self.requests.shape[0], self.requests, self.qo_indptr, self.kv_lens)
+    def seen_lens(self) -> Tensor:
+        return count_visible(self.requests.shape[0], self.requests, self.qo_indptr, self.kv_lens)
 
-    def select(self) -> Tensor:
-        """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between."""
+    def select(self, is_complete: bool = True) -> Tensor:
+        """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between. is_complete: each row has as many as it may have; else fewer, perhaps
+        none, and between them tokens that come behind the row's."""
         indices = torch.full((self.requests.shape[0], TOPK), -1, dtype=torch.int32)
         for row, seen in enumerate(self.seen):
-            count = min(seen, TOPK)
+            count = min(seen, TOPK) if is_complete else int(torch.randint(min(seen, TOPK) + 1, (), generator=self.generator))
+            if not is_complete:
+                indices[row, ::3] = seen + row % 2
             indices[row, torch.randperm(TOPK, generator=self.generator)[:count]] = torch.randperm(seen, generator=self.generator)[:count].int()
         return indices.to(self.device)
 
@@ -46,7 +49,7 @@ class Step:
         """tokens: what the cache stands for."""
         for row in range(len(self.seen)):
             of_request = tokens[self.block_table[self.requests[row].long()].long()].flatten(0, 1)
-            keys = of_request[indices[row][indices[row] >= 0].long()][:, None]
+            keys = of_request[indices[row][(indices[row] >= 0) & (indices[row] < self.seen[row])].long()][:, None]
             o, wanted_lse = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False, sm_scale=SCALE)
             assert (out[row].double() - o[0]).norm() <= tolerance * o.norm()
             torch.testing.assert_close(lse[row].double(), wanted_lse[0], rtol=1e-2, atol=1e-2)
@@ -78,10 +81,10 @@ def test_layers_of_a_step(device: torch.device, form: str, between: int) -> None
     """Decodes and a chunk of a prompt; each layer selects tokens of its own; padding behind."""
     step = Step([1, 5, 1], [90, 20, 3], device, padding=2)
     rows = attention(device, form)
-    rows.plan(step.counts())
-    for _ in range(2):
+    rows.plan(step.seen_lens())
+    for is_complete in (True, False, True):
         _, cache, latents = make_cache(form, step.generator, device, between)
-        indices = step.select()
+        indices = step.select(is_complete)
         q = torch.randn(9, 16, 576, generator=step.generator).bfloat16().to(device)
         lse = torch.empty(9, 16, device=device)
         out = rows.run(q, cache, indices, step.block_table, step.requests, lse=lse, sm_scale=SCALE)
@@ -95,10 +98,10 @@ def test_steps_of_more_rows_than_a_plan_has(device: torch.device, monkeypatch: p
     rows = attention(device)
     for query_lens, kv_lens in (([1, 8, 1], [90, 30, 3]), ([1, 1], [7, 50])):
         step = Step(query_lens, kv_lens, device)
-        rows.plan(step.counts())
-        for _ in range(2):
+        rows.plan(step.seen_lens())
+        for is_complete in (False, True):
             _, cache, latents = make_cache("bf16", step.generator, device)
-            indices = step.select()
+            indices = step.select(is_complete)
             q = torch.randn(len(step.seen), 16, 576, generator=step.generator).bfloat16().to(device)
             lse = torch.empty(len(q), 16, device=device)
             out = rows.run(q, cache, indices, step.block_table, step.requests, lse=lse, sm_scale=SCALE)
@@ -108,14 +111,16 @@ def test_steps_of_more_rows_than_a_plan_has(device: torch.device, monkeypatch: p
 def test_slots_that_the_engine_has_looked_up(device: torch.device) -> None:
     step = Step([1, 1], [40, 9], device)
     rows = attention(device)
-    rows.plan(step.counts())
+    rows.plan(step.seen_lens())
     _, cache, latents = make_cache("bf16", step.generator, device)
     indices = step.select()
-    slots = step.block_table.gather(1, indices.clamp(min=0).long() // PAGE) * PAGE + indices.clamp(min=0) % PAGE
-    slots = torch.where(indices >= 0, slots, -1).int()
     q = torch.randn(2, 16, 576, generator=step.generator).bfloat16().to(device)
     lse = torch.empty(2, 16, device=device)
-    step.check(rows.run(q, cache, slots, lse=lse, sm_scale=SCALE), lse, q, latents, indices, TOLERANCE["bf16"])
+    for _ in range(2):
+        slots = step.block_table.gather(1, indices.clamp(min=0).long() // PAGE) * PAGE + indices.clamp(min=0) % PAGE
+        slots = torch.where(indices >= 0, slots, -1).int()
+        step.check(rows.run(q, cache, slots, lse=lse, sm_scale=SCALE), lse, q, latents, indices, TOLERANCE["bf16"])
+        indices[0, ::2] = indices[1] = -1  # the next layer has fewer, and of one row none
 
 
 def test_a_step_without_rows(device: torch.device) -> None:
@@ -125,7 +130,7 @@ def test_a_step_without_rows(device: torch.device) -> None:
 def test_count_visible(device: torch.device) -> None:
     """Two rows of a request of 3 tokens, one of a request of 50, then padding."""
     step = Step([2, 1], [3, 50], device, padding=3)
-    assert step.counts().tolist() == [2, 3, TOPK, 0, 0, 0]
+    assert step.seen_lens().tolist() == [2, 3, 50, 0, 0, 0]
 
 
 @pytest.mark.gpu
@@ -153,8 +158,8 @@ def test_a_graph_serves_later_steps(device: torch.device, form: str) -> None:
         step = Step([1] * len(kv_lens), kv_lens, device, seed=seed, padding=batch - len(kv_lens))
         other, _, latents = make_cache(form, step.generator, device, between=1)
         memory.copy_(other)
-        rows.plan(step.counts())
-        indices.copy_(step.select())
+        rows.plan(step.seen_lens())
+        indices.copy_(step.select(is_complete=seed != 1))
         width = min(20, step.block_table.shape[1])
         block_table[: len(kv_lens), :width] = step.block_table[:, :width]
         requests.copy_(step.requests)

@@ -18,7 +18,7 @@ import torch
 from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
 from device_attention import CACHES, DeviceAttention
 
-from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, SelectedTokens, Variant
 from attn_backend.kernels import cubins, manifest
 from attn_backend.kernels.build import fault
 from attn_backend.variants import builtin
@@ -152,25 +152,31 @@ def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sparse_mla(emulated: Path, kernel: str) -> None:
-    """Tokens anywhere, in any order, twice; rows with few and with none."""
-    for number, (heads, topk, counts) in enumerate(((16, 130, (130, 64, 0, 65, 1)), (128, 40, (40, 0, 33)))):
+    """Tokens anywhere, in any order, twice; rows with few and with none; layers that have fewer than were planned, and not of every KV tile some."""
+    layers = [((130, 64, 0, 65, 1), (3, 0, 0, 64, 1), (129, 1, 0, 0, 0)), ((40, 0, 33), (1, 0, 0), (32, 0, 33))]
+    for number, (heads, topk) in enumerate(((16, 130), (128, 40))):
+        planned = layers[number][0]
         generator = torch.Generator().manual_seed(number)
         cache = torch.randn(20, 16, 576, generator=generator).bfloat16()
-        q = torch.randn(len(counts), heads, 576, generator=generator).bfloat16()
-        slots = torch.full((len(counts), topk), -1, dtype=torch.int32)
-        for row, count in enumerate(counts):
-            slots[row, :count] = torch.randint(320, (count,), generator=generator).int()
-        made = Attention(heads, 1, 576, head_dim_v=512, device="cpu", max_rows=len(counts), max_batch=len(counts), kernel=kernel, num_ctas=3)
+        q = torch.randn(len(planned), heads, 576, generator=generator).bfloat16()
+        kv = KVCache.from_latent(cache).by_slot()
+        slots = torch.full((len(planned), topk), -1, dtype=torch.int32)
+        made = Attention(heads, 1, 576, head_dim_v=512, device="cpu", max_rows=len(planned), max_batch=len(planned), kernel=kernel, num_ctas=3)
         attention = DeviceAttention(emulated, made, kernel, number, "standard")
-        attention.plan(BSRView.selected(slots))
-        lse = torch.full((len(counts), heads), torch.nan)
-        out = attention.run(q, KVCache.from_latent(cache).by_slot(), lse=lse)
-        for row, count in enumerate(counts):
-            keys = cache.flatten(0, 1)[slots[row, :count].long()][:, None]
-            o, expected_lse = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False)
-            assert (out[row].double() - o[0]).abs().max() <= 5e-3 * max(1.0, float(o.abs().max()))
-            torch.testing.assert_close(lse[row].double(), expected_lse[0], rtol=2e-3, atol=2e-3)
-        assert attention.schedule().errors == 0
+        attention.plan(BSRView.selected(slots, torch.tensor(planned)))
+        for counts in layers[number]:
+            indices = torch.full((len(counts), topk), -1, dtype=torch.int32)
+            for row, count in enumerate(counts):
+                indices[row, torch.randperm(topk, generator=generator)[:count]] = torch.randint(320, (count,), generator=generator).int()
+            made.run(q, kv, selected=SelectedTokens(indices))  # tells the plan
+            lse = torch.full((len(counts), heads), torch.nan)
+            out = attention.run(q, kv, lse=lse)
+            for row, chosen in enumerate(indices):
+                keys = cache.flatten(0, 1)[chosen[chosen >= 0].long()][:, None]
+                o, expected_lse = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False)
+                assert (out[row].double() - o[0]).norm() <= 5e-3 * o.norm()
+                torch.testing.assert_close(lse[row].double(), expected_lse[0], rtol=2e-3, atol=2e-3)
+            assert attention.schedule().errors == 0
 
 
 @pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])

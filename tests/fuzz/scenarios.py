@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy
 import torch
 
-from . import attention_calls, cache_calls, graphs, sampling_calls
+from . import attention_calls, cache_calls, graphs, sampling_calls, selection_calls
 from .call import Call
 
 CALLS = 10  # of a scenario
@@ -25,7 +25,8 @@ SCENARIOS: dict[Scenario, float] = {
     attention_calls.cascades: 0.05,
     attention_calls.constructors: 0.08,
     cache_calls.appends: 0.07,
-    cache_calls.structures: 0.07,
+    cache_calls.structures: 0.05,
+    selection_calls.packings: 0.02,
     sampling_calls.sampling: 0.15,
     graphs.replays: 0.05,
 }

@@ -24,7 +24,7 @@ def test_kernel_set_is_complete() -> None:
     multiplied = ["bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard", "bf16_e4m3_q_to_e4m3_d128_standard"]
     merges = {"merge_bf16", "merge_f16", "merge_e4m3", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
-    everywhere = {"plan"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
+    everywhere = {"plan", "selected_slots"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
     hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied]}
     assert set(manifest.kernels("sm_80")) == everywhere
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper

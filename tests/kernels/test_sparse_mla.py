@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import oracle
 import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, selected_slots
+from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, SelectedTokens, Variant, selected_slots
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -75,8 +77,8 @@ def test_one_plan_serves_layers_that_select_other_tokens(device: torch.device) -
     cache, out, lse = torch.empty_like(layers[0]), q.new_empty(6, 16, 512), torch.empty(6, 16, device=device)
 
     def layer() -> None:
-        selected_slots(indices, block_table, on_device, page_size, out=slots)
-        attn.run(q, KVCache.from_latent(cache).by_slot(), out=out, lse=lse, sm_scale=SCALE)
+        selected = SelectedTokens(indices, block_table, on_device, page_size)
+        attn.run(q, KVCache.from_latent(cache).by_slot(), out=out, lse=lse, sm_scale=SCALE, selected=selected)
 
     on_device, graph = requests.to(device), None
     for number, latents in enumerate(layers):
@@ -114,3 +116,167 @@ def test_slots_beyond_the_cache_are_refused_on_a_cpu() -> None:
     attn.plan(BSRView.selected(torch.tensor([[3, 8]], dtype=torch.int32)))
     with pytest.raises(ValueError, match=r"block_table: page 1 of request 0 is 8, must be in \[0, 8\)"):
         attn.run(torch.zeros(1, 16, 576).bfloat16(), KVCache.from_latent(torch.zeros(8, 1, 576).bfloat16()))
+
+
+# What the layers of one plan for FEWER tokens or more may have: how many of each row, and whether -1 lies between them.
+PLANNED = [200, 130, 64, 65, 1, 0, 200, 97]
+LAYERS = {
+    "as planned": PLANNED,
+    "fewer": [3, 129, 0, 64, 0, 0, 63, 96],
+    "none": [0] * 8,
+    "one": [1, 1, 1, 1, 1, 0, 1, 1],
+    "other rows": [199, 0, 63, 1, 1, 0, 128, 5],
+}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_layers_that_select_fewer_than_were_planned(device: torch.device, heads: int, batch_invariant: bool) -> None:
+    """Each row attends to what there is, in each layer: in one graph, on a GPU. Entries that are none lie anywhere; some tokens are there twice."""
+    topk, rows = 200, len(PLANNED)
+    generator = torch.Generator().manual_seed(heads)
+    cache = torch.randn(500, 1, 576, generator=generator).bfloat16().to(device)
+    q = torch.randn(rows, heads, 576, generator=generator).bfloat16().to(device)
+    attn = attention(device, rows, heads, cascade=False, batch_invariant=batch_invariant, num_ctas=13)
+    slots = torch.full((rows, topk), 10**6, dtype=torch.int32, device=device)  # of a step before
+    attn.plan(BSRView.selected(slots, torch.tensor(PLANNED, device=device)))
+    indices, out, lse = torch.empty_like(slots), q.new_empty(rows, heads, 512), torch.empty(rows, heads, device=device)
+    graph = None
+    for name, counts in [*LAYERS.items(), *LAYERS.items()]:
+        indices.copy_(random_indices(generator, counts, topk, 500))
+        indices[0] = torch.where(indices[0] > 400, indices[0] - 400, indices[0])  # some twice
+        out.fill_(torch.nan)
+        if graph is not None:
+            graph.replay()
+        else:
+            attn.run(q, KVCache.from_latent(cache), out=out, lse=lse, sm_scale=SCALE, selected=SelectedTokens(indices))
+        if name == "as planned" and device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                attn.run(q, KVCache.from_latent(cache), out=out, lse=lse, sm_scale=SCALE, selected=SelectedTokens(indices))
+        check((out, lse), expected(q, cache[:, 0], indices))
+        assert slots.equal(selected_slots(indices)), name
+    attn.raise_for_errors()
+
+
+@pytest.mark.parametrize("after_append", [False, True])
+def test_slots_that_were_written_by_hand(device: torch.device, after_append: bool) -> None:
+    """A run without a selection packs what there is in the plan's slots, and counts it."""
+    generator = torch.Generator().manual_seed(8)
+    cache = torch.randn(300, 1, 576, generator=generator).bfloat16().to(device)
+    q = torch.randn(3, 16, 576, generator=generator).bfloat16().to(device)
+    attn = attention(device, 3, 16)
+    slots = torch.full((3, 150), -1, dtype=torch.int32, device=device)
+    attn.plan(BSRView.selected(slots, torch.full((3,), 150, device=device)))
+    for counts in ([150, 64, 0], [1, 0, 149], [0, 0, 0], [150, 150, 150]):
+        slots.copy_(random_indices(generator, counts, 150, 300))
+        wanted = expected(q, cache[:, 0], slots)
+        check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, after_append=after_append), wanted)
+        assert slots.ge(0).sum(1).tolist() == counts
+    attn.raise_for_errors()
+
+
+def test_fewer_rows_than_were_planned(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(9)
+    cache = torch.randn(100, 1, 576, generator=generator).bfloat16().to(device)
+    q = torch.randn(4, 16, 576, generator=generator).bfloat16().to(device)
+    attn = attention(device, 4, 16)
+    slots = torch.full((4, 40), 99, dtype=torch.int32, device=device)
+    attn.plan(BSRView.selected(slots))
+    for rows in (2, 4, 1):
+        indices = random_indices(generator, [40, 7, 0, 33][:rows], 40, 100).to(device)
+        found = attn.run(q[:rows], KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, selected=SelectedTokens(indices))
+        check(found, expected(q[:rows], cache[:, 0], indices))
+    with pytest.raises(ValueError, match=r"^indices.shape\[0\] is 1, must be at least the rows of q: 4"):
+        attn.run(q, KVCache.from_latent(cache), selected=SelectedTokens(indices))
+
+
+def test_more_than_were_planned_are_reported(device: torch.device) -> None:
+    cache = torch.randn(16, 1, 576).bfloat16().to(device)
+    q = torch.randn(2, 16, 576).bfloat16().to(device)
+    attn = attention(device, 2, 16)
+    slots = torch.tensor([[3, 5, -1], [1, 2, 9]], dtype=torch.int32, device=device)
+    attn.plan(BSRView.selected(slots))
+    more = SelectedTokens(slots.flip(0).contiguous())
+
+    def run() -> None:
+        attn.run(q, KVCache.from_latent(cache), selected=more)
+        attn.raise_for_errors()
+
+    with pytest.raises(ValueError, match="a row has selected more tokens than were planned; must be at most kv_lens"):
+        run()
+    attn.plan(BSRView.selected(slots, torch.full((2,), 3, device=device)))
+    fewer = torch.tensor([[3, -1, -1], [1, 2, 9]], dtype=torch.int32, device=device)
+    check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, selected=SelectedTokens(fewer)), expected(q, cache[:, 0], fewer))
+    attn.raise_for_errors()
+
+
+def test_one_of_several_levels(device: torch.device) -> None:
+    """Selected tokens beside a window of the request's last ones: the states merge."""
+    generator = torch.Generator().manual_seed(10)
+    cache = torch.randn(64, 1, 576, generator=generator).bfloat16().to(device)
+    q = torch.randn(3, 16, 576, generator=generator).bfloat16().to(device)
+    attn = attention(device, 3, 16, max_levels=2)
+    slots = torch.full((3, 40), 5, dtype=torch.int32, device=device)
+    last = torch.tensor([[60, 61], [62, 63], [50, 51]], dtype=torch.int32, device=device)
+    indptr = torch.arange(4, dtype=torch.int32, device=device)
+    near = BSRView(indptr, PageTable.block_table(last, torch.full_like(indptr[1:], 2), 1), causal=False)
+    for levels in ([near, BSRView.selected(slots)], [BSRView.selected(slots), near]):
+        slots.fill_(5)
+        attn.plan(Composition(levels))
+        for counts in ([40, 3, 0], [0, 40, 1]):
+            slots.copy_(random_indices(generator, counts, 40, 50))
+            wanted = expected(q, cache[:, 0], torch.cat([slots, last], 1))
+            check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True), wanted)
+        with pytest.raises(ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"):
+            attn.run(q, KVCache.from_latent(cache), selected=SelectedTokens(slots))
+
+
+def halved(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * 0.5
+
+
+@pytest.mark.parametrize("has_variant", [False, True])
+def test_heads_that_are_no_latents(device: torch.device, has_variant: bool) -> None:
+    """Any attention may be over selected tokens: groups of heads, K and V of their own."""
+    variant = Variant.from_functions(halved) if has_variant else None
+    generator = torch.Generator().manual_seed(11)
+    k, v = (torch.randn(400, 1, 2, 128, generator=generator).bfloat16().to(device) for _ in range(2))
+    q = torch.randn(5, 8, 128, generator=generator).bfloat16().to(device)
+    attn = Attention(8, 2, 128, device=device, max_rows=5, max_batch=5, num_ctas=7, variant=variant)
+    slots = torch.zeros(5, 300, dtype=torch.int32, device=device)
+    attn.plan(BSRView.selected(slots, torch.full((5,), 300, device=device)))
+    for counts in ([300, 299, 128, 1, 0], [0, 129, 127, 200, 3]):
+        indices = random_indices(generator, counts, 300, 400).to(device)
+        out, lse = attn.run(q, KVCache.from_pair(k, v), return_lse=True, selected=SelectedTokens(indices))
+        parts = []
+        for row, chosen in zip(q, indices.tolist(), strict=True):
+            at = [slot for slot in chosen if slot >= 0]
+            scale = 128**-0.5 * (1.0 if variant is None else 0.5)
+            parts.append(oracle.attention(row[None], k[at, 0], v[at, 0], causal=False, sm_scale=scale))
+        check((out, lse), (torch.cat([o for o, _ in parts]), torch.cat([one for _, one in parts])))
+
+
+def test_selections_that_are_refused() -> None:
+    attn = attention(torch.device("cpu"), 2, 16)
+    q, kv = torch.zeros(2, 16, 576).bfloat16(), KVCache.from_latent(torch.zeros(8, 1, 576).bfloat16())
+    slots = torch.zeros(2, 4, dtype=torch.int32)
+    attn.plan(BSRView.selected(slots))
+    wide = torch.zeros(2, 8, dtype=torch.int32)
+    for argument, selected in [
+        ("indices", SelectedTokens(wide)),
+        ("indices", SelectedTokens(slots.long())),
+        ("indices", SelectedTokens(slots[:1])),
+        ("indices", SelectedTokens(slots.view(1, 8)[:, 2:6].expand(2, 4))),
+        ("indices", SelectedTokens(7)),  # type: ignore[arg-type]
+        ("selected", slots),
+        ("block_table", SelectedTokens(slots, slots.float())),
+        ("kv_lens", SelectedTokens(slots, kv_lens=slots)),
+        ("page_size", SelectedTokens(slots, slots, page_size=0)),
+        ("page_stride", SelectedTokens(slots, slots, page_size=4, page_stride=2)),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{argument}\S* is .*must be "):
+            attn.run(q, kv, selected=selected)  # type: ignore[arg-type]
+    attn.plan(BSRView(torch.tensor([0, 1, 2]), PageTable.block_table(slots, torch.tensor([1, 1]), 1)))
+    with pytest.raises(ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"):
+        attn.run(q, kv, selected=SelectedTokens(slots))

@@ -27,6 +27,7 @@ OPTIONS = {
     "causal": True,
     "finds_row_ranges": False,
     "pages_change": True,
+    "has_slots": False,
 }
 
 

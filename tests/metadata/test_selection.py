@@ -1,55 +1,33 @@
-"""selected_slots, BSRView.selected and KVCache.by_slot: which tokens, in which order, and what is refused."""
+"""BSRView.selected and KVCache.by_slot: which tokens, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from attn_backend import BSRView, KVCache, selected_slots
+from attn_backend import BSRView, KVCache
 
 
 def int32(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def test_what_is_there_comes_first_in_its_order(device: torch.device) -> None:
-    indices = int32([5, -1, 9, 5], [-1, -1, -1, -1], [3, 1, 2, 0], [-7, -1, -1, 8]).to(device)
-    wanted = int32([5, 9, 5, -1], [-1, -1, -1, -1], [3, 1, 2, 0], [8, -1, -1, -1])
-    assert selected_slots(indices).cpu().equal(wanted), "duplicates stay"
-    view = BSRView.selected(selected_slots(indices))
+def test_a_view_of_slots(device: torch.device) -> None:
+    slots = int32([5, 9, 5, -1], [-1, -1, -1, -1], [3, 1, 2, 0], [-1, 8, -1, -1]).to(device)
+    view = BSRView.selected(slots)
     assert view.table.kv_lens.tolist() == [3, 0, 4, 1]  # type: ignore[union-attr]
     assert (view.qo_indptr.tolist(), view.causal, view.pages_change) == ([0, 1, 2, 3, 4], False, True)
-    assert selected_slots(indices, out=indices) is indices
-    assert indices.cpu().equal(wanted)
-    assert selected_slots(indices[:, :0]).shape == (4, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_through_a_block_table(device: torch.device, dtype: torch.dtype) -> None:
-    block_table = int32([7, 2, -1], [4, 0, 9]).to(device)
-    indices = int32([0, 5, -1, 3], [9, 100, 2, 8], [4, 8, -1, 1]).to(device)
-    requests = torch.tensor([0, 1, 0], dtype=dtype, device=device)
-    found = selected_slots(indices, block_table, requests, page_size=4)
-    # 100 lies behind the table, 8 of request 0 on a page that it does not have.
-    assert found.tolist() == [[28, 9, 31, -1], [37, 18, 36, -1], [8, 29, -1, -1]]
-    own = selected_slots(indices[:2], block_table, page_size=4)
-    assert own.equal(found[:2]), "a row of the table for each row of Q"
-    between = selected_slots(indices, block_table, requests, page_size=4, page_stride=10)
-    assert between.tolist() == [[70, 21, 73, -1], [91, 42, 90, -1], [20, 71, -1, -1]], "slots of others lie between the pages"
+    assert view.has_slots
+    planned = BSRView.selected(slots, torch.full((4,), 4, dtype=torch.int32, device=device))
+    assert planned.with_slots_counted().table.kv_lens.tolist() == [3, 0, 4, 1]  # type: ignore[union-attr]
+    for other in (BSRView(view.qo_indptr, view.table, causal=False), BSRView(view.qo_indptr, view.table, pages_change=True)):
+        assert not other.has_slots
+        assert other.with_slots_counted() is other
 
 
 def test_refuses() -> None:
-    indices, table = int32([0, 1], [2, 3]), int32([0], [1], [2])
+    indices = int32([0, 1], [2, 3])
     for argument, call in [
-        ("indices", lambda: selected_slots(indices.long())),
-        ("indices", lambda: selected_slots(indices[0])),
-        ("requests", lambda: selected_slots(indices, table)),
-        ("requests", lambda: selected_slots(indices, table, torch.zeros(3, dtype=torch.int32))),
-        ("requests", lambda: selected_slots(indices, None, torch.zeros(2, dtype=torch.int32))),
-        ("block_table", lambda: selected_slots(indices, table.float())),
-        ("page_size", lambda: selected_slots(indices, table, torch.zeros(2, dtype=torch.int32), 0)),
-        ("page_stride", lambda: selected_slots(indices, table, torch.zeros(2, dtype=torch.int32), 4, page_stride=3)),
-        ("out", lambda: selected_slots(indices, out=indices[:1])),
         ("slots", lambda: BSRView.selected(indices.long())),
         ("pages_change", lambda: BSRView(torch.zeros(3, dtype=torch.int32), BSRView.selected(indices).table, pages_change=1)),  # type: ignore[arg-type]
     ]:

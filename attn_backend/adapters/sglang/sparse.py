@@ -97,7 +97,8 @@ class SparseBackend(DeepseekSparseAttnBackend):
         Args:
             q_all: [rows, num_heads, 576].
             kv_cache: [slots, 1, 576], or 656 bytes a slot, of 8-bit floats for SGLang.
-            page_table_1: int32 [rows, topk], slots; -1 behind them. As many of each row in every layer.
+            page_table_1: int32 [rows, topk], slots; a negative one is none.
+            topk_length: int32 [rows], how many there are, as far as SGLang knows before the indexer runs: no more in any layer.
 
         Returns:
             [rows, num_heads, 512]
@@ -108,6 +109,9 @@ class SparseBackend(DeepseekSparseAttnBackend):
         cache = KVCache.from_latent(kv_cache.view(SCALED_LATENT_DTYPE) if is_scaled else kv_cache, v_head_dim)
         rows = self._rows[cache.dtype]
         if self._planned is not rows:
-            rows.plan(count_slots(page_table_1))
+            counts = count_slots(page_table_1)
+            if topk_length is not None and topk_length.shape == counts.shape:
+                counts = torch.maximum(counts, topk_length)  # another layer may select more than this one
+            rows.plan(counts)
             self._planned = rows
         return rows.run(q_all, cache, page_table_1, sm_scale=sm_scale)

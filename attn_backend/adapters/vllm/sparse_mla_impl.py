@@ -1,4 +1,4 @@
-"""Sparse attention of one layer over latents: where the indices of vLLM's indexer meet selected_slots() and run()."""
+"""Sparse attention of one layer over latents: where the indices of vLLM's indexer meet run()."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
 class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    A row attends to all that it sees, or to topk_tokens of it where that is more. So the plan is one for all layers, although each selects for itself.
+    A row attends to topk_tokens of those that it sees, or to all where those are fewer. So the plan is one for all layers, although each selects for itself; a
+    layer may select fewer.
     Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V (mla_prefill.py): there nothing is left out.
     """
 
@@ -85,6 +86,6 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> SparseMlaMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         cm = common_attn_metadata
-        self._rows.plan(count_visible(self.topk_tokens, metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens))
+        self._rows.plan(count_visible(metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens))
         metadata.attention = self._rows
         return metadata

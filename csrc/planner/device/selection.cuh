@@ -1,0 +1,61 @@
+// Packs selected tokens on a GPU (planner/selection.h): a CTA a row.
+#pragma once
+
+#include "common/ptx/grid_dependency.cuh"
+#include "planner/selection.h"
+
+namespace attn {
+
+constexpr int32_t kSelectionWarps = kSelectionThreads / 32;
+
+/// Four entries to a thread; each that there is goes to the place that as many before it take. What a thread writes has
+/// been read by all: a row may be packed in place. `shared_counts`: [kSelectionWarps], of the CTA.
+__device__ __forceinline__ void pack_selected_slots(const SelectionParams& p, int32_t* shared_counts) {
+  constexpr int32_t kEntries = 4;
+  constexpr uint32_t kAll = 0xffffffffu;
+  const int32_t row_number = static_cast<int32_t>(blockIdx.x), thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t lane = thread % 32, warp = thread / 32;
+  int32_t count = 0;  // of the entries before
+  if (row_number < p.num_rows) {
+    const int32_t* const indices = p.indices + row_number * p.indices_stride;
+    int32_t* const slots = p.slots + row_number * p.slots_stride;
+    const SelectionRow row = selection_row(p, row_number);
+    for (int32_t begin = 0; begin < p.num_indices; begin += kSelectionThreads * kEntries) {
+      int32_t tokens[kEntries], found[kEntries], own = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kEntries; ++i) {
+        const int32_t entry = begin + thread * kEntries + i;
+        tokens[i] = entry < p.num_indices ? indices[entry] : -1;
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kEntries; ++i) {
+        found[i] = selected_slot(p, row, tokens[i]);
+        own += found[i] >= 0;
+      }
+      int32_t up_to = own;  // of the warp, this lane's included
+#pragma unroll
+      for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
+        const int32_t before = __shfl_up_sync(kAll, up_to, lanes);
+        if (lane >= lanes) up_to += before;
+      }
+      if (lane == 31) shared_counts[warp] = up_to;
+      __syncthreads();
+      int32_t place = count + up_to - own;
+#pragma unroll
+      for (int32_t i = 0; i < kSelectionWarps; ++i) {
+        const int32_t of_warp = shared_counts[i];
+        if (i < warp) place += of_warp;
+        count += of_warp;
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kEntries; ++i) {
+        if (found[i] >= 0) slots[place++] = found[i];
+      }
+      __syncthreads();
+    }
+    for (int32_t i = count + thread; i < p.num_slots; i += kSelectionThreads) slots[i] = -1;
+  }
+  set_selection_length(p.plan, row_number, count, thread, kSelectionThreads);
+}
+
+}  // namespace attn

@@ -1,0 +1,32 @@
+// Packing the tokens of sparse attention: what both a call of its own and a run do.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/optional.h>
+
+#include "planner/selection.h"
+#include "runtime/checks.h"
+#include "runtime/driver.h"
+
+namespace attn {
+
+/// What is selected, as Python says it.
+struct Selection {
+  tvm::ffi::Optional<TensorView> indices;  // int32 [rows, topk]
+  tvm::ffi::Optional<TensorView> block_table;
+  tvm::ffi::Optional<TensorView> requests;
+  tvm::ffi::Optional<TensorView> kv_lens;
+  int64_t page_size;
+  int64_t page_stride;
+};
+
+/// Checks a selection that has indices. Whereto its slots go is left to the caller.
+SelectionParams selection_params(const Selection& selection, DLDevice device);
+
+/// Refuses indices that overlap what is written, but for those of which each row is packed in place.
+void check_apart(const SelectionParams& params);
+
+/// On the device; or now, on a CPU.
+void launch_selection(const SelectionParams& params, DLDevice device, driver::Stream stream);
+
+}  // namespace attn
