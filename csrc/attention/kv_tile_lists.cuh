@@ -5,15 +5,19 @@
 
 namespace attn {
 
-/// By a warp, for all of its lanes.
+/// Of all rows of a row tile, by a warp, for all of its lanes.
 template <class Variant>
-__device__ __forceinline__ bool any_row_sees(const RowRangeParams& params, const TileOfView& of_view, int32_t kv_tile) {
+__device__ __forceinline__ SeenOrHidden ask_rows(const RowRangeParams& params, const TileOfView& of_view,
+                                                 int32_t kv_tile) {
   const TokenRange tokens = of_view.tokens(params.plan, kv_tile);
-  for (int32_t row = of_view.first_row; row < of_view.end_row; ++row) {
-    const bool seen = row_sees_any<Variant>(params, of_view, row, tokens, static_cast<int32_t>(threadIdx.x % 32), 32);
-    if (__any_sync(0xffffffffu, seen)) return true;
+  SeenOrHidden answer{false, false};
+  for (int32_t row = of_view.first_row; row < of_view.end_row && !answer.both(); ++row) {
+    const SeenOrHidden of_lane =
+        ask_row<Variant>(params, of_view, row, tokens, static_cast<int32_t>(threadIdx.x % 32), 32);
+    answer.some_seen |= __any_sync(0xffffffffu, of_lane.some_seen) != 0;
+    answer.some_hidden |= __any_sync(0xffffffffu, of_lane.some_hidden) != 0;
   }
-  return false;
+  return answer;
 }
 
 template <class Variant>
@@ -28,14 +32,15 @@ __device__ __forceinline__ void list_kv_tiles(const RowRangeParams& params) {
     int32_t count = 0;
     for (int32_t first = 0; first < of_view.tile.num_kv_tiles; first += kWarps) {
       const int32_t kv_tile = first + warp;
-      const bool is_seen = kv_tile < of_view.tile.num_kv_tiles && any_row_sees<Variant>(params, of_view, kv_tile);
-      if (lane == 0) seen_by_warps[warp] = is_seen;
+      SeenOrHidden answer{false, false};
+      if (kv_tile < of_view.tile.num_kv_tiles) answer = ask_rows<Variant>(params, of_view, kv_tile);
+      if (lane == 0) seen_by_warps[warp] = answer.some_seen;
       __syncthreads();
       const uint32_t seen = __ballot_sync(0xffffffffu, lane < kWarps && seen_by_warps[lane % kWarps] != 0);
       __syncthreads();  // before it is written again
       const int32_t place = count + __popc(seen & ((1u << warp) - 1));
-      if (lane == 0 && is_seen && place < kMostListedKvTiles)
-        list.tokens[place] = listed_token(params.plan, of_view, kv_tile);
+      if (lane == 0 && answer.some_seen && place < kMostListedKvTiles)
+        list.kv_tiles[place] = listed(params.plan, of_view, kv_tile, answer);
       count += __popc(seen);
     }
     if (threadIdx.x == 0) list.count = listed_count(count);

@@ -1,5 +1,6 @@
 // Which KV tiles the row tiles of a view need under a variant's mask that has holes: those in which some row sees a
-// token, found by asking the mask. Plans then count only these, and kernels go from one to the next.
+// token, found by asking the mask. Plans then count only these, and kernels go from one to the next. They do not ask
+// again in KV tiles of which all is seen.
 #pragma once
 
 #include "attention/row_ranges.h"
@@ -47,26 +48,34 @@ struct TileOfView {
   }
 };
 
-/// Whether a row sees any of the tokens first, first + step, ... of a KV tile, with any head.
+/// What the mask says of some rows and tokens, among those that visibility leaves.
+struct SeenOrHidden {
+  bool some_seen;
+  bool some_hidden;
+
+  ATTN_HD bool both() const { return some_seen && some_hidden; }
+};
+
+/// Of a row and the tokens first, first + step, ... of a KV tile, with all heads. Stops where it is both.
 template <class Variant>
-ATTN_HD bool row_sees_any(const RowRangeParams& params, const TileOfView& of_view, int32_t row, TokenRange tokens,
-                          int32_t first, int32_t step) {
+ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfView& of_view, int32_t row, TokenRange tokens,
+                             int32_t first, int32_t step) {
+  SeenOrHidden answer{false, false};
   const RangedRow ranged(params.plan, of_view.group, row);
   const int32_t begin = max_of(tokens.begin, ranged.tokens.begin);
   const int32_t end = min_of(tokens.end, ranged.tokens.end);
   const int32_t num_heads = heads_of_mask<Variant>(params);
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> of_head(params, ranged, head);
-    for (int32_t token = begin + first; token < end; token += step) {
-      if (of_head.sees(token)) return true;
-    }
+    for (int32_t token = begin + first; token < end && !answer.both(); token += step)
+      (of_head.sees(token) ? answer.some_seen : answer.some_hidden) = true;
   }
-  return false;
+  return answer;
 }
 
-/// What a list says of a KV tile.
-ATTN_HD int32_t listed_token(const PlanParams& p, const TileOfView& of_view, int32_t kv_tile) {
-  return of_view.group.kv_offset + of_view.tokens(p, kv_tile).begin;
+/// A KV tile in which some row sees a token, as it is listed.
+ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfView& of_view, int32_t kv_tile, SeenOrHidden answer) {
+  return ListedKvTile::make(of_view.group.kv_offset + of_view.tokens(p, kv_tile).begin, !answer.some_hidden);
 }
 
 /// KvTileList::count of so many KV tiles.

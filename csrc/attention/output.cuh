@@ -95,6 +95,12 @@ struct LaneRows {
     if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
   }
 
+  /// For what is done next: the KV tile that begins there, of kTokens.
+  template <int kTokens>
+  __device__ __forceinline__ void enter(const KvTileStart& kv_tile) {
+    if (kv_tile.is_seen) seen = TokenRange{kv_tile.token, kv_tile.token + kTokens};
+  }
+
  private:
   template <bool kManyLevels>
   __device__ __forceinline__ void find_seen(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,

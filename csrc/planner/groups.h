@@ -187,7 +187,7 @@ ATTN_HD int32_t count_listed_before(const KvTileList& list, int32_t token) {
   int32_t low = 0;
   for (int32_t high = list.count; low < high;) {
     const int32_t middle = low + (high - low) / 2;
-    if (list.tokens[middle] < token)
+    if (list.kv_tiles[middle].token() < token)
       low = middle + 1;
     else
       high = middle;
@@ -206,11 +206,11 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
   if (list.count < 0 || list.count > kMostListedKvTiles) return;
   int32_t first = 0, end = 0;
   if (list.count > 0) {
-    if ((list.tokens[0] - group.kv_offset) % p.config.kv_tile != 0) return;
+    if ((list.kv_tiles[0].token() - group.kv_offset) % p.config.kv_tile != 0) return;
     const int32_t first_token = group.kv_offset + tile.kv_begin, end_token = group.kv_offset + tile.kv_end;
     // Mostly it is the whole list.
-    first = list.tokens[0] >= first_token ? 0 : count_listed_before(list, first_token);
-    end = list.tokens[list.count - 1] < end_token ? list.count : count_listed_before(list, end_token);
+    first = list.kv_tiles[0].token() >= first_token ? 0 : count_listed_before(list, first_token);
+    end = list.kv_tiles[list.count - 1].token() < end_token ? list.count : count_listed_before(list, end_token);
   }
   if (first >= end) {
     tile.kv_begin = tile.kv_end = 0;
@@ -218,11 +218,12 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
     return;
   }
   tile.num_kv_tiles = end - first;
-  tile.kv_begin = list.tokens[first] - group.kv_offset;
-  const bool has_holes = list.tokens[end - 1] - list.tokens[first] > (end - 1 - first) * p.config.kv_tile;
+  const int32_t first_token = list.kv_tiles[first].token(), last_token = list.kv_tiles[end - 1].token();
+  tile.kv_begin = first_token - group.kv_offset;
+  const bool has_holes = last_token - first_token > (end - 1 - first) * p.config.kv_tile;
   if (!has_holes) return;
-  const int32_t* const memory = reinterpret_cast<const int32_t*>(level.row_ranges);
-  tile.kv_begin = ~static_cast<int32_t>(list.tokens + first - memory);
+  const ListedKvTile* const memory = reinterpret_cast<const ListedKvTile*>(level.row_ranges);
+  tile.kv_begin = ~static_cast<int32_t>(list.kv_tiles + first - memory);
 }
 
 /// Row tile number `index` of a row group; cost_begin is left to the caller.

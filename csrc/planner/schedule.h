@@ -75,7 +75,7 @@ struct RowGroup {
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
 /// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile;
 /// or, where the KV tiles have holes between them, below 0: ~ of the place of the first one among those listed
-/// (kv_tile_token()).
+/// (kv_tile_start()).
 struct RowTile {
   int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;
@@ -129,11 +129,31 @@ struct alignas(16) RowRange {
 /// Most KV tiles of a row tile that are listed: a list fills 4 KB.
 constexpr int32_t kMostListedKvTiles = 1023;
 
+/// Where a KV tile begins.
+struct KvTileStart {
+  int32_t token;
+  /// The variant lets each row of the row tile see all tokens of the KV tile that visibility lets it see.
+  bool is_seen;
+};
+
+/// A KV tile in a KvTileList.
+struct ListedKvTile {
+  int32_t bits;  // of KvTileStart: the token, below 2^31, and is_seen behind it
+
+  ATTN_HD static ListedKvTile make(int32_t token, bool is_seen) {
+    return ListedKvTile{token | (is_seen ? ~kMaxToken : 0)};
+  }
+  ATTN_HD int32_t token() const { return bits & kMaxToken; }
+  ATTN_HD bool is_seen() const { return bits < 0; }
+
+  static constexpr int32_t kMaxToken = 0x7fffffff;
+};
+
 /// The KV tiles of a row tile in which some row sees a token, in order; those between them are skipped. Made for the
-/// row tiles of a view (attention/kv_tile_lists.h).
+/// row tiles of a view (attention/kv_tile_lists.h). Tokens are positions among those of the request.
 struct KvTileList {
-  int32_t count;                       // -1: more than there is room for
-  int32_t tokens[kMostListedKvTiles];  // the first of each, as a position among the tokens of the request
+  int32_t count;  // -1: more than there is room for
+  ListedKvTile kv_tiles[kMostListedKvTiles];
 };
 
 /// What the row groups of one level have in common.
@@ -317,18 +337,19 @@ struct Schedule {
   }
 };
 
-/// The first token, in row group `group`, of KV tile number `number` of a row tile, or of what lies behind some of its
-/// KV tiles (kv_begin_behind()). `kv_begin`: of the row tile. `kSkips`: KV tiles may be listed.
+/// Where KV tile number `number` of a row tile begins in row group `group`, or of what lies behind some of its KV tiles
+/// (kv_begin_behind()). `kv_begin`: of the row tile. `kSkips`: KV tiles may be listed.
 template <bool kSkips>
-ATTN_HD int32_t kv_tile_token(const Schedule& schedule, int32_t group, int32_t kv_begin, int32_t number,
-                              int32_t kv_tile) {
+ATTN_HD KvTileStart kv_tile_start(const Schedule& schedule, int32_t group, int32_t kv_begin, int32_t number,
+                                  int32_t kv_tile) {
   if constexpr (kSkips) {
     if (kv_begin < 0) {
-      const int32_t* const listed = reinterpret_cast<const int32_t*>(schedule.header->levels[0].row_ranges);
-      return listed[~kv_begin + number] - schedule.groups[group].kv_offset;
+      const ListedKvTile* const memory = reinterpret_cast<const ListedKvTile*>(schedule.header->levels[0].row_ranges);
+      const ListedKvTile listed = memory[~kv_begin + number];
+      return KvTileStart{listed.token() - schedule.groups[group].kv_offset, listed.is_seen()};
     }
   }
-  return kv_begin + number * kv_tile;
+  return KvTileStart{kv_begin + number * kv_tile, false};
 }
 
 /// What RowTile::kv_begin would be without the row tile's first `number` KV tiles.

@@ -187,24 +187,34 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
         return reference.mask(b, h, q_idx, kv_idx, mask.arguments)
 
     kept = torch.zeros(tokens // rows, tokens // schedule.kv_tile, dtype=torch.bool, device=device)
-    for head in (0, 1):  # what some head sees
+    full = torch.ones_like(kept)
+    for head in (0, 1):  # what some head sees, and what both see
         block_mask = create_block_mask(lambda b, h, q, k, head=head: seen(b, h + head, q, k), 1, 1, tokens, tokens, device, (rows, schedule.kv_tile))
         kept |= block_mask.to_dense()[0, 0] != 0
-    visited = torch.zeros_like(kept)
-    for tile, kv_tiles in enumerate(kv_tiles_of(attention, schedule)):
+        numbers, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        assert numbers is not None
+        assert indices is not None
+        listed_first = torch.arange(kept.shape[1], device=device) < numbers[0, 0, :, None]
+        full &= torch.zeros_like(full, dtype=torch.int32).scatter_add_(1, indices[0, 0].long(), listed_first.int()) > 0
+    visited, marked, listed_tiles = torch.zeros_like(kept), torch.zeros_like(kept), torch.zeros(len(kept), dtype=torch.bool, device=device)
+    for tile, (kv_tiles, whole) in enumerate(kv_tiles_of(attention, schedule)):
         visited[tile, kv_tiles] = True
+        marked[tile, [kv_tile for kv_tile, is_seen in zip(kv_tiles, whole, strict=True) if is_seen]] = True
+        listed_tiles[tile] = schedule.tiles[tile, 3] < 0
     assert torch.equal(visited, kept)
+    assert not bool((full & listed_tiles[:, None] & ~marked).any())  # more may be: what causality hides is not asked about
     assert int(schedule.tiles[:, 5].sum()) == int(kept.sum()) + int((~kept.any(1)).sum())
     first, last = kept.int().argmax(1), kept.shape[1] - kept.flip(1).int().argmax(1)
     assert int(kept.sum()) < 0.9 * int(((last - first) * kept.any(1)).sum())  # there are holes
 
 
-def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[list[int]]:
-    """Of each row tile of one request: the KV tiles that are visited, by their numbers."""
+def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list[int], list[bool]]]:
+    """Of each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed as seen by all rows."""
     memory = attention._row_ranges.view(torch.int32).cpu()
     for _, _, _, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
-        first = memory[~kv_begin : ~kv_begin + num_kv_tiles] if kv_begin < 0 else kv_begin + schedule.kv_tile * torch.arange(num_kv_tiles)
-        yield (first[first < kv_end] // schedule.kv_tile).tolist()
+        entry = memory[~kv_begin : ~kv_begin + num_kv_tiles] if kv_begin < 0 else kv_begin + schedule.kv_tile * torch.arange(num_kv_tiles)
+        entry = entry[(entry & 0x7FFFFFFF) < kv_end]
+        yield ((entry & 0x7FFFFFFF) // schedule.kv_tile).tolist(), (entry < 0).tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 64, 200])

@@ -79,11 +79,14 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     int32_t count = 0;
     for (int32_t kv_tile = 0; kv_tile < of_view.tile.num_kv_tiles; ++kv_tile) {
       const TokenRange tokens = of_view.tokens(params.plan, kv_tile);
-      bool is_seen = false;
-      for (int32_t row = of_view.first_row; row < of_view.end_row && !is_seen; ++row)
-        is_seen = row_sees_any<Variant>(params, of_view, row, tokens, 0, 1);
-      if (!is_seen) continue;
-      if (count < kMostListedKvTiles) list.tokens[count] = listed_token(params.plan, of_view, kv_tile);
+      SeenOrHidden answer{false, false};
+      for (int32_t row = of_view.first_row; row < of_view.end_row && !answer.both(); ++row) {
+        const SeenOrHidden of_row = ask_row<Variant>(params, of_view, row, tokens, 0, 1);
+        answer.some_seen |= of_row.some_seen;
+        answer.some_hidden |= of_row.some_hidden;
+      }
+      if (!answer.some_seen) continue;
+      if (count < kMostListedKvTiles) list.kv_tiles[count] = listed(params.plan, of_view, kv_tile, answer);
       ++count;
     }
     list.count = listed_count(count);
@@ -131,7 +134,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
 
     int32_t token_of(const RowTile& tile, int32_t kv_tile) const {
-      return kv_tile_token<Variant::kSkipsTiles>(params_.schedule, tile.group, tile.kv_begin, kv_tile, params_.kv_tile);
+      return kv_tile_start<Variant::kSkipsTiles>(params_.schedule, tile.group, tile.kv_begin, kv_tile, params_.kv_tile)
+          .token;
     }
 
     TokenRange seen_by_any_row(TokenRange tokens) const {

@@ -166,11 +166,11 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
   static_assert(!Traits::kIsOf8Bits || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
-  const auto token_of = [&](int32_t kv_tile) {
-    return kv_tile_token<Variant::kSkipsTiles>(params.schedule, row_tile.group, row_tile.kv_begin, kv_tile, kKvTile);
+  const auto start_of = [&](int32_t kv_tile) {
+    return kv_tile_start<Variant::kSkipsTiles>(params.schedule, row_tile.group, row_tile.kv_begin, kv_tile, kKvTile);
   };
-  TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0},
-                    token_of(cursor.now.kv_tile)};
+  const KvTileStart first = start_of(cursor.now.kv_tile);
+  TileTokens tokens{KvTokens(params.schedule.groups[row_tile.group], cursor.now.head), TokenRange{0, 0}, first.token};
 
   int32_t* const requests = reinterpret_cast<int32_t*>(shared + layout.requests);  // of an 8-bit cache
   TokenRange unmasked;  // tokens that every row of this warp sees: their KV tiles need no mask
@@ -196,16 +196,17 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
                                         TokenRange{0, row_tile.kv_end});
   }
 
-  const LaneRows<Variant, Layout::kRowBlocks> lane_rows(
+  LaneRows<Variant, Layout::kRowBlocks> lane_rows(
       params, RowTileRows<kManyLevels>(params.schedule, cursor.now.tile, params.group_size.divisor), row_tile.group,
       cursor.now.head, warp.first_row);
+  if constexpr (Variant::kSkipsTiles) lane_rows.template enter<kKvTile>(first);
   const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
                      (Traits::kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
   const uint32_t first_value = warp.first_token * Values::kRowBytes + first_column * Element::kBytes;
-  int32_t token = token_of(cursor.now.kv_tile) + warp.first_token;  // this warp's first one of the KV tile
+  int32_t token = first.token + warp.first_token;  // this warp's first one of the KV tile
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
@@ -250,8 +251,10 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
       state.template accumulate<Layout::kTokens, Values>(p, v);
 
     if constexpr (Variant::kSkipsTiles) {
-      tokens.first_token = token_of(cursor.now.kv_tile + num_kv_tiles - max_of(left - 1, 1));
-      token = tokens.first_token + warp.first_token;
+      const KvTileStart next = start_of(cursor.now.kv_tile + num_kv_tiles - max_of(left - 1, 1));
+      lane_rows.template enter<kKvTile>(next);
+      tokens.first_token = next.token;
+      token = next.token + warp.first_token;
     } else {
       token += kKvTile;
       tokens.first_token += kKvTile;

@@ -223,8 +223,10 @@ struct KvLoader {
   /// instead is masked.
   __device__ __forceinline__ int32_t token() const {
     const LoadedTile& tile = store.get();
-    const int32_t first = kv_tile_token<Traits::Variant::kSkipsTiles>(
-        params.schedule, params.schedule.tiles[cursor.now.tile].group, tile.kv_begin, cursor.now.kv_tile, kTokens);
+    const int32_t first =
+        kv_tile_start<Traits::Variant::kSkipsTiles>(params.schedule, params.schedule.tiles[cursor.now.tile].group,
+                                                    tile.kv_begin, cursor.now.kv_tile, kTokens)
+            .token;
     const int32_t t = first + static_cast<int32_t>(threadIdx.x) % kTokens;
     return clamp(t, tile.visible_begin, tile.visible_end - 1);
   }

@@ -27,7 +27,7 @@ struct Consumer : MmaConsumer<Traits> {
   using Base = MmaConsumer<Traits>;
   using Base::clear_unreadable;
   using Base::finish_scores;
-  using Base::first_token;
+  using Base::first_start;
   using Base::free_tile;
   using Base::hopper_params;
   using Base::kKeepsMaxima;
@@ -38,8 +38,8 @@ struct Consumer : MmaConsumer<Traits> {
   using Base::kVColumns;
   using Base::kWidens;
   using Base::multiplied;
+  using Base::next_start;
   using Base::next_tile;
-  using Base::next_token;
   using Base::params;
   using Base::run_mma_item;
   using Base::scale;
@@ -94,8 +94,8 @@ struct Consumer : MmaConsumer<Traits> {
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (kWidens) {
       widen_tiles(item, kv, kv, item.kv_begin, false, true);
-      for (int left = item.num_kv_tiles, token = first_token(item); left > 0;
-           --left, token = kSkips ? next_token(item, token, left) : token + kTokens) {
+      for (int left = item.num_kv_tiles, token = first_start(item).token; left > 0;
+           --left, token = kSkips ? next_start(item, token, left).token : token + kTokens) {
         next_tile();
         const typename Shared::KvPlace values = kv;
         next_tile();
@@ -288,10 +288,10 @@ struct Consumer : MmaConsumer<Traits> {
       State state;
       state.scale = scale(item);
       if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
-      const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+      Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
-      int32_t token = first_token(item);
+      int32_t token = Base::enter(first_start(item), rows);
       typename Shared::KvPlace values;
       bool have_maxima = false;  // all rows of the warp
 
@@ -346,7 +346,8 @@ struct Consumer : MmaConsumer<Traits> {
         ptx::wgmma_fence();
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
-        if constexpr (kSkips) behind = next_token(item, token, left);  // early: it may have to be loaded
+        if constexpr (kSkips)
+          behind = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
         transform_early(item, kSkips ? behind : token + kTokens, left > 1, left - 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);

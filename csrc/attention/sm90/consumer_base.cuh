@@ -121,22 +121,28 @@ struct ConsumerBase {
 
   // --- where KV tiles begin
 
-  /// The first token of an item.
-  __device__ __forceinline__ int32_t first_token(const WorkItem& item) const {
+  /// The first KV tile of an item.
+  __device__ __forceinline__ KvTileStart first_start(const WorkItem& item) const {
     if constexpr (kSkips)
-      return kv_tile_token<true>(params.schedule, item.group, item.kv_begin, 0, kTokens);
+      return kv_tile_start<true>(params.schedule, item.group, item.kv_begin, 0, kTokens);
     else
-      return item.kv_begin;
+      return KvTileStart{item.kv_begin, false};
   }
 
-  /// The first token of the next KV tile. `token`: the current tile's; `left`: the item's KV tiles behind the current
-  /// one. Not to be used if there are none.
-  __device__ __forceinline__ int32_t next_token(const WorkItem& item, int32_t token, int32_t left) const {
+  /// The next KV tile. `token`: the current one's first; `left`: the item's KV tiles behind the current one. Not to be
+  /// used if there are none.
+  __device__ __forceinline__ KvTileStart next_start(const WorkItem& item, int32_t token, int32_t left) const {
     if constexpr (kSkips)
-      return kv_tile_token<true>(params.schedule, item.group, item.kv_begin, item.num_kv_tiles - max_of(left, 1),
+      return kv_tile_start<true>(params.schedule, item.group, item.kv_begin, item.num_kv_tiles - max_of(left, 1),
                                  kTokens);
     else
-      return token + kTokens;
+      return KvTileStart{token + kTokens, false};
+  }
+
+  /// Goes on to a KV tile: its first token.
+  __device__ __forceinline__ static int32_t enter(const KvTileStart& kv_tile, Rows& rows) {
+    if constexpr (kSkips) rows.template enter<kTokens>(kv_tile);
+    return kv_tile.token;
   }
 
   /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
@@ -241,7 +247,7 @@ struct ConsumerBase {
       sync_warpgroup();
     }
     if constexpr (OfKey::kExists) {
-      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, first_token(item));
+      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, first_start(item).token);
       arrive_transformed(item);
       wait_transformed(item);
     }
@@ -256,7 +262,7 @@ struct ConsumerBase {
     transform_share<OfValue, Values, Traits::Shape::kV>(item, values, token);
     if (has_keys)
       transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys,
-                                                       kSkips ? next_token(item, token, left) : token + kTokens);
+                                                       kSkips ? next_start(item, token, left).token : token + kTokens);
     arrive_transformed(item);
   }
 

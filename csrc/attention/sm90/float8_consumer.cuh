@@ -26,7 +26,7 @@ template <class Traits>
 struct Float8Consumer : Consumer<Traits> {
   using Base = Consumer<Traits>;
   using Base::finish_scores;
-  using Base::first_token;
+  using Base::first_start;
   using Base::is_box;
   using Base::is_tile_full;
   using Base::kSkips;
@@ -34,7 +34,7 @@ struct Float8Consumer : Consumer<Traits> {
   using Base::kv;
   using Base::kVColumns;
   using Base::multiplies;
-  using Base::next_token;
+  using Base::next_start;
   using Base::params;
   using Base::query;
   using Base::run_mma_item;
@@ -250,11 +250,12 @@ struct Float8Consumer : Consumer<Traits> {
       const WorkItem& item = shared.item(place.slot);
       State state;
       state.scale = scale(item);
-      const Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+      Rows rows(params, item.rows, item.group, item.kv_head, first_row);
       const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
       const TokenRange readable = item.readable;
-      int32_t token = first_token(item);
-      for (int left = item.num_kv_tiles;; token = kSkips ? next_token(item, token, left) : token + kTokens) {
+      int32_t token = Base::enter(first_start(item), rows);
+      for (int left = item.num_kv_tiles;;
+           token = kSkips ? Base::enter(next_start(item, token, left), rows) : token + kTokens) {
         transpose(item, kv.behind(Shared::kParts).slot, token, readable);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(s[0]);

@@ -10,14 +10,14 @@ template <class Traits>
 struct MmaConsumer : ConsumerBase<Traits> {
   using Base = ConsumerBase<Traits>;
   using Base::finish_scores;
-  using Base::first_token;
+  using Base::first_start;
   using Base::kQkColumns;
   using Base::kSkips;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
   using Base::kWidens;
-  using Base::next_token;
+  using Base::next_start;
   using Base::params;
   using Base::scale;
   using Base::shared;
@@ -73,7 +73,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
     MmaState state;
     state.scale = scale(item);
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
-    const Rows rows(params, item.rows, item.group, item.kv_head, 0);
+    Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
     const uint32_t q = ptx::shared_address(shared.q(q_slot)) + (kWidens ? Held::offset(lane) : Query::rows_first(lane));
     constexpr int kParts = Shared::kParts;
@@ -86,12 +86,12 @@ struct MmaConsumer : ConsumerBase<Traits> {
     }
     Held held;
     if constexpr (kWidens) held.load(q);
-    int32_t token = first_token(item) + row;
-    int32_t next = token;  // of the next KV tile
+    int32_t token = Base::enter(first_start(item), rows) + row;
+    KvTileStart next{token, false};  // the next KV tile
     for (int tile = 0; tile < item.num_kv_tiles;
-         ++tile, token = kSkips ? next : token + kTokens, kv = kv.behind(2 * kParts)) {
+         ++tile, token = kSkips ? Base::enter(next, rows) + row : token + kTokens, kv = kv.behind(2 * kParts)) {
       if constexpr (kSkips)
-        next = next_token(item, token, item.num_kv_tiles - tile - 1) + row;  // early: it may have to be loaded
+        next = next_start(item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
       const typename Shared::KvPlace keys = kv.behind(part);
       const typename Shared::KvPlace values = kv.behind(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {

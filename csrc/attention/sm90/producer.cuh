@@ -481,8 +481,9 @@ __device__ __forceinline__ void produce(const HopperParams& hopper_params, const
   const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
   const auto look_up = [&] {
-    copier.look_up(tile, kv_tile_token<kSkips>(params.schedule, tile.group, tile.kv_begin, cursor.now.kv_tile,
-                                               Shared::kTuning.kv_tile));
+    copier.look_up(tile, kv_tile_start<kSkips>(params.schedule, tile.group, tile.kv_begin, cursor.now.kv_tile,
+                                               Shared::kTuning.kv_tile)
+                             .token);
   };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read

@@ -124,10 +124,10 @@ struct WideConsumer : Consumer<Traits> {
 
   __device__ __forceinline__ void lead(const WorkItem& item, State& state) {
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
-    const Rows rows(params, item.rows, item.group, item.kv_head, first_row());
+    Rows rows(params, item.rows, item.group, item.kv_head, first_row());
     const ptx::MatrixDescriptor query = this->query(0);
     float s[1][kTokens / 8][4];
-    int32_t token = this->first_token(item);
+    int32_t token = Base::enter(this->first_start(item), rows);
 
     multiply_keys_as_they_come(s, query, kv);
     ptx::wgmma_wait<0>();
@@ -169,7 +169,8 @@ struct WideConsumer : Consumer<Traits> {
       multiply_keys_as_they_come(s, query, next_keys());
       multiply_probabilities(state);
       kv = next_keys();
-      if constexpr (kSkips) behind = this->next_token(item, token, left);  // early: it may have to be loaded
+      if constexpr (kSkips)
+        behind = Base::enter(this->next_start(item, token, left), rows);  // early: it may have to be loaded
       ptx::wgmma_wait<1>();
       ptx::wgmma_fence_operand(s[0]);
     }
