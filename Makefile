@@ -73,7 +73,9 @@ CPP_FILES = git ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '
 LINT_BUILD = $(CURDIR)/.build/lint/$(TEST_KIND)
 
 .PHONY: lint lint-python lint-cpp
-lint: lint-python lint-cpp
+# Both at the same time: mypy has one thread.
+lint: environment
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync TEST_VENV=$(TEST_VENV) TEST_KIND=$(TEST_KIND) lint-python lint-cpp
 lint-python: environment
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from host_planner import COMPILER, ROOT
+from compilation import ROOT, compile_object, link
 
 TESTS = ROOT / "tests" / "csrc"
 
@@ -20,37 +18,24 @@ class DeviceError(AssertionError):
 
 # Without GNU's unique symbols: every library of a process has its own inline variables.
 _FLAGS = ["-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-gnu-unique"]
+_INCLUDES = [TESTS / "emulated", ROOT / "csrc", TESTS]
 
 
 def build(folder: Path, name: str, source: Path, *, header: str = "", options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A library in `folder`, compiled from `source` unless it is there: once for all processes that share the folder.
+    """A library in `folder`, compiled from `source` and the emulation unless it is there (compilation.py).
 
     Args:
         header: text of kernels.h, which the source may include; another one makes another library.
         options: of the compiler.
     """
-    place = folder / f"{name}-{hashlib.sha256(header.encode()).hexdigest()[:16]}"
-    place.mkdir(exist_ok=True)
-    return ctypes.CDLL(str(_compiled(place / "kernels.so", ["-shared", *options], [source, _emulation(folder)], header)))
+    stem = f"{name}-{hashlib.sha256(header.encode()).hexdigest()[:16]}"
+    made = compile_object(folder / f"{stem}.o", source, [*_FLAGS, *options], _INCLUDES, header)
+    return ctypes.CDLL(str(link(folder / f"{stem}.so", [made, cuda_emulation(folder)])))
 
 
-def _emulation(folder: Path) -> Path:
-    """What every library has of the emulation, compiled once."""
-    return _compiled(folder / "cuda_emulation.o", ["-c", "-O2"], [TESTS / "emulated" / "cuda_emulation.cpp"])
-
-
-def _compiled(target: Path, options: Sequence[str], sources: Sequence[Path], header: str | None = None) -> Path:
-    """target, compiled from sources unless it is there. header: text of a kernels.h beside it."""
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            partial = target.with_suffix(".tmp")
-            if header is not None:
-                (target.parent / "kernels.h").write_text(header)
-            paths = [f"-I{path}" for path in (TESTS / "emulated", ROOT / "csrc", TESTS, target.parent)]
-            subprocess.run([str(COMPILER), *_FLAGS, *options, *paths, *map(str, sources), "-o", str(partial)], check=True)
-            partial.rename(target)
-    return target
+def cuda_emulation(folder: Path) -> Path:
+    """What every library has of the emulation."""
+    return compile_object(folder / "cuda_emulation.o", TESTS / "emulated" / "cuda_emulation.cpp", [*_FLAGS, "-O2"], _INCLUDES)
 
 
 def check(failure: bytes | None) -> None:

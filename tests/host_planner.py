@@ -4,39 +4,37 @@ planner with an emulation of what it uses of CUDA."""
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from compilation import COMPILER, ROOT, compile_object, link
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.kernels.structs import dtype_of, pack, unpack
 
-ROOT = Path(__file__).resolve().parent.parent
-COMPILER = shutil.which("g++")
+__all__ = ["COMPILER", "ROOT", "Levels", "build", "plan", "plan_and_lists_rows", "plan_with_kind", "random_mask", "workspace_bytes"]
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
-    """Compiles tests/csrc/host_planner.cpp and the planner into a library in `folder`. `device`: also tests/csrc/device_planner.cpp. `one_kind`: for
-    plan_with_kind()."""
-    library = folder / "libplanner.so"
+    """A library in `folder`, compiled from tests/csrc/host_planner.cpp and the planner unless it is there (compilation.py). `device`: also from
+    tests/csrc/device_planner.cpp. `one_kind`: for plan_with_kind()."""
     tests = ROOT / "tests" / "csrc"
     sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
-    includes = [f"-I{ROOT / 'csrc'}"]
+    includes = [ROOT / "csrc"]
     if device:
         sources += [tests / "device_planner.cpp", tests / "emulated" / "cuda_emulation.cpp"]
-        includes.insert(0, f"-I{tests / 'emulated'}")
+        includes.insert(0, tests / "emulated")
+    options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC"]
     if one_kind:
-        includes += ["-include", str(tests / "one_kind.h")]
-    options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
-    subprocess.run([str(COMPILER), *options, *includes, *map(str, sources), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+        options += ["-include", "one_kind.h"]
+        includes.append(tests)
+    objects = [compile_object(folder / f"{source.stem}.o", source, options, includes) for source in sources]
+    return ctypes.CDLL(str(link(folder / "libplanner.so", objects)))
 
 
 def plan(*arguments: Any, **options: Any) -> Schedule:

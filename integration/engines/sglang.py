@@ -43,6 +43,7 @@ class SGLang:
         if launch.device == "cpu":
             backend = "torch_native" if backend == STOCK else backend
             command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]
+            command += ["--sleep-on-idle"]  # or its scheduler keeps a core busy while nobody asks
         else:
             if backend != STOCK:
                 command += ["--attention-backend", backend]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import traceback
@@ -39,6 +40,7 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
         failed.extend([running.pop(child)] if os.waitstatus_to_exitcode(status) != 0 else [])
         running.pop(child, None)
 
+    gc.freeze()  # the engines collect garbage when they start, which would look through all that was imported, each time
     for name in arguments.families or names:
         child = os.fork()
         if child == 0:

@@ -18,6 +18,8 @@ ON_GPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours" and not ON_GPU))}
+if not ON_GPU:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling what counts a token's rank would take as long as all of a family
 
 import vllm.v1.engine.core  # (here once, and not in each family's process)
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -45,6 +47,7 @@ ON_CPU_OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "bl
 ON_GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05}
 ON_GPU_OPTIONS |= {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
+STARTED: list[LLM] = []  # an engine is shut down where nobody has it any more; this one ends with its process, which is faster
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
@@ -52,6 +55,7 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     options = {"runner": "pooling"} if family.kind == "embed" else {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
     options |= ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options | family.engines["vllm"])
+    STARTED.append(llm)
     _check_backend(llm)
     prompts = [_prompt(question) for question in questions(family)]
     if family.kind == "embed":

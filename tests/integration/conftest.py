@@ -13,12 +13,22 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
+@pytest.fixture(scope="session")
+def small_engines():
+    """What engines find in their environment. The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to the same
+    core as those of the other workers. Nothing is compiled by torch: the engines' helpers about a CPU's attention would be, in every server anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
 @pytest.fixture(autouse=True)
-def one_thread_of_a_worker(request, monkeypatch):
-    """The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to the same core as those of the other workers."""
-    if os.environ.get("PYTEST_XDIST_WORKER") and request.node.get_closest_marker("integration"):
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def small_engines_of_a_test(request):
+    if request.node.get_closest_marker("integration"):
+        request.getfixturevalue("small_engines")
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +45,7 @@ def sharegpt() -> Path:
     return sharegpt_file()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def need_engine():
     """A function that skips the test where a package is not installed. `make test` sets REQUIRE_ENGINES: there it fails."""
 

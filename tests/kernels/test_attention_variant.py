@@ -32,17 +32,6 @@ VARIANTS = {variant.name: variant for variant in (SLANTED, ALIBI, SQUARED)}
 needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One for all tests: each library is compiled once."""
-    before = os.environ.get("ATTN_BACKEND_CACHE")
-    os.environ["ATTN_BACKEND_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    os.environ.pop("ATTN_BACKEND_CACHE")
-    if before is not None:
-        os.environ["ATTN_BACKEND_CACHE"] = before
-
-
 def arguments_of(variant: Variant) -> dict[str, float]:
     return dict.fromkeys((param.name for param in variant.params), SLOPE)
 
@@ -284,7 +273,8 @@ def test_what_tells_requests_apart_is_not_shared() -> None:
 
 
 @needs_cpp
-def test_a_library_of_other_headers_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_other_headers_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
     other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")
     with pytest.raises(RuntimeError, match=r"compiled from other headers than libattn_backend\.so; reinstall"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,6 @@ ON_A_CPU += ("prefix_lm_scaled", "gated", "window_of_documents", "forgetting_gat
 ON_A_CPU += ("rope", "rope_interleaved", "rope_at", "rope_in_cache", "rope_tree_mask_alibi", "scaled", "by_request")
 
 needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all tests: each variant is compiled once."""
-    before = os.environ.get("ATTN_BACKEND_CACHE")
-    if not torch.cuda.is_available():  # there the kernels in the cache are needed
-        os.environ["ATTN_BACKEND_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    os.environ.pop("ATTN_BACKEND_CACHE", None)
-    if before is not None:
-        os.environ["ATTN_BACKEND_CACHE"] = before
 
 
 def test_enough_of_them() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,16 +48,6 @@ NAMES = [
     "score_and_mask",
 ]
 CASE_OF = {case.name: case for case in CASES}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("ATTN_BACKEND_CACHE")
-    os.environ["ATTN_BACKEND_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    os.environ.pop("ATTN_BACKEND_CACHE")
-    if before is not None:
-        os.environ["ATTN_BACKEND_CACHE"] = before
 
 
 @pytest.fixture

@@ -1,0 +1,99 @@
+"""What tests compile with g++, kept in the user's cache: compiled once for all workers, and again when a file that it is made of has changed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = shutil.which("g++")
+
+
+def compile_object(target: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None = None) -> Path:
+    """`target`, which stays what it is if it exists.
+
+    Args:
+        options: of g++.
+        includes: folders in which headers are looked for, in this order.
+        header: text of a kernels.h, found behind all others.
+
+    Raises:
+        subprocess.CalledProcessError: g++ fails; it has said why.
+    """
+    if not target.exists():
+        key = [_compiler_version(), *options, *map(_name, includes), _name(source), header]
+        entry = _cache_folder() / f"{source.stem}-{_sha256(json.dumps(key).encode())[:32]}"
+        entry.mkdir(parents=True, exist_ok=True)
+        with (entry / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_current(entry):
+                _compile(entry, source, options, includes, header)
+            partial = _partial(target)
+            shutil.copyfile(entry / "made.o", partial)
+        partial.rename(target)
+    return target
+
+
+def link(target: Path, objects: Sequence[Path]) -> Path:
+    """`target`, a shared library, which stays what it is if it exists."""
+    if not target.exists():
+        partial = _partial(target)
+        subprocess.run([str(COMPILER), "-shared", *map(str, objects), "-o", str(partial)], check=True)
+        partial.rename(target)
+    return target
+
+
+def _partial(target: Path) -> Path:
+    """Renamed when it is whole: workers may share its folder."""
+    return target.with_name(f"{target.name}.{os.getpid()}")
+
+
+def _compile(entry: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None) -> None:
+    digests = _digests()  # before the compiler reads the files
+    made_of, dependencies = entry / "made_of.json", entry / "made.d"
+    made_of.unlink(missing_ok=True)
+    if header is not None:
+        (entry / "kernels.h").write_text(header)
+    folders = [f"-I{folder}" for folder in (*includes, entry)]
+    subprocess.run([str(COMPILER), *options, *folders, "-c", str(source), "-o", str(entry / "made.o"), "-MMD", "-MF", str(dependencies)], check=True)
+    read = {_name(Path(path)) for path in dependencies.read_text().replace("\\\n", " ").split()[1:]}
+    made_of.write_text(json.dumps({name: digests[name] for name in read & digests.keys() | {""}}))
+
+
+def _is_current(entry: Path) -> bool:
+    made_of = entry / "made_of.json"
+    return made_of.exists() and json.loads(made_of.read_text()).items() <= _digests().items()
+
+
+@cache
+def _digests() -> dict[str, str]:
+    """Of the files that may be included, by their names; of these names by "", since a new file may be found before another one."""
+    folders = (ROOT / "csrc", ROOT / "tests" / "csrc")
+    files = {_name(path): path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cpp", ".cu")}
+    return {"": _sha256(json.dumps(list(files)).encode())} | {name: _sha256(path.read_bytes()) for name, path in files.items()}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _name(path: Path) -> str:
+    """The same one in every checkout."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([str(COMPILER), "--version"], check=True, capture_output=True, text=True).stdout
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend" / "tests"
