@@ -207,7 +207,8 @@ def choose_design(kernel: str | None, device: torch.device) -> manifest.Design |
 
 
 def explain_failed_run(
-    q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool, selected: SelectedTokens | None,
+    q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool,
+    selected: SelectedTokens | None,
 ) -> None:  # fmt: skip
     """Refuses an argument of a run that has failed, if one explains it. Looked at only then: a layer's call has no time for it."""
     check_types(KVCache, "a KVCache", kv=kv)
