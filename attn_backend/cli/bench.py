@@ -229,6 +229,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.svg:
             check_matplotlib("--svg")
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device is cuda, must be cpu where torch sees no GPU; attn-backend doctor says more")
         known = ON_GPU if device == "cuda" else ON_CPU
         cases = [case for case in known if not arguments.case or any(text in case.name for text in arguments.case)]
         if not cases:
@@ -240,7 +242,7 @@ def run(arguments: argparse.Namespace) -> int:
         columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
         rows = [[line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)] for line in lines]
         where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        print(f"µs on {where}")
+        print(f"µs on {where}" + ("" if device == "cuda" else ". Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"))
         print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
         absent = [name for name in PEERS[device] if name not in columns]
         if absent:

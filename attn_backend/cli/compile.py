@@ -19,7 +19,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 _EPILOG = """examples:
   attn-backend compile                                                            # the standard kernels, where the wheel has none (needs nvcc)
-  attn-backend compile --arch sm_90a --head-dim 96                                # those of another head_dim
+  attn-backend compile --arch sm_90a --head-dim 80                                # those of another head_dim
   attn-backend compile --variant my_module:variant --arch sm_90a --dtype bfloat16 --head-dim 128
   attn-backend compile --variant attn_backend.variants.builtin:alibi --arch cpu --dtype float32
 """
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     build.add_arguments(parser, jobs=2, archs=None)
-    variant = parser.add_argument_group("variants", "Compile the kernels of variants instead (needs nvcc or NVRTC, for --arch cpu a C++ compiler).")
+    needs = "Compile the kernels of variants instead, for this machine's GPU or --arch (needs nvcc or NVRTC, for --arch cpu a C++ compiler)."
+    variant = parser.add_argument_group("variants", needs)
     variant.add_argument(
         "--variant",
         action="append",

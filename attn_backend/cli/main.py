@@ -43,6 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns the exit status."""
     parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     arguments = parser.parse_args(argv)
     try:
         status = _run(arguments, parser)

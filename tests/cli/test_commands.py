@@ -25,6 +25,11 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"attn-backend {command}" in capsys.readouterr().out.partition("examples:")[2]
 
 
+def test_no_command_is_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "examples:" in capsys.readouterr().err
+
+
 def test_help_does_not_wait_for_torch() -> None:
     script = "import sys; from attn_backend.cli.main import make_parser; make_parser().format_help(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split() == ["False"]
@@ -72,6 +77,12 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert main(["completion", shell]) == 0
     said = capsys.readouterr().out
     assert all(command in said for command in COMMANDS)
+
+
+def test_bench_wants_the_gpu_that_it_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "--device is cuda, must be cpu" in capsys.readouterr().err
 
 
 def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
