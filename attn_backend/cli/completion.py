@@ -38,6 +38,8 @@ def script(shell: str, words: dict[str, list[str]]) -> str:
             if command:
                 seen = shlex.quote(f"__fish_seen_subcommand_from {command}")
                 lines += [f"complete -c attn-backend -n {seen} -l {option}" for option in options]
+                choices = " ".join(word for word in its_words if not word.startswith("--"))
+                lines += [f"complete -c attn-backend -n {seen} -f -a {shlex.quote(choices)}"] if choices else []
         return "\n".join(lines) + "\n"
     cases = "\n".join(f"    {command}) words={shlex.quote(' '.join(its_words))} ;;" for command, its_words in words.items() if command)
     bash = f"""_attn_backend() {{

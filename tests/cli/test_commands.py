@@ -72,6 +72,14 @@ def test_bash_completes(typed: list[str], expected: str) -> None:
     assert subprocess.run(["bash", "-c", test], check=True, capture_output=True, text=True).stdout.split() == [expected]
 
 
+def test_fish_completes_what_a_command_takes() -> None:
+    script = completion.script("fish", completion.options_of(make_parser()))
+    assert "__fish_seen_subcommand_from completion' -f -a 'bash zsh fish'" in script
+    if shutil.which("fish") is not None:
+        test = f'{script}\ncomplete -C "attn-backend completion z"'
+        assert subprocess.run(["fish", "-c", test], check=True, capture_output=True, text=True).stdout.split() == ["zsh"]
+
+
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
