@@ -128,6 +128,7 @@ docs: base-python
 	@[ -x $(DOCS_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/pip install -q "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" "ruff>=0.14"
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "The site begins at .build/site/index.html"
 
 RELEASE_VENV := $(CURDIR)/.venv-release
 .PHONY: wheel
