@@ -246,6 +246,7 @@ FAULTS = (
     Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended,", "after_append=True,", SGLANG),
     Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended,", "after_append=True,", VLLM),
     Fault("vLLM: a window cuts the images of Gemma 3", "attn_backend/adapters/layer_variants.py", "return before | (", "return before & window >= 0 | (", VLLM),
+    Fault("vLLM: no window cuts the images of Gemma 4", "attn_backend/adapters/layer_variants.py", "key.window_left if key.cuts_spans else -1", "-1", VLLM),
     Fault("vLLM: images of the step before", "attn_backend/adapters/spans.py", "                self.clear()\n", "                pass\n", VLLM),
     Fault("vLLM: sinks are loaded once", "attn_backend/adapters/vllm/impl.py", "self._float_sinks.copy_(sinks)", "pass", VLLM),
     Fault(

@@ -41,7 +41,7 @@ def variant_of(key: PlanKey) -> Variant | None:
     if key.window_right >= 0:
         parts.append(_window_right(key.window_right))
     if key.has_spans:
-        # A window of the layer does not cut spans (Gemma 3): so it is this mask's, and no view's.
+        # A window of the layer that does not cut spans (Gemma 3) is this mask's, and no view's.
         params = {"span_begin": torch.int32, "span_end": torch.int32, "window": int}
         parts.append(Variant.from_source(_SPANS, params=params, name="spans"))
     if key.has_items:
@@ -53,7 +53,9 @@ def variant_of(key: PlanKey) -> Variant | None:
 
 def visibility_of(key: PlanKey, causal: bool) -> tuple[bool, int]:
     """`causal` and `window_left` of the view that is planned for a key, in a step that is causal or not."""
-    return (False, -1) if key.has_spans else (causal and key.causal, key.window_left)
+    if key.has_spans:
+        return False, key.window_left if key.cuts_spans else -1
+    return causal and key.causal, key.window_left
 
 
 def _window_right(right: int) -> Variant:

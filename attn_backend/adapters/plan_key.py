@@ -19,6 +19,7 @@ class PlanKey(NamedTuple):
         window_right: tokens to the right of a query that is not causal which stay visible; -1: all.
         chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.
         has_spans: whether some tokens of a prompt see both sides, those of an image for one (Gemma 3).
+        cuts_spans: whether the window also cuts what a token of a span sees of it (Gemma 4).
         has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
         has_alibi: whether logits get ALiBi's slopes.
         has_tree: whether the new tokens are a tree, not a chain (speculative drafts in SGLang).
@@ -41,6 +42,7 @@ class PlanKey(NamedTuple):
     window_right: int = -1
     chunk: int = 0
     has_spans: bool = False
+    cuts_spans: bool = False
     has_items: bool = False
     has_alibi: bool = False
     has_tree: bool = False

@@ -146,6 +146,20 @@ def _gemma3n() -> tuple[Any, Any]:
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
 
+def _gemma4() -> tuple[Any, Any]:
+    # The last two layers read the cache of the first two; those with 512 columns compute V with the weights of K.
+    rope = {"sliding_attention": PLAIN_ROPE, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}}
+    text: dict[str, Any] = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "rope_parameters": rope}
+    text |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
+    # SGLang finds the two widths in the configuration of the class with images alone; it is told not to take any.
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision |= {"head_dim": 16, "position_embedding_size": 16}
+    tokens: dict[str, Any] = {"image_token_id": IMAGE_TOKENS[0], "boi_token_id": IMAGE_TOKENS[1], "eoi_token_id": IMAGE_TOKENS[2]}
+    config = transformers.Gemma4Config(text_config=COMMON | text, vision_config=vision, **tokens)
+    return config, transformers.Gemma4ForConditionalGeneration
+
+
 def _items() -> tuple[Any, Any]:
     return transformers.Qwen2Config(**COMMON, tie_word_embeddings=False), transformers.Qwen2ForCausalLM
 
@@ -204,6 +218,10 @@ FAMILIES = {
             "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
         }),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
+        Family("gemma4", "heads of 256 and of 512 columns in one model", "Gemma 4", _gemma4, engines={
+            "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
+            "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
+        }),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
         Family("mimo", "keys and values of different sizes, sinks, sliding window", "MiMo V2", _mimo, engines={
             # SGLang's window leaves the query out; and the nested form of these parameters, transformers' own, it does not know.
@@ -237,14 +255,16 @@ def make_model(family: Family, folder: Path) -> None:
                 parameter.zero_()  # behind an activation that is another one in SGLang
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+            elif "q_norm" in name and config.model_type == "gemma4":
+                parameter.fill_(3 * parameter.shape[0] ** -0.5)  # nothing else scales its logits
             elif "sinks" in name:
                 parameter.copy_(parameter.normal_(0, 2).bfloat16())  # which SGLang keeps them in
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
-    _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
     write_tokenizer(folder)
     if family.kind == "image":
+        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
         image = transformers.Gemma3ImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         transformers.Gemma3Processor(image, tokenizer, image_seq_length=IMAGE_LEN).save_pretrained(folder)

@@ -14,8 +14,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-# Models that this backend serves, though SGLang's list for them lacks it. Gemma 4 is not among them: this backend lacks its head sizes.
-SERVED = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
+# Models that this backend serves, though SGLang's list for them lacks it.
+SERVED = (
+    *("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+)
 
 
 class Check(NamedTuple):

@@ -20,6 +20,7 @@ from .mla import unsupported as unsupported_latents
 
 _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 _MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # models whose masks this backend knows
+_CAUSAL_OVER_IMAGES = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # unless their configuration says otherwise
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
@@ -67,12 +68,19 @@ def _check_kv_dtype(runner: Any) -> None:
 
 
 def wants_spans(runner: Any) -> bool:
-    """Whether tokens of an image see each other on both sides: a model with this method hands such masks to SGLang's Triton backend (Gemma 3)."""
-    return hasattr(runner.model, "prepare_attn_masks") and bool(runner.model_config.is_multimodal)
+    """Whether tokens of an image see each other on both sides: a model with this method hands such masks to SGLang's Triton backend (Gemma 3).
+
+    Gemma 4's does so whatever its configuration says. The smaller ones are causal over images, in transformers and vLLM.
+    """
+    if not hasattr(runner.model, "prepare_attn_masks") or not runner.model_config.is_multimodal:
+        return False
+    text = getattr(runner.model_config, "hf_text_config", None)
+    return type(runner.model).__name__ not in _CAUSAL_OVER_IMAGES or getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def _check_spans(runner: Any) -> None:
-    advice = "leave --enable-multimodal out to serve text alone, or use --attention-backend triton"
+    text_alone = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""  # --enable-multimodal is the default of most
+    advice = f"{text_alone} to serve text alone, or use --attention-backend triton"
     if type(runner.model).__name__ not in _MASKS_OVER_IMAGES:
         raise refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:

@@ -80,11 +80,9 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "rswa_window", None) is not None:
         return "reference sliding window attention (R-SWA)"
-    if is_prefix_lm(vllm_config):
-        if clamps_spans(vllm_config):
-            return "bidirectional attention over multimodal prefixes within a sliding window"
-        if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):  # vLLM forces it where it knows that backends need it, not on CPUs
-            return "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
+    # vLLM forces it where it knows that backends need it, not on CPUs.
+    if is_prefix_lm(vllm_config) and not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
+        return "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
     if getattr(vllm_config, "diffusion_config", None) is not None:
         return "batches that mix causal and bidirectional requests (diffusion models)"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -132,12 +130,12 @@ def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str |
 
 
 def is_prefix_lm(vllm_config: VllmConfig) -> bool:
-    """Whether tokens of an image see each other on both sides (Gemma 3)."""
+    """Whether tokens of an image see each other on both sides (Gemma 3, the larger ones of Gemma 4)."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 
 def clamps_spans(vllm_config: VllmConfig) -> bool:
-    """Whether a layer's window also cuts what tokens of an image see of it (Gemma 4)."""
+    """Whether windows also cut what tokens of an image see of it (Gemma 4). The model's layers without a window are causal, then: images are text to them."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     return any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
 

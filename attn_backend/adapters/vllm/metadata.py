@@ -125,7 +125,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
 
         def make(key: PlanKey) -> Plan:
-            key = key._replace(has_spans=self.spans is not None and key.causal, chunk=chunk)
+            cuts_spans = self.spans is not None and compat.clamps_spans(vllm_config)
+            # Where windows cut spans, layers without a window do not have them.
+            has_spans = self.spans is not None and key.causal and (key.window_left >= 0 or not cuts_spans)
+            key = key._replace(has_spans=has_spans, cuts_spans=has_spans and cuts_spans, chunk=chunk)
             variant = variant_of(key)
             options: dict[str, Any] = {"head_dim_v": key.head_dim_v, "dtype": dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch}
             options |= {"batch_invariant": batch_invariant, "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
@@ -137,7 +140,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             attention = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, **of_cache, **options)
             arguments: dict[str, torch.Tensor | int] | None = None
             if self.spans is not None and key.has_spans:
-                arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": key.window_left}
+                arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": -1 if key.cuts_spans else key.window_left}
             return Plan(key, attention, key.logits_soft_cap if variant is None else 0.0, arguments)
 
         self.plans = outside_memory_pools(lambda: {key: make(key) for key in keys}, device)

@@ -43,7 +43,8 @@ def server(backend: str | None, architecture: str = "GptOssForCausalLM") -> Any:
     ("backend", "architecture", "read"),
     [
         (NAME, "GptOssForCausalLM", "triton"),
-        (NAME, "Gemma4ForCausalLM", NAME),  # whose head sizes are not served
+        (NAME, "Gemma4ForConditionalGeneration", "triton"),
+        (NAME, "DeepseekV4ForCausalLM", NAME),  # which is not served
         ("torch_native", "GptOssForCausalLM", "torch_native"),
         (None, "GptOssForCausalLM", None),
     ],

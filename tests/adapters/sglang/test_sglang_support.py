@@ -162,7 +162,7 @@ class OtherModel(Gemma3ForConditionalGeneration):
         (Gemma3ForConditionalGeneration, True, -1, None),
         (Gemma3ForConditionalGeneration, False, 512, None),  # its default: there are no images
         (Gemma3ForConditionalGeneration, True, 512, "in prompts that are computed in chunks.*--chunked-prefill-size -1"),
-        (OtherModel, True, -1, "the masks over the images of a prompt that OtherModel makes.*leave --enable-multimodal out"),
+        (OtherModel, True, -1, "the masks over the images of a prompt that OtherModel makes.*language_model_only.*triton"),
     ],
 )
 def test_masks_over_images(
@@ -188,6 +188,23 @@ def test_encoders_need_whole_prompts(settings: dict[str, object], message: str, 
     layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, attn_type=AttentionType.ENCODER_ONLY)
     with pytest.raises(ValueError, match=message):
         ATTENTION_BACKENDS[NAME](FakeEngine().runner(model=torch.nn.ModuleList([layer])))
+
+
+class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration):
+    """Makes masks whatever its configuration says."""
+
+
+@pytest.mark.parametrize("sees_both_sides", ["vision", None])
+def test_images_of_gemma_4(sees_both_sides: str | None) -> None:
+    register()
+    engine = FakeEngine()
+    config = model_config(is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention=sees_both_sides))
+    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config))
+    if sees_both_sides is None:
+        start()
+    else:
+        with pytest.raises(ValueError, match=r"the masks over the images of a prompt that Gemma4ForConditionalGeneration makes.*language_model_only"):
+            start()
 
 
 def test_images_without_masks_are_served() -> None:

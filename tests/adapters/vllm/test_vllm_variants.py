@@ -14,7 +14,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 from test_vllm_attention import check, fill_cache, run_layer
 from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-from vllm_layer import PAGE, Batch, Layer, make_batch, make_builder, make_cache, make_config, make_impl
+from vllm_layer import PAGE, Batch, Layer, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.cpu import CpuAttnBackend
@@ -133,9 +133,23 @@ def test_chunks_of_an_unknown_size_are_refused() -> None:
         compat.chunk_of(SimpleNamespace())
 
 
-def test_images_cut_by_a_window_are_refused() -> None:
-    """Gemma 4."""
-    layer = Layer(make_impl())
-    layer.mm_prefix_clamp_sliding_window = True
-    config = make_config({"layer.0": layer}, scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
-    assert "within a sliding window" in (compat.unsupported_feature(config) or "")
+@pytest.mark.parametrize("window", [None, 10])
+def test_images_cut_by_a_window(window: int | None) -> None:
+    """Gemma 4: (causal or the same image) and window; nothing but causal in layers without one."""
+    spans = {2: [(2, 20)], 3: [(3, 11), (12, 30)], 4: [(90, 95)]}  # some longer than the window
+    impl, batch = make_impl(sliding_window=window), make_batch(*MIXED)
+    batch.metadata.mm_req_doc_ranges = spans
+
+    def mask(pairs: oracle.Pairs) -> torch.Tensor:
+        seen = pairs.token <= pairs.position
+        if window is None:
+            return seen
+        for first, last in spans.get(pairs.request, []):
+            seen = seen | ((pairs.position >= first) & (pairs.position <= last) & (pairs.token >= first) & (pairs.token <= last))
+        return seen & (pairs.position - pairs.token < window)
+
+    layers = {"layer.0": Layer(impl), "layer.1": Layer(make_impl(sliding_window=10))}
+    layers["layer.1"].mm_prefix_clamp_sliding_window = True
+    config = make_config(layers, scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
+    builder = AttnMetadataBuilder(make_spec(), ["layer.0"], config, torch.device("cpu"))
+    serve(impl, batch, builder, causal=False, variant=oracle.Variant(mask=mask))
