@@ -278,6 +278,13 @@ FAULTS = (
         ("tests/kernels/test_append_mla.py",),
     ),
     Fault(
+        "masks with holes: each listed KV tile counts as seen by all rows",
+        "csrc/attention/kv_tile_lists.h",
+        "of_view.tokens(p, kv_tile).begin, !answer.some_hidden)",
+        "of_view.tokens(p, kv_tile).begin, true)",
+        (ATTENTION, "-k", "masks_with_holes"),
+    ),
+    Fault(
         "sparse MLA: a plan finds prefixes in slots that the next layer changes",
         "csrc/runtime/bindings.cpp",
         "!options.pages_change",
