@@ -86,13 +86,7 @@ def selected_slots(
     `SelectedTokens`.
 
     Args:
-        indices: int32 [rows, topk]: for each row of Q the tokens of its request that it attends to, in any order; a negative one is none, wherever it stands.
-        block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative page is none. None: indices are slots.
-        requests: int32 or int64 [rows], the request of each row; one outside of the table has no tokens. None, only where block_table is None or has a row of
-            its own for each row of Q: row i.
-        page_size: tokens of a page of block_table.
-        page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None: page_size.
-        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: others are none. None: all that the table has.
+        indices, block_table, requests, page_size, page_stride, kv_lens: as of `SelectedTokens`.
         out: int32 [rows, topk], written and returned; may be `indices` itself. None: a new tensor.
 
     Raises:

@@ -1,16 +1,6 @@
 // csrc/planner/device/selection.cuh on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after
 // another.
-#include "cuda_emulation.h"
-
-namespace emulation {
-
-char none[16];
-char* const shared_memory = none;
-const size_t shared_bytes = 0;
-
-uint64_t time() { return 0; }
-
-}  // namespace emulation
+#include "no_shared_memory.h"
 
 #include "planner/device/selection.cuh"
 

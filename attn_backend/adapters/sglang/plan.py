@@ -23,7 +23,7 @@ class Plan:
         of_trees: for steps that verify trees; None: there are no such steps.
         current: the Attention that holds this step's plan; None: there is no plan yet, or these layers take no part in this step.
         logits_soft_cap: what this step's runs are given.
-        arguments: what this step's runs give the variant, but for the slopes, which each layer has for itself.
+        arguments: the variant's arguments in the runs of this step, without ALiBi slopes: each layer adds its own.
     """
 
     def __init__(self, key: PlanKey, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int, nodes_of_trees: int = 0) -> None:

@@ -13,12 +13,11 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 pytest.importorskip("vllm.v1.attention.ops.dcp", reason="needs vLLM 0.29 or later")
 
 from dcp_ranks import Ranks, lay_out, make_ranks
-from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Projection, V, make_layer, make_mla_config
+from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Chosen, Projection, V, make_layer, make_mla_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.attention.ops.dcp import MLADCPManager
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE
@@ -31,19 +30,6 @@ from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 MIXED = ([1, 1, 1, 3, 9, 40, 7], [33, 64, 1, 40, 100, 40, 60])  # decodes come first; the others are prefills, some behind a cached prefix
 DECODES = ([1, 1, 1, 1], [3, 100, 17, 64])
 SPECULATION = ([3, 4, 3], [50, 60, 3])
-
-
-class Chosen(MLAPrefillBackend):
-    """What vLLM has chosen for prefills: it must not be asked."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CHOSEN"
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        raise AssertionError
-
-    run_prefill_context_chunk = run_prefill_new_tokens
 
 
 def gather(src_cache: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, batch_size: int, seq_starts: Tensor) -> None:
