@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ NUM_PREFIXES = 4  # at a time
 PREFIX_LASTS = 60  # requests: then others come, and the cache must forget
 SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 192, 128
 LONGEST_ANSWER = 128
+PATIENCE = 4
 LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
 SCHEMA = {
     "type": "object",
@@ -115,14 +117,19 @@ def check_json(text: str) -> None:
         raise ValueError(f"its answer is not of the schema: {text!r}")
 
 
-def run_load(url: str, requests: Requests, seconds: float, concurrency: int, keep_every: int) -> Outcome:
-    """Sends requests for so long, `concurrency` at a time. Every `keep_every`th that is not aborted is kept."""
+def run_load(url: str, requests: Requests, seconds: float, concurrency: int, keep_every: int, is_enough: Callable[[Outcome], bool]) -> Outcome:
+    """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a time. Every `keep_every`th that is not aborted is
+    kept."""
     outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     waited_for = itertools.count(1)
 
+    def goes_on() -> bool:
+        elapsed = time.monotonic() - start
+        return elapsed < seconds or (elapsed < PATIENCE * seconds and not is_enough(outcome))
+
     def work() -> None:
-        while time.monotonic() < end:
+        while goes_on():
             with lock:
                 request = requests.make(next(numbers))
             try:

@@ -26,6 +26,7 @@ class Answers(BaseHTTPRequestHandler):
     """Of the server's `fault`: what a request gets."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def do_POST(self):
         server = self.server
@@ -64,9 +65,10 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def run_soak(monkeypatch, tmp_path):
-    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more."""
+    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more;
+    `preempted`: what it counts at each look at its preemptions."""
 
-    def run(fault="", *arguments, grows=0.0, preempted=3, traceback=False):
+    def run(fault="", *arguments, grows=0.0, preempted=None, traceback=False):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         server.fault, server.asked, server.lock = fault, 0, threading.Lock()
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -75,7 +77,7 @@ def run_soak(monkeypatch, tmp_path):
         found = itertools.count(100.0, grows)
         monkeypatch.setattr(soak, "memory_of", lambda pid, device: next(found))
         monkeypatch.setattr(soak, "smallest_gap", lambda engine, url, request: 0.0125)
-        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url, log: preempted)
+        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url, log: next(preempted) if preempted else 3)
 
         @contextlib.contextmanager
         def ready_server(engine, launch, log, timeout_s):
@@ -87,7 +89,7 @@ def run_soak(monkeypatch, tmp_path):
         if traceback:
             counts = iter([0, 1])
             monkeypatch.setattr(soak, "server_tracebacks", lambda log: next(counts))
-        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.02", "--warm-up", "0.2", "--sample-every", "0.02", "--replay-every", "5"]
+        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.01", "--warm-up", "0.1", "--sample-every", "0.02", "--replay-every", "5"]
         try:
             return soak.run(soak.parse_arguments([*given, "--results", str(tmp_path / "results"), *arguments]))
         finally:
@@ -106,6 +108,11 @@ def test_a_server_that_holds_out(run_soak, tmp_path, capsys):
     assert written["complete_json"] == written["finished"]["guided"]
 
 
+def test_the_load_goes_on_until_a_request_was_preempted(run_soak, capsys):
+    assert run_soak(preempted=itertools.chain(itertools.repeat(0, 20), itertools.repeat(1)))
+    assert "all holds" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -113,7 +120,7 @@ def test_a_server_that_holds_out(run_soak, tmp_path, capsys):
         ({"fault": "no json"}, "requests failed"),
         ({"fault": "forgets"}, "have another text when asked again alone"),
         ({"grows": 100.0}, "the memory grew by"),
-        ({"preempted": 0}, "no request was preempted"),
+        ({"preempted": itertools.repeat(0)}, "no request was preempted"),
         ({"traceback": True}, "1 tracebacks"),
     ],
 )
