@@ -2,7 +2,7 @@
 hang up, and a KV cache so small that requests are preempted and prefixes evicted.
 
     python -m integration.soak --engine vllm --minutes 3
-    python -m integration.soak --engine sglang --model llama-3.1-8b --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 16384
+    python -m integration.soak --engine sglang --model llama-3.1-8b --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 6144
 
 What must hold:
 
@@ -166,7 +166,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
     parser.add_argument("--minutes", type=float, default=20, help="of load, at least; default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
-    parser.add_argument("--cache-tokens", type=int, default=768, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
+    parser.add_argument("--cache-tokens", type=int, default=640, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
     parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")

@@ -128,7 +128,7 @@ class SGLang:
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
         # It begins requests as if answers were short, and forgets soon that they were not.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1", "--constrained-json-disable-any-whitespace"]
-        return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "5"}
+        return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
 
     def preemptions(self, base_url: str, log: Path) -> int:
         return sum("Retract requests" in line for line in log.read_text(errors="replace").splitlines())
