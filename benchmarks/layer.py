@@ -8,7 +8,7 @@ python -m benchmarks.layer [--case TEXT ...] [--repeats N] [--json FILE] [--mark
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -41,13 +41,12 @@ def layer_cases() -> list[Case]:
 _DECODES = ((1, 8192, 16), (8, 1200, 16), (8, 1200, 1), (16, 1024, 16), (24, 400, 16), (24, 400, 1), (64, 400, 16), (64, 4096, 16))
 
 
-def new_slots(batch: Batch) -> torch.Tensor:
+def new_slots(block_table: torch.Tensor, qo_lens: Sequence[int], kv_lens: Sequence[int], page_size: int) -> torch.Tensor:
     """int64 [rows]: where K and V of the rows of Q lie."""
-    case = batch.case
     slots = []
-    for request, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
-        token = torch.arange(kv_len - qo_len, kv_len, device="cuda")
-        slots.append(batch.block_table[request, token // case.page_size].long() * case.page_size + token % case.page_size)
+    for pages, qo_len, kv_len in zip(block_table, qo_lens, kv_lens, strict=True):
+        token = torch.arange(kv_len - qo_len, kv_len, device=block_table.device)
+        slots.append(pages[token // page_size].long() * page_size + token % page_size)
     return torch.cat(slots)
 
 
@@ -60,7 +59,7 @@ def layers(*launches: Launch) -> None:
 def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     """One line of the table; µs a layer."""
     batch = Batch.make(case)
-    slots = new_slots(batch)
+    slots = new_slots(batch.block_table, case.qo_lens, case.kv_lens, case.page_size)
     weight = torch.randn(PRODUCT, dtype=torch.bfloat16, device="cuda")
     x = torch.randn(PRODUCT_ROWS[len(batch.q) == len(case.qo_lens)], PRODUCT[0], dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(2, len(batch.q), case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda")

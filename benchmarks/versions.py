@@ -4,7 +4,7 @@
     python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
 
 Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version has the first turn; of plans those of 20 in one
-graph. Host times are µs of a call, medians of 60 rounds that take turns.
+graph; in a layer those of append and attention behind a product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 import attn_backend
+from benchmarks.layer import LAYERS, PRODUCT, PRODUCT_ROWS, layers, new_slots
 from benchmarks.report import number, options, save, table, wanted
 from benchmarks.timing import Launch, Timer
 
@@ -68,6 +70,7 @@ class Problem:
         self.kv = library.KVCache.from_tensor(torch.randn(sum(pages), 2, page_size, NUM_KV_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16())
         self.q = torch.randn(rows, NUM_QO_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16()
         self.out = torch.empty_like(self.q)
+        self.new_slots = new_slots(block_table, qo_lens, kv_lens, page_size)
         self.attention.plan(self.view)
 
     def run(self) -> None:
@@ -101,12 +104,44 @@ def draws(batch: int, vocab: int, scale: float = 1.0, **filters: float) -> Make:
     return make
 
 
+def product(rows: int) -> Launch:
+    """What stands before append and attention in a layer."""
+    x, weight = torch.randn(rows, PRODUCT[0], device="cuda").bfloat16(), torch.randn(PRODUCT, device="cuda").bfloat16()
+    return lambda: torch.matmul(x, weight)
+
+
+def in_layers(qo_lens: list[int], kv_lens: list[int], **options: Any) -> Make:
+    """Layers in one graph: product, append and attention."""
+
+    def make(library: ModuleType) -> Launch:
+        problem = Problem(library, qo_lens, kv_lens, **options)
+        k, v = problem.q[:, :NUM_KV_HEADS].contiguous(), problem.q[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS].contiguous()
+        before = product(PRODUCT_ROWS[max(qo_lens) == 1])
+
+        def attend() -> None:
+            library.append_kv(k, v, problem.kv, problem.new_slots)
+            problem.attention.run(problem.q, problem.kv, out=problem.out, after_append=True)
+
+        return lambda: layers(before, attend)
+
+    return make
+
+
 def appends(library: ModuleType) -> Launch:
     problem = Problem(library, [1] * 16, [64] * 16)
     k, slots = problem.q[:, :NUM_KV_HEADS].contiguous(), torch.arange(16, device="cuda")
     return lambda: library.append_kv(k, k, problem.kv, slots)
 
 
+IN_LAYERS: dict[str, tuple[list[int], list[int]]] = {
+    "decode 1 x 8192": ([1], [8192]),
+    "decode 8 x 1200": ([1] * 8, [1200] * 8),
+    "decode 16 x 1024": ([1] * 16, [1024] * 16),
+    "decode 24 x 400": ([1] * 24, [400] * 24),
+    "decode 64 x 4096": ([1] * 64, [4096] * 64),
+    "prompt 220": ([220], [220]),
+    "prompt 2048": ([2048], [2048]),
+}
 DEVICE: dict[str, Make] = {
     "decode 1 x 8192": attention([1], [8192]),
     "decode 8 x 1200": attention([1] * 8, [1200] * 8),
@@ -158,6 +193,16 @@ def device_times(make: Make, before: ModuleType, timer: Timer) -> tuple[float, f
     return min(forth[0], back[0]), min(forth[1], back[1])
 
 
+def layer_times(qo_lens: list[int], kv_lens: list[int], before: ModuleType, timer: Timer) -> tuple[float, float]:
+    """Of append and attention in one layer."""
+    make, rows = in_layers(qo_lens, kv_lens), PRODUCT_ROWS[max(qo_lens) == 1]
+    alone = product(rows)
+    launches = [make(before), make(attn_backend), lambda: layers(alone)]
+    forth, back = timer.together(launches), timer.together(launches[::-1])[::-1]
+    old, new, products = (min(times) for times in zip(forth, back, strict=True))
+    return (old - products) / LAYERS, (new - products) / LAYERS
+
+
 def host_times(make: Make, before: ModuleType) -> tuple[float, float]:
     calls = [make(before), make(attn_backend)]
     times: list[list[float]] = [[], []]
@@ -180,11 +225,13 @@ def main() -> None:
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median of {arguments.repeats}. Times in µs."
     print(header, flush=True)
     lines: list[dict[str, Any]] = []
-    cases = [(name, make, False) for name, make in DEVICE.items()] + [(f"host: {name}", make, True) for name, make in HOST.items()]
-    for name, make, on_host in cases:
+    cases: dict[str, Callable[[], tuple[float, float]]] = {name: partial(device_times, make, before, timer) for name, make in DEVICE.items()}
+    cases |= {f"in a layer: {name}": partial(layer_times, *lens, before, timer) for name, lens in IN_LAYERS.items()}
+    cases |= {f"host: {name}": partial(host_times, make, before) for name, make in HOST.items()}
+    for name, measure in cases.items():
         if not wanted(name, arguments):
             continue
-        old, new = host_times(make, before) if on_host else device_times(make, before, timer)
+        old, new = measure()
         lines.append({"case": name, "before": old, "now": new, "now / before": new / old})
         print(f"{name:50} {old:9.2f} {new:9.2f} {new / old:6.3f}", flush=True)
     columns = ["case", "before", "now", "now / before"]
