@@ -1,6 +1,6 @@
 """Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and compares with transformers in float32 on a CPU.
 
-    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--models FOLDER] [--jobs N]
+    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N]
 
 In bfloat16 nobody has transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far away as that one, and a token may be
 another one where both are as probable. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells them, and of
@@ -62,11 +62,11 @@ def distance(ours: list[Answer], other: list[Answer]) -> Distance:
     return Distance(math.sqrt(sum(squares) / len(squares)), tie)
 
 
-def serve(engine: str, models: Path, answers: Path, jobs: int) -> None:
+def serve(engine: str, families: list[str], models: Path, answers: Path, jobs: int) -> None:
     """Writes the answers of both backends; what a backend does not serve has none."""
     with ThreadPoolExecutor(2) as pool:
         options = ("--device", "cuda", "--jobs", str(jobs))
-        runs = {backend: pool.submit(run, RUNNERS[engine], models, [], "--backend", backend, *options, answers=answers) for backend in ("ours", "stock")}
+        runs = {backend: pool.submit(run, RUNNERS[engine], models, families, "--backend", backend, *options, answers=answers) for backend in ("ours", "stock")}
         for backend, one in runs.items():
             if error := one.exception():
                 print(f"{engine}, {backend}: {error}", flush=True)
@@ -91,6 +91,7 @@ def compare(engine: str, family: str, models: Path, answers: Path) -> tuple[bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="*", default=["vllm", "sglang"])
+    parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
     parser.add_argument("--models", type=Path, help="default: they are made")
     parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time")
     arguments = parser.parse_args()
@@ -98,12 +99,14 @@ def main() -> None:
     all_near = True
     with tempfile.TemporaryDirectory() as folder:
         for engine in arguments.engines:
-            serve(engine, models, Path(folder), arguments.jobs)
-            for name, family in FAMILIES.items():
-                if engine in family.engines and (engine == "vllm" or family.kind == "generate"):
-                    near, line = compare(engine, name, models, Path(folder))
-                    all_near &= near
-                    print(f"{engine:8}{name:12}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
+            served = [name for name, family in FAMILIES.items() if engine in family.engines and (engine == "vllm" or family.kind == "generate")]
+            families = [name for name in served if name in (arguments.family or served)]
+            if families:
+                serve(engine, families, models, Path(folder), arguments.jobs)
+            for name in families:
+                near, line = compare(engine, name, models, Path(folder))
+                all_near &= near
+                print(f"{engine:8}{name:12}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
     sys.exit(int(not all_near))
 
 
