@@ -52,7 +52,9 @@ STARTED: list[LLM] = []  # an engine is shut down where nobody has it any more; 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
     """Twice, the second time from the prefix cache; both must be the same."""
-    options = {"runner": "pooling"} if family.kind == "embed" else {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
+    options: dict[str, Any] = {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
+    if family.kind == "embed":  # it has no decodes that graphs could hold
+        options = {"runner": "pooling", "enforce_eager": True}
     options |= ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options | family.engines["vllm"])
     STARTED.append(llm)
