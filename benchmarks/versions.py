@@ -50,7 +50,17 @@ class Problem:
     """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those behind them that each of NUM_GROUPS groups shares."""
 
     def __init__(
-        self, library: ModuleType, qo_lens: list[int], kv_lens: list[int], page_size: int = PAGE_SIZE, common: int = 0, of_group: int = 0, **made_with: Any
+        self,
+        library: ModuleType,
+        qo_lens: list[int],
+        kv_lens: list[int],
+        page_size: int = PAGE_SIZE,
+        common: int = 0,
+        of_group: int = 0,
+        head_dim: int = HEAD_DIM,
+        window: int = -1,
+        soft_cap: float = 0.0,
+        **made_with: Any,
     ) -> None:
         generator = torch.Generator("cuda").manual_seed(1)
         pages = [-(-length // page_size) for length in kv_lens]
@@ -65,16 +75,17 @@ class Problem:
         rows = sum(qo_lens)
         qo_indptr = torch.tensor(list(itertools.accumulate(qo_lens, initial=0)), dtype=torch.int32, device="cuda")
         table = library.PageTable.block_table(block_table, torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), page_size)
-        self.view = library.BSRView(qo_indptr, table)
-        self.attention = library.Attention(NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, max_rows=max(rows, 512), max_batch=max(len(pages), 64), **made_with)
-        self.kv = library.KVCache.from_tensor(torch.randn(sum(pages), 2, page_size, NUM_KV_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16())
-        self.q = torch.randn(rows, NUM_QO_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16()
+        self.view = library.BSRView(qo_indptr, table, window_left=window)
+        self.attention = library.Attention(NUM_QO_HEADS, NUM_KV_HEADS, head_dim, max_rows=max(rows, 512), max_batch=max(len(pages), 64), **made_with)
+        self.kv = library.KVCache.from_tensor(torch.randn(sum(pages), 2, page_size, NUM_KV_HEADS, head_dim, device="cuda", generator=generator).bfloat16())
+        self.q = torch.randn(rows, NUM_QO_HEADS, head_dim, device="cuda", generator=generator).bfloat16()
         self.out = torch.empty_like(self.q)
+        self.soft_cap = soft_cap
         self.new_slots = new_slots(block_table, qo_lens, kv_lens, page_size)
         self.attention.plan(self.view)
 
     def run(self) -> None:
-        self.attention.run(self.q, self.kv, out=self.out)
+        self.attention.run(self.q, self.kv, out=self.out, logits_soft_cap=self.soft_cap)
 
     def plan(self) -> None:
         self.attention.plan(self.view)
@@ -158,6 +169,12 @@ DEVICE: dict[str, Make] = {
     "prompts 8 x 700": attention([700] * 8, [700] * 8),
     "prompts 4 x 2048": attention([2048] * 4, [2048] * 4),
     "prompts 4 x 2048, generic": attention([2048] * 4, [2048] * 4, kernel="generic"),
+    "prompts 4 x 4096": attention([4096] * 4, [4096] * 4),
+    "prompts 4 x 4096, soft cap": attention([4096] * 4, [4096] * 4, soft_cap=30.0),
+    "prompts 4 x 4096, window 128": attention([4096] * 4, [4096] * 4, window=128),
+    "prompts 4 x 4096, heads of 64": attention([4096] * 4, [4096] * 4, head_dim=64),
+    "prompts 4 x 4096, heads of 64, window 128": attention([4096] * 4, [4096] * 4, head_dim=64, window=128),
+    "prompts 4 x 4096, heads of 256": attention([4096] * 4, [4096] * 4, head_dim=256),
     "chunk 512 at 4096, 31 decodes": attention([512] + [1] * 31, [4608] + [2048] * 31),
     **{
         f"{PLANS} plans of {batch}: {name}": plans(batch, **shared)
