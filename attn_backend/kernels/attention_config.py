@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..variants import Variant
     from .attention_variant import AttentionVariant
 
-# By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
-DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
-DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-# The same for caches whose elements differ from Q's.
-KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2", torch.uint8: "kScaledLatent"}
-KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "latent"}
+# The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ from Q's.
+DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
+KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
+# The names of DataType (csrc/common/data_type.h).
+DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
+KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
