@@ -59,8 +59,9 @@ class AttentionVariant:
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
         self._target, self._options = "cpu", ""
-        if design is manifest.DESIGNS["hopper"] and dims.v > manifest.MAX_TRANSFORMED_HEAD_DIM and (variant.has_query or variant.has_key or variant.has_value):
-            fits = f"at most {manifest.MAX_TRANSFORMED_HEAD_DIM} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
+        transforms = variant.has_query or variant.has_key or variant.has_value
+        if design is not None and transforms and dims.v > design.max_transformed_head_dim:
+            fits = f"at most {design.max_transformed_head_dim} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
             refuse("head_dim" if dims.qk == dims.v else "head_dim_v", dims.v, fits)
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))

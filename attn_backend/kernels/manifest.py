@@ -92,11 +92,13 @@ class Design:
         name: of the folder.
         archs: of the GPUs that it is for.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
+        max_transformed_head_dim: columns of V above which its kernels have no room for variants that transform Q, K or V.
     """
 
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
+    max_transformed_head_dim: int = MLA_HEAD_DIMS.v
 
     def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
         """Those of `cubins` that there are for such heads and caches: one where rows are widened as they are loaded, whatever TMA could describe."""
@@ -105,7 +107,7 @@ class Design:
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
-    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}),
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, MAX_TRANSFORMED_HEAD_DIM),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
 

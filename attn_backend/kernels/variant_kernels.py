@@ -24,12 +24,17 @@ def target_of(capability: tuple[int, int]) -> str:
         ValueError: older than Ampere.
     """
     arch = cubins.arch_of(capability)
-    return arch if arch == manifest.SM90 else f"sm_{capability[0]}0"
+    return f"sm_{capability[0]}0" if arch == manifest.SM80 else arch
 
 
 def arch_of(target: str) -> str:
     """The arch of the standard kernels that stand beside them."""
-    return manifest.SM90 if target == manifest.SM90 else manifest.SM80
+    return target if target in manifest.ARCHS else manifest.SM80
+
+
+def is_target(text: str) -> bool:
+    """Whether target_of() may give it: there is one for each major version."""
+    return text in manifest.ARCHS or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
