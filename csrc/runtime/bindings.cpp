@@ -200,7 +200,7 @@ KvScale checked_scale(const char* name, const Optional<TensorView>& scale, doubl
 /// Of Q: for all requests.
 KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const Attention& attention) {
   const AttentionConfig& config = attention.config();
-  if (!is_float8(config.q_dtype) && (scale.has_value() || value != 1.0))
+  if (!has_8_bits(config.q_dtype) && (scale.has_value() || value != 1.0))
     refuse("q_scale", scale.has_value() ? std::string("a tensor") : std::to_string(value), "None: q is not of 8 bits");
   const KvScale made = kv_scale("q_scale", scale, value, device_of(config), config.num_kv_heads);
   if (made.is_of_requests())
@@ -305,7 +305,7 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
                                checked_scale("kv.v_scale", v_scale, v_value, attention),
                                checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
-  if (config.on_cuda && is_float8(config.kv_dtype) && is_latent(config.dims()))
+  if (config.on_cuda && has_8_bits(config.kv_dtype) && is_latent(config.dims()))
     check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   if (has_slots)

@@ -218,7 +218,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kSwizzle128 = 3;
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
-  const int type = is_float8(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
+  const int type = has_8_bits(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
   uint64_t strides[3];
   uint64_t alignment_bits = reinterpret_cast<uint64_t>(tensor.data);  // of rows
   for (int i = 0; i < 3; ++i) {
