@@ -195,10 +195,6 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, out_scale)
 
-    def forget_bound(self) -> None:
-        """The next call packs again."""
-        self._bound = None
-
     def _command(self, jit: bool) -> str:
         """The command that compiles the variant ahead, for messages; "" where it is compiled now."""
         if jit:

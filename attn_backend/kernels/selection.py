@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from ..metadata.structure import check_int, check_plain, explain_failure
 from . import compiled
-from .cubins import arch_of, find_kernel
+from .kernel_files import kernel_file
 from .library import library
 
 
@@ -67,7 +67,7 @@ def load(device: torch.device) -> None:
     """Loads the kernel; must come before the library packs on a CUDA device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        library().load_selection(str(find_kernel("selected_slots", arch_of(torch.cuda.get_device_capability(device)))), index)
+        library().load_selection(kernel_file("selected_slots", device), index)
 
 
 def selected_slots(
