@@ -137,6 +137,16 @@ inline DLDataType dl_dtype(DataType dtype) {
   return DLDataType{kDLBfloat, 16, 1};
 }
 
+/// The dtype of a tensor of float32, float16 or bfloat16.
+inline DataType float_dtype(const char* name, const TensorView& tensor) {
+  const DLDataType was = tensor.dtype();
+  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
+    const DLDataType must = dl_dtype(dtype);
+    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
+  }
+  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
+}
+
 inline void check_dtype(const char* name, const TensorView& tensor, DLDataType dtype) {
   const DLDataType was = tensor.dtype();
   if (was.code != dtype.code || was.bits != dtype.bits || was.lanes != dtype.lanes)

@@ -66,15 +66,6 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   return result;
 }
 
-DataType float_dtype(const char* name, const TensorView& tensor) {
-  const DLDataType was = tensor.dtype();
-  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
-    const DLDataType must = dl_dtype(dtype);
-    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
-  }
-  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
-}
-
 void check_contiguous(const char* name, const TensorView& tensor) {
   for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
     if (tensor.size(dim) == 0) return;
