@@ -133,7 +133,7 @@ DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
          on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
 }
 
-/// Of a cache that append writes: none for each request, which append does not know.
+/// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
 KvScale append_scale(const char* name, const Optional<TensorView>& scale, double value, DLDevice device,
                      int64_t num_kv_heads) {
   const KvScale made = kv_scale(name, scale, value, device, num_kv_heads);
@@ -279,8 +279,8 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   launch_append_qkv(params, dtype, device, view(file));
 }
 
-/// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q. K and V that differ in width take a
-/// launch each.
+/// append_kv into an 8-bit cache, for which numbers are rounded: append_qkv without Q. K and V of different widths take
+/// a launch each.
 void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots,
                        String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale, double k_value,
                        double v_value) {

@@ -82,7 +82,7 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
 Bytes schedule_config(int64_t handle) { return pack(object(handle).schedule_config()); }
 Bytes schedule_layout(int64_t handle) { return pack(object(handle).layout()); }
 
-/// Ends a plan some of whose levels are missing; the previous plan is dropped, too.
+/// Ends a plan that lacks levels; the previous plan is dropped, too.
 void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
 
 /// The dense table or the CSR table of a level; nothing for ragged K and V.
@@ -173,7 +173,7 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-/// Of latents in 8 bits, which a GPU's kernels widen and scale while they load them: once, for K and V.
+/// Refuses latents in 8 bits whose K and V differ: a GPU's kernels widen and scale them once, while they load them.
 void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
                           const AttentionScales& scales) {
   if (!v_is_in_k(params.k, params.v, params.num_pages, page_size, num_kv_heads))
@@ -192,7 +192,7 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-/// A scale of each request must be there for all of the plan.
+/// K's or V's scale. If requests have scales, all requests of the plan must.
 KvScale checked_scale(const char* name, const Optional<TensorView>& scale, double value, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   const KvScale made = kv_scale(name, scale, value, device_of(config), config.num_kv_heads);
@@ -203,7 +203,7 @@ KvScale checked_scale(const char* name, const Optional<TensorView>& scale, doubl
   return made;
 }
 
-/// Of Q: for all requests.
+/// Q's scale, the same for all requests.
 KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   if (!has_8_bits(config.q_dtype) && (scale.has_value() || value != 1.0))
@@ -215,7 +215,7 @@ KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const A
   return made;
 }
 
-/// Of O in 8 bits: one number above 0, or a tensor of one.
+/// The scale of O in 8 bits: one number above 0, or a tensor of one.
 void set_out_scale(const Optional<TensorView>& scale, double value, const Attention& attention,
                    AttentionParams& params) {
   if (!attention.config().float8_out)

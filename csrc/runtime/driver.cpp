@@ -182,7 +182,8 @@ KernelCode find_code(const Kernel& kernel) {
       bytes != sizeof(code))
     return {};
   check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
-  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes thirty times as long.
+  // A module's variables and its code lie in one region. A prefetch of an address without memory takes thirty times as
+  // long.
   constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
   const uint64_t address = reinterpret_cast<uint64_t>(code.address);
   if ((address > variable ? address - variable : variable - address) < kRegionBytes) entry->second = code;

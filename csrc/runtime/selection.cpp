@@ -35,7 +35,7 @@ void check_matrix(const char* name, const TensorView& t, DLDevice device, Dim ro
   check_contiguous_dim(name, t, 1);
 }
 
-/// To a tensor, without a plan.
+/// Packs slots into a tensor; there is no plan.
 void selected_slots(TensorView indices, Optional<TensorView> block_table, Optional<TensorView> requests,
                     Optional<TensorView> kv_lens, TensorView out, int64_t page_size, int64_t page_stride) {
   const DLDevice device = indices.device();
