@@ -26,7 +26,7 @@ class Rotary:
 
     Args:
         table: float32 [rotary_dim / 2]: the angle is position * table[i]. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a
-            position's angles, then their sines; a position that is not there takes the nearest. On the heads' device, last dimension contiguous.
+            position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device, last dimension contiguous.
             rotary_dim: a multiple of 8 up to head_dim; the elements behind are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
 

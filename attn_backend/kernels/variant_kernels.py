@@ -1,4 +1,4 @@
-"""The kernels of a variant: found in the cache, or compiled when they are needed, with nvcc or NVRTC, and for a CPU with a C++ compiler.
+"""The kernels of a variant: found in the cache, or compiled when they are needed, for a GPU with nvcc or NVRTC, for a CPU with a C++ compiler.
 
 An entry's key does not depend on the compiler: what was compiled ahead with one is found where there is another one, or none.
 """
@@ -38,7 +38,7 @@ def is_target(text: str) -> bool:
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
-    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: that compiles it ahead, for the message.
+    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: what compiles it ahead, for messages.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
@@ -52,7 +52,7 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, com
 def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool, widens: bool = False) -> Path:
     """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
 
-    isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message. widens: over float8 caches.
+    isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. command: what compiles it ahead, for messages. widens: for float8 caches.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
