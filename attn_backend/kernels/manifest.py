@@ -298,23 +298,25 @@ def source_of(name: str, arch: str) -> str | None:
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
+def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
+    """Those over e4m3 Q and K, of designs that multiply them as they are."""
+    return [kernel for kernel in attention_kernels("bf16", dims, ("standard",), "e4m3", True, float8_out) if kernel.archs == (SM90,)]
+
+
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
         for variant, shipped in SHIPPED_HEAD_DIMS.items():
             for dims in shipped:
                 made += attention_kernels(element, dims, (variant,))
-        if element == "bf16":
-            for dims in SHIPPED_FLOAT8_HEAD_DIMS:
-                made += attention_kernels(element, dims, ("standard",), "e4m3")
-            for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
-                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
-                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
-            for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
-                for kv_element in (None, "e4m3"):
-                    made += attention_kernels(element, dims, ("standard",), kv_element, float8_out=True)
-                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True, float8_out=True)
-                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
+    for dims in SHIPPED_FLOAT8_HEAD_DIMS:
+        made += attention_kernels("bf16", dims, ("standard",), "e4m3")
+    for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
+        made += _multiplied_float8_kernels(dims, float8_out=False)
+    for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
+        for kv_element in (None, "e4m3"):
+            made += attention_kernels("bf16", dims, ("standard",), kv_element, float8_out=True)
+        made += _multiplied_float8_kernels(dims, float8_out=True)
     made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
     return made
 
