@@ -2,7 +2,6 @@
 // the stream is torch's current one.
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -18,6 +17,7 @@
 #include "runtime/checks.h"
 #include "runtime/designs.h"
 #include "runtime/kv_scales.h"
+#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -30,10 +30,6 @@ using tvm::ffi::String;
 Attention& object(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
 
 DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cuda ? kDLCUDA : kDLCPU, config.device}; }
-
-driver::Stream current_stream(DLDevice device) {
-  return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
-}
 
 /// A struct that Python reads.
 template <class Struct>

@@ -1,6 +1,5 @@
 // The function of attn_backend/kernels/states.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -13,6 +12,7 @@
 #include "attention/cpu/merge_states.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
+#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -163,7 +163,7 @@ void merge_states(TensorView o, TensorView lse, Optional<TensorView> o_b, Option
   const driver::Kernel kernel = merge_kernel(params.dtype, file, device.device_id);
   const int64_t blocks = std::min(kMaxBlocks, ceil_div(rows * params.num_heads, int64_t{kMergeStatesThreads / 32}));
   driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, -1, true}, &params,
-                 TVMFFIEnvGetStream(device.device_type, device.device_id));
+                 current_stream(device));
 }
 
 }  // namespace

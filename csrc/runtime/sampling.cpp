@@ -1,6 +1,5 @@
 // The functions of attn_backend/kernels/sampling.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -14,6 +13,7 @@
 #include "runtime/checks.h"
 #include "runtime/driver.h"
 #include "runtime/sampling.h"
+#include "runtime/stream.h"
 #include "sampling/cpu/sampling.h"
 
 namespace attn {
@@ -209,7 +209,7 @@ void launch(const SamplingParams& params, const SamplingOptions& options, const 
             const TensorView& values) {
   const DLDevice device = values.device();
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
-  const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  const driver::Stream stream = current_stream(device);
   constexpr int32_t kMostGridRows = 65535;
   if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
