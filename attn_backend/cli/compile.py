@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from ..kernels import build, cubins, manifest
 if TYPE_CHECKING:
     from ..variants import Variant
 
-_GPU = re.compile(r"sm_90a|sm_(?!90)\d+0")  # one for each major version: attn_backend.kernels.variant_kernels.target_of
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -74,7 +72,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     from ..kernels.library import library
 
     archs = arguments.arch or [_own_arch()]
-    _check_archs([arch for arch in archs if not _GPU.fullmatch(arch)], ["cpu", *manifest.ARCHS, "sm_100, sm_120, ... (one for each major version)"])
+    _check_archs([arch for arch in archs if not variant_kernels.is_target(arch)], ["cpu", *manifest.ARCHS, "sm_100, sm_120, ... (one for each major version)"])
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)

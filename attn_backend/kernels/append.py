@@ -13,8 +13,8 @@ from ..metadata import KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_types, explain_failure
 from . import compiled
-from .append_qkv import kernel_file
-from .cubins import arch_of, find_kernel
+from .append_qkv import qkv_kernel_file
+from .kernel_files import kernel_file
 from .library import library
 
 
@@ -23,7 +23,7 @@ class _Launchers(dict[int, Callable[..., Any]]):
 
     def __missing__(self, device: int) -> Callable[..., Any]:
         if device >= 0:
-            library().load_append(str(find_kernel("append", arch_of(torch.cuda.get_device_capability(device)))), device)
+            library().load_append(kernel_file("append", torch.device("cuda", device)), device)
         self[device] = library().append_kv
         return self[device]
 
@@ -52,7 +52,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
         if k.dtype is not k_cache.dtype and k_cache.dtype in FLOAT8_DTYPES:
-            file = kernel_file(k_cache.device, k.dtype, k_cache.dtype)
+            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
             library().append_kv_rounded(k, v, k_cache, kv.v, slots, file, *kv.scale_tensors, *kv.scale_values)
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)

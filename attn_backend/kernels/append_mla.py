@@ -12,7 +12,7 @@ from ..metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_DTYPE
 from ..metadata.structure import check_plain, check_same_device, check_types, dtype_name, explain_failure, refuse
 from . import compiled
 from .append import append_kv
-from .cubins import arch_of, find_kernel
+from .kernel_files import kernel_file
 from .library import library
 
 _NARROW_DTYPES = (*FLOAT8_DTYPES, SCALED_LATENT_DTYPE)
@@ -22,8 +22,8 @@ _SOURCE_DTYPES = {dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) f
 
 @cache
 def _latent_kernel(device: torch.device) -> str:
-    """The kernel that quantises to rows with scales of their own; empty on a CPU."""
-    return str(find_kernel("append_latent", arch_of(torch.cuda.get_device_capability(device)))) if device.type == "cuda" else ""
+    """The kernel that quantises to rows with scales of their own; "" on a CPU."""
+    return kernel_file("append_latent", device)
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:

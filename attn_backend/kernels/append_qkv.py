@@ -14,7 +14,7 @@ from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
 from .attention_config import DTYPE_NAMES
-from .cubins import arch_of, find_kernel
+from .kernel_files import kernel_file
 from .library import library
 from .manifest import append_qkv_name
 from .structs import pack
@@ -26,7 +26,7 @@ class Rotary:
 
     Args:
         table: float32 [rotary_dim / 2]: the angle is position * table[i]. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a
-            position's angles, then their sines; a position that is not there takes the nearest. On the heads' device, last dimension contiguous.
+            position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device, last dimension contiguous.
             rotary_dim: a multiple of 8 up to head_dim; the elements behind are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
 
@@ -45,12 +45,9 @@ class Rotary:
 
 
 @cache
-def kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """The kernel that takes heads of dtype to a cache of kv_dtype; empty on a CPU, and for other dtypes, which are refused."""
-    if device.type != "cuda" or dtype not in DTYPE_NAMES:
-        return ""
-    name = append_qkv_name(DTYPE_NAMES[dtype], kv_dtype in FLOAT8_DTYPES)
-    return str(find_kernel(name, arch_of(torch.cuda.get_device_capability(device))))
+def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which are refused."""
+    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_dtype in FLOAT8_DTYPES), device) if dtype in DTYPE_NAMES else ""
 
 
 @lru_cache(maxsize=256)
@@ -176,5 +173,5 @@ def _launch(
         refuse("norm_eps", norm_eps, "0 or above")
     options = _options(norm_eps, norm_offset, rotary is not None and rotary.interleaved)
     library().append_qkv(
-        options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, kernel_file(q.device, q.dtype, k_cache.dtype), *scales
+        options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, qkv_kernel_file(q.device, q.dtype, k_cache.dtype), *scales
     )

@@ -13,7 +13,7 @@ from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
 from . import manifest
-from .cubins import arch_of, find_kernel
+from .kernel_files import arch_on, kernel_file
 from .selection import SelectedTokens
 from .structs import pack, values_of
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from ..variants import Variant
     from .attention_variant import AttentionVariant
 
-# By their names in DataType (csrc/common/data_type.h), and in the names of cubins.
-DTYPES = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
-DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-# The same for caches whose elements differ from Q's.
-KV_DTYPES = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2", torch.uint8: "kScaledLatent"}
-KV_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "latent"}
+# The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ from Q's.
+DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
+KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
+FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are no heads: states, logits
+# The names of DataType (csrc/common/data_type.h).
+DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
+KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -109,8 +110,7 @@ class AttentionConfig:
                 kv_element = KV_DTYPE_NAMES.get(self.kv_dtype)
                 which = self.dims, "sinks" if self.sinks else "standard", kv_element, self.q_dtype != self.dtype, prefix != ""
                 names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(self.dims, kv_element).items()}
-        arch = arch_of(torch.cuda.get_device_capability(self.device))
-        return {kernel: str(find_kernel(name, arch)) for kernel, name in names.items() if kernel not in files} | files
+        return {kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files} | files
 
 
 def check_heads(
@@ -199,7 +199,7 @@ def choose_design(kernel: str | None, device: torch.device) -> manifest.Design |
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
     if device.type == "cpu":
         return None if kernel is None else manifest.DESIGNS[kernel]
-    arch = arch_of(torch.cuda.get_device_capability(device))
+    arch = arch_on(device)
     runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
     if kernel is not None and kernel not in runnable:
         refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")

@@ -27,8 +27,8 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and widths of heads. design: None on a CPU. sinks: whether runs may be given some. kv_dtype: of the cache; None:
-    dtype. float8_q: Q has it, too. float8_out: whether outputs may be of 8 bits.
+    """A variant in an Attention, of one dtype and one width of heads. design: None on a CPU. sinks: whether runs may be given sinks. kv_dtype: of the cache;
+    None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim, or one that transforms K or V, of a
@@ -59,8 +59,9 @@ class AttentionVariant:
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
         self._target, self._options = "cpu", ""
-        if design is manifest.DESIGNS["hopper"] and dims.v > manifest.MAX_TRANSFORMED_HEAD_DIM and (variant.has_query or variant.has_key or variant.has_value):
-            fits = f"at most {manifest.MAX_TRANSFORMED_HEAD_DIM} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
+        transforms = variant.has_query or variant.has_key or variant.has_value
+        if design is not None and transforms and dims.v > design.max_transformed_head_dim:
+            fits = f"at most {design.max_transformed_head_dim} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
             refuse("head_dim" if dims.qk == dims.v else "head_dim_v", dims.v, fits)
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
@@ -78,8 +79,8 @@ class AttentionVariant:
         self._is_causal_by_default = not (variant.has_mask or variant.causal or variant.window_left >= 0)
 
     def files(self) -> dict[str, str]:
-        """The kernels that an Attention needs from the start, by their names in csrc/: one for all caches that are usual, compiled now if they are missing.
-        None on a CPU without a compiler where the variant can be interpreted.
+        """Files of the kernels that an Attention needs from the start, by the kernels' names in csrc/; compiled now if they are missing. Those of
+        manifest.LATE_KERNELS are not among them. Empty on a CPU without a compiler if the variant can be interpreted.
 
         Raises:
             RuntimeError: one is missing and cannot be compiled, or must not be.
@@ -103,7 +104,7 @@ class AttentionVariant:
         return {}
 
     def file_of(self, name: str) -> str:
-        """One kernel, by its name in csrc/.
+        """The file of one kernel, by its name in csrc/.
 
         Raises:
             RuntimeError: it is missing and cannot be compiled, or must not be.
@@ -133,11 +134,11 @@ class AttentionVariant:
         return causal, min(windows, default=-1)
 
     def can_plan_with(self, args: VariantArgs | None) -> bool:
-        """Whether the mask can be asked: it may have parameters."""
+        """Whether the mask can be asked: all of its parameters are known."""
         return args is not None or all(param.value is not None for param in self.variant.params)
 
     def remember_mask(self, args: VariantArgs | None) -> None:
-        """What the plan asked the mask with; None: nothing was asked."""
+        """Keeps the arguments with which the plan asked the mask; None: it did not ask."""
         self._planned_mask = None if args is None else self._of_mask(args)
 
     def check_mask(self, args: VariantArgs | None) -> None:
@@ -194,12 +195,8 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, out_scale)
 
-    def forget_bound(self) -> None:
-        """The next call packs again."""
-        self._bound = None
-
     def _command(self, jit: bool) -> str:
-        """The command that compiles the variant ahead, for messages; "" where it is compiled now."""
+        """The command that compiles the variant ahead, for messages; "" if it is compiled now."""
         if jit:
             return ""
         place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"

@@ -1,5 +1,7 @@
-"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel. Fails where registers spill,
-where ptxas serializes wgmma, and where a source does not compile."""
+"""`python -m attn_backend.kernels.build`: compiles all standard kernels ahead of time, in parallel.
+
+It fails where a source does not compile, where registers spill, and where ptxas serializes wgmma.
+"""
 
 from __future__ import annotations
 

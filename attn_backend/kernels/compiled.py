@@ -1,4 +1,4 @@
-"""run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators: what torch.compile puts into its graphs, instead of looking inside.
+"""run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators, which torch.compile puts into its graphs without tracing them.
 
 Outside of a compiled function nothing here is used. Each operator calls the public function of its name, whose checks and errors come when the graph runs.
 """

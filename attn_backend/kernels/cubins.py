@@ -107,12 +107,12 @@ def content_key(source: str, how: Sequence[str]) -> str:
 
 
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
-    """Where the cache holds a kernel, whether or not it is there, and whole."""
+    """Where the cache keeps a kernel, which may be missing or damaged."""
     return cache_dir() / arch / f"{name}-{cache_key(_source_of(name, arch), arch, compiler)}.cubin"
 
 
 def shipped_kernel(name: str, arch: str) -> Path:
-    """Where the package holds a kernel, whether or not it is there, and whole."""
+    """Where the package has a kernel, which may be missing or damaged."""
     return PACKAGE / "cubins" / arch / f"{name}.cubin"
 
 

@@ -1,4 +1,4 @@
-"""ATTN_BACKEND_DEBUG=1: an Attention that checks."""
+"""The Attention of ATTN_BACKEND_DEBUG=1, which checks what the device finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import InUseError
 
 
 class DebugAttention(Attention):
-    """A plan or a run ends when the device is done and has found nothing wrong. Until then other threads are refused."""
+    """Each plan and each run waits for the device and raises what it found wrong. Until then other threads are refused."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._in_use_until_done = Lock()

@@ -1,4 +1,4 @@
-"""Errors of the host library that callers here tell from others: classes of their own, by the names that csrc/runtime/ throws them by."""
+"""Errors of the host library that its callers tell apart. csrc/runtime/ throws them by these names."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..settings import Settings
 
-_MOST_BYTES = 256 << 20  # of a file that is read
+_MOST_BYTES = 256 << 20  # larger files are not read
 _ELF, _FATBIN = b"\x7fELF", b"\x50\xed\x55\xba"
 _EM_CUDA, _SHT_NOBITS = 190, 8
 _ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # of their headers
@@ -126,8 +126,8 @@ def prepare(cubin: Path) -> None:
 
 
 def store(cubin: Path, content: bytes, said: str) -> None:
-    """Puts a cubin, and what the compiler said, into the cache, readable for all. Each file is replaced at once: what others read meanwhile is an entry without
-    a fault, or its digest differs.
+    """Puts a cubin, and what the compiler said, into the cache, readable for all. Each file is replaced at once: others read an entry without a fault, or
+    one whose digest differs.
 
     Raises:
         RuntimeError: it cannot be written; nothing is left behind.

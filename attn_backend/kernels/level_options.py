@@ -27,7 +27,7 @@ def level_options(
     has_slots: bool,
     positions: tuple[int, int, int, int],
 ) -> bytes:
-    """LevelOptions. They are the same from step to step."""
+    """LevelOptions of csrc/. Kept, as they are the same from step to step."""
     kv_offsets, of_rows, requests, num_rows = positions
     return pack(
         "LevelOptions",
@@ -60,7 +60,7 @@ def positions_of(view: BSRView) -> tuple[int, int, int, int]:
 
 
 def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
-    """By the names that their makers know."""
+    """The tensors of a view, by the names that those who made it know."""
     table = view.table
     indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
     tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
@@ -86,7 +86,7 @@ def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BS
         return view
     if view.pages_change:
         refuse(f"levels[{level}].pages_change", True, f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the page ids")
-    if view.device.type == "cpu":  # while the values are those of the caller
+    if view.device.type == "cpu":  # now: messages then have the caller's values
         try:
             check_values(view, max_rows)
         except ValueError as error:

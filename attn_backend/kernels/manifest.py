@@ -18,12 +18,12 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-# Of caches whose elements are not those of Q; latent: rows of MLA with scales of their own.
+# Elements of a cache that differ from Q's. latent: rows of MLA with scales of their own.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
-LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # those of a design that a variant has only if a cache needs them
+LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # of a variant they are compiled only when a cache needs them
 OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 
@@ -74,14 +74,14 @@ _WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
-# Kernels of the others are compiled when they are first needed, or ahead.
+# By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
 }
-SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3
-MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of which e4m3 Q and K are multiplied as they are, on Hopper
-SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # of outputs of 8 bits, of bf16 over bf16 and e4m3
+SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # whose e4m3 Q and K Hopper multiplies as they are
+SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,22 @@ class Design:
         name: of the folder.
         archs: of the GPUs that it is for.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
+        max_transformed_head_dim: columns of V above which its kernels have no room for variants that transform Q, K or V.
     """
 
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
+    max_transformed_head_dim: int = MLA_HEAD_DIMS.v
 
     def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
-        """Those of `cubins` that there are for such heads and caches: one where rows are widened as they are loaded, whatever TMA could describe."""
+        """The part of `cubins` for such heads and caches. Where rows are widened as they are loaded, one kernel serves all caches."""
         return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element is not None else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
-    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}),
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, MAX_TRANSFORMED_HEAD_DIM),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
 
@@ -189,8 +191,8 @@ def variant_kernels(
     arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None,
     float8_q: bool = False, float8_out: bool = False,
 ) -> dict[str, Kernel]:  # fmt: skip
-    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given some. kv_element, float8_q: as in
-    attention_name(). float8_out: those of outputs of 8 bits, too."""
+    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given sinks. kv_element, float8_q: as in
+    attention_name(). float8_out: also those whose outputs are of 8 bits."""
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
@@ -244,7 +246,7 @@ def attention_kernels(
     element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None, float8_q: bool = False,
     float8_out: bool = False,
 ) -> list[Kernel]:  # fmt: skip
-    """The standard kernels for heads of such widths, that CUDA has kernels for. kv_element, float8_q, float8_out: as in attention_name()."""
+    """The standard kernels for heads of these widths, which must have CUDA kernels (runs_over()). kv_element, float8_q, float8_out: as in attention_name()."""
     made = []
     stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(HeadDims.of(head_dim), kv_element).values()}
     for variant in variants:
@@ -296,23 +298,25 @@ def source_of(name: str, arch: str) -> str | None:
     return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
 
 
+def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
+    """Those over e4m3 Q and K, of designs that multiply them as they are."""
+    return [kernel for kernel in attention_kernels("bf16", dims, ("standard",), "e4m3", True, float8_out) if kernel.archs == (SM90,)]
+
+
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
         for variant, shipped in SHIPPED_HEAD_DIMS.items():
             for dims in shipped:
                 made += attention_kernels(element, dims, (variant,))
-        if element == "bf16":
-            for dims in SHIPPED_FLOAT8_HEAD_DIMS:
-                made += attention_kernels(element, dims, ("standard",), "e4m3")
-            for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
-                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True)
-                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
-            for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
-                for kv_element in (None, "e4m3"):
-                    made += attention_kernels(element, dims, ("standard",), kv_element, float8_out=True)
-                multiplied = attention_kernels(element, dims, ("standard",), "e4m3", float8_q=True, float8_out=True)
-                made += [kernel for kernel in multiplied if kernel.archs == (SM90,)]
+    for dims in SHIPPED_FLOAT8_HEAD_DIMS:
+        made += attention_kernels("bf16", dims, ("standard",), "e4m3")
+    for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
+        made += _multiplied_float8_kernels(dims, float8_out=False)
+    for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
+        for kv_element in (None, "e4m3"):
+            made += attention_kernels("bf16", dims, ("standard",), kv_element, float8_out=True)
+        made += _multiplied_float8_kernels(dims, float8_out=True)
     made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
     return made
 

@@ -11,13 +11,13 @@ import torch
 
 from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
 from . import compiled, manifest
-from .cubins import arch_of, find_kernel
+from .attention_config import FLOAT_NAMES
 from .draws import draws
+from .kernel_files import arch_on, kernel_file
 from .library import library
 from .structs import pack, values_of
 
 MAX_TOP_LOGPROBS = 128
-_DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 Float = float | torch.Tensor  # one value, or float32 [batch]
 Int = int | torch.Tensor  # one value, or int32 or int64 [batch]
@@ -46,14 +46,12 @@ class Samples:
 @cache
 def _kernel(name: str, device: torch.device) -> tuple[str, int]:
     """(cubin, most CTAs that may share a row) of a sampling kernel; ("", 1) on a CPU."""
-    if device.type != "cuda":
-        return "", 1
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    return str(find_kernel(manifest.sampling_name(name), arch)), values_of("Limit")["kMaxClusterCtas"] if arch == manifest.SM90 else 1
+    has_clusters = device.type == "cuda" and arch_on(device) == manifest.SM90
+    return kernel_file(manifest.sampling_name(name), device), values_of("Limit")["kMaxClusterCtas"] if has_clusters else 1
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    return _kernel(_DTYPE_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
+    return _kernel(FLOAT_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:

@@ -69,7 +69,7 @@ class PrefixNode:
 
 
 def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
-    """records: those of all requests; node n, if there is one, is the n-th."""
+    """records: one for each request; node n, if there is one, is record n."""
     exists = records["leader"] >= 0
     index = numpy.cumsum(exists) - 1  # of node n in the result
     reasons = {value: _REASONS[name] for name, value in values_of("NodeReason").items()}

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from ..metadata.structure import check_int, check_plain, explain_failure
 from . import compiled
-from .cubins import arch_of, find_kernel
+from .kernel_files import kernel_file
 from .library import library
 
 
@@ -39,10 +39,10 @@ class SelectedTokens:
     kv_lens: Tensor | None = None
 
     def for_library(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]:
-        """What the library is given, which checks the rest.
+        """The arguments of the library's functions, which check what is not checked here.
 
         Raises:
-            ValueError: what the tensors' handles do not tell it, or that is no int.
+            ValueError: a tensor whose sign is still to be changed, which its handle does not tell the library; a page size or stride that is no such int.
         """
         for name, tensor in self._tensors():
             if tensor.is_neg():
@@ -52,7 +52,7 @@ class SelectedTokens:
         return self.indices, self.block_table, self.requests, self.kv_lens, page_size, page_stride
 
     def explain_failure(self) -> None:
-        """When a call has failed, and does not say on which of these: refuses the first that is no plain tensor."""
+        """Called when a call has failed without naming the tensor: refuses the first that is not plain."""
         explain_failure(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +67,7 @@ def load(device: torch.device) -> None:
     """Loads the kernel; must come before the library packs on a CUDA device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        library().load_selection(str(find_kernel("selected_slots", arch_of(torch.cuda.get_device_capability(device)))), index)
+        library().load_selection(kernel_file("selected_slots", device), index)
 
 
 def selected_slots(
@@ -80,7 +80,7 @@ def selected_slots(
     kv_lens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slots of selected tokens, as `BSRView.selected` takes them: those that there are, in the order of `indices`, and -1 behind them.
+    """The slots of selected tokens, as `BSRView.selected` takes them: first the slots, in the order of `indices`, then -1.
 
     One kernel on the current stream: no synchronisation; may be captured in a CUDA graph. A run of such a plan does the same itself, if it is given
     `SelectedTokens`.

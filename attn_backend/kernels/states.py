@@ -9,17 +9,14 @@ from torch import Tensor
 
 from ..metadata.structure import check_plain, check_types, refuse
 from . import manifest
-from .cubins import arch_of, find_kernel
+from .attention_config import FLOAT_NAMES
+from .kernel_files import kernel_file
 from .library import library
-
-_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return str(find_kernel(manifest.merge_states_name(_NAMES.get(dtype, "f32")), arch_of(torch.cuda.get_device_capability(device))))
+    return kernel_file(manifest.merge_states_name(FLOAT_NAMES.get(dtype, "f32")), device)  # a wrong dtype is refused before the kernel is looked at
 
 
 def merge_states(o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: bool = False) -> tuple[Tensor, Tensor]:

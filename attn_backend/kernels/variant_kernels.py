@@ -1,4 +1,4 @@
-"""The kernels of a variant: found in the cache, or compiled when they are needed, with nvcc or NVRTC, and for a CPU with a C++ compiler.
+"""The kernels of a variant: found in the cache, or compiled when they are needed, for a GPU with nvcc or NVRTC, for a CPU with a C++ compiler.
 
 An entry's key does not depend on the compiler: what was compiled ahead with one is found where there is another one, or none.
 """
@@ -24,16 +24,21 @@ def target_of(capability: tuple[int, int]) -> str:
         ValueError: older than Ampere.
     """
     arch = cubins.arch_of(capability)
-    return arch if arch == manifest.SM90 else f"sm_{capability[0]}0"
+    return f"sm_{capability[0]}0" if arch == manifest.SM80 else arch
 
 
 def arch_of(target: str) -> str:
     """The arch of the standard kernels that stand beside them."""
-    return manifest.SM90 if target == manifest.SM90 else manifest.SM80
+    return target if target in manifest.ARCHS else manifest.SM80
+
+
+def is_target(text: str) -> bool:
+    """Whether target_of() may give it: there is one for each major version."""
+    return text in manifest.ARCHS or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
-    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: that compiles it ahead, for the message.
+    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: what compiles it ahead, for messages.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
@@ -47,7 +52,7 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, com
 def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool, widens: bool = False) -> Path:
     """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
 
-    isa: in use (csrc/common/cpu/isa.h). dtype: torch's name. command: that compiles it ahead, for the message. widens: over float8 caches.
+    isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. command: what compiles it ahead, for messages. widens: for float8 caches.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.

@@ -57,16 +57,16 @@ class BSRView:
         Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >= rows. The cache must have pages of one token
         (`KVCache.by_slot`).
 
-        One plan serves all layers, though each selects tokens of its own: a plan depends on how many there may be, and runs read which, and how many, there
-        are. A run is given those of its layer (`run(selected=...)`), writes their slots into this tensor and counts them; or takes what the tensor holds. A
-        row that has fewer than were planned attends to these. One that has more attends to the first, which is an error that `raise_for_errors` and runs on a
-        CPU report. `run(after_append=True)` changes nothing under such a plan.
+        One plan serves all layers, though each layer selects tokens of its own: a plan depends only on how many there may be. A run is given the tokens of its
+        layer (`run(selected=...)`), writes their slots into this tensor and counts them; without them it takes what the tensor holds. A row may have fewer
+        tokens than were planned. A row that has more attends to the first ones, which is an error that `raise_for_errors` and runs on a CPU report.
+        `run(after_append=True)` changes nothing under such a plan.
 
         Args:
-            slots: int32 [rows, topk], in any order; a negative one is none. Each run packs them: those that there are come first, then -1. A slot that a row
-                has twice counts twice. Kept, not copied.
-            kv_lens: int32 or int64 [rows], how many there are at most; None: those that are not negative, counted now, on the device, without
-                synchronisation. A row without any has output 0 and lse -inf.
+            slots: int32 [rows, topk], in any order; a negative entry is no slot. Each run packs them: first the slots, then -1. A slot that a row has twice
+                counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], the most slots of each row; None: as many as are not negative, counted now, on the device, without
+                synchronisation. A row without slots has output 0 and lse -inf.
 
         Raises:
             ValueError: a tensor of the wrong dtype, shape or device.
@@ -85,7 +85,7 @@ class BSRView:
         return self.pages_change and is_dense and table.page_size == 1 and self.causal is False and self.window_left < 0
 
     def with_slots_counted(self) -> BSRView:
-        """This view; where it has slots, with as many tokens of each request as a run has found. They are counted on the device."""
+        """This view, where slots are counted anew, on the device: each request has as many tokens as a run finds. Without slots the view itself."""
         if not self.has_slots or self.table.indices is None:
             return self
         return replace(self, table=PageTable.block_table(self.table.indices, count_slots(self.table.indices[: self.batch_size]), 1))

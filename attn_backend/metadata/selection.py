@@ -8,5 +8,5 @@ from .structure import INT32, table_tensor
 
 
 def count_slots(slots: Tensor) -> Tensor:
-    """int32 [rows]: the slots of each row that are none of -1."""
+    """int32 [rows]: how many slots of each row are not negative."""
     return (table_tensor("slots", slots, "[rows, topk]") >= 0).sum(1, dtype=INT32[0])

@@ -1,4 +1,4 @@
-"""Checks of what a tensor's handle tells: type, dtype, dimensions, strides, device. None of them reads the tensor, so they cost nothing on a GPU.
+"""Checks of what a tensor's handle tells: type, dtype, dimensions, strides, device. None of them reads the tensor, so none waits for a GPU.
 
 The `..._tensor` functions return their argument, so that a caller checks and narrows its type in one step.
 """
@@ -85,7 +85,7 @@ def check_plain(name: str, tensor: object) -> Tensor:
 
 
 def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
-    """For a call that has failed without naming the tensor: refuses the first one that is not plain, or is of a subclass."""
+    """Called when a call has failed without naming the tensor: refuses the first one that is not plain, or is of a subclass."""
     for name, tensor in tensors:
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
@@ -119,7 +119,7 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return check_plain(name, tensor) if tensor.is_neg() else tensor  # all else: Attention.plan
+    return check_plain(name, tensor) if tensor.is_neg() else tensor  # Attention.plan checks what else may be wrong, once it has failed
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -141,7 +141,7 @@ def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
         or (tensor.stride(1) != 1 and tensor.shape[1] > 1)
     ):
         refuse(name, tensor, f"an int32 tensor {shape} with contiguous rows")
-    return check_plain(name, tensor) if tensor.is_neg() else tensor  # all else: Attention.plan
+    return check_plain(name, tensor) if tensor.is_neg() else tensor  # as in index_tensor()
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: torch.device) -> None:

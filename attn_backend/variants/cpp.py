@@ -41,7 +41,7 @@ class Pairs:
 
     Args:
         distance: columns between the two elements of a pair; None: half of those of the head.
-        columns: that are transformed, from the first on; None: all.
+        columns: how many are transformed, from the first on; None: all.
     """
 
     distance: int | None = None

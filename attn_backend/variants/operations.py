@@ -12,13 +12,13 @@ from .expressions import ExpressionError, Kind, Node, arithmetic, bitwise, cast,
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = tuple(f"__i{name}__" for name in BINARY)
-# What would make a Python value of a traced one.
+# Functions and methods that make a Python value of a traced one.
 TO_PYTHON = frozenset(
     ("item", "tolist", "numpy", "data_ptr", "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__array__", "is_nonzero")
 )
 RANDOM = frozenset(("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout"))
 
-# What there is, in the words of messages.
+# What can be traced, in the words of messages.
 KNOWN = (
     "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
     "logical_and, logical_or, logical_not, casts, and indices of tensors"

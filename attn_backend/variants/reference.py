@@ -17,7 +17,7 @@ _CHUNK = 2**16  # scores that a function is mapped over at once
 
 @dataclass(frozen=True)
 class Reference:
-    """What one variant was made of, or what says the same in Python.
+    """The Python functions that a variant was made of, or that say the same as its C++.
 
     Args:
         score_mod, mask_mod: in flex_attention's signatures.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .cpp import HOOKS, TRANSFORMS, Body, Pairs
 from .params import Param, is_cpp_word
 
-# Of a KvToken, what is the same in all requests that share a token.
+# The members of a KvToken that are the same in all requests that share it.
 _SHARED = ("position", "kv_head")
 
 
@@ -62,7 +62,7 @@ def source_name(name: str) -> str:
 
 
 def _tells_requests_apart(arguments: str, inside: str) -> bool:
-    """Whether a transform of K or V reads of its token what is not the same in all requests, or gives it to another function."""
+    """Whether a transform of K or V reads a member of its token that differs between requests, or gives the token to another function."""
     name = re.findall(r"\w+", arguments.rsplit(",", maxsplit=1)[-1])[-1]
     if name in ("KvToken", "const"):  # the type: it has no name
         return False

@@ -22,7 +22,7 @@ _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"
 
 
-Bound = dict[int, tuple[Tensor, Param]]  # captured tensors by their ids; the tensor is kept, as its id stands for it
+Bound = dict[int, tuple[Tensor, Param]]  # captured tensors by their ids; each tensor is kept, so that no other one gets its id
 
 
 @dataclass(frozen=True)

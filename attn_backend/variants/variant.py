@@ -36,12 +36,12 @@ class Variant:
         uses_softmax: whether logits go through a softmax; else they are the weights.
         has_logits, has_mask, has_output, has_query, has_key, has_value: which hooks there are.
         mask_params: names of those parameters of a run that the mask may read.
-        reads_positions: whether they may depend on where rows and tokens stand in their requests.
+        reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
         skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position: prefixes that requests have
             in common are then not sought.
-        causal, window_left: an interval that contains all that the mask lets through. Part of the variant's meaning: what it says wholly is no longer in the
-            mask hook.
+        causal, window_left: an interval that contains all that the mask lets through. It is a part of the variant's meaning: terms of a mask_mod that it says
+            completely are left out of the mask hook.
         params_bytes: sizeof(UserVariant::Params).
         user_sources: the user's C++ by the name that compilers call it in errors.
     """
@@ -74,7 +74,7 @@ class Variant:
         self, parts: Sequence[Variant] = (), *, body: Body | None = None, causal: bool = False, window_left: int = -1, reference: Reference | None = None,
         name: str | None = None, cpp: str | None = None,
     ) -> None:  # fmt: skip
-        """Not for users: of one body, or of several variants."""
+        """Made of one body, or of several variants. Users call the class methods."""
         bodies = (body,) if body is not None else tuple(body for part in parts for body in part._bodies)
         references = (reference,) if body is not None else tuple(reference for part in parts for reference in part._references)
         fields: dict[str, Any] = {"_bodies": bodies, "_references": references, "causal": causal, "window_left": window_left}

@@ -26,8 +26,9 @@ ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes)
   return round_up(columns * element_bytes, 128);
 }
 
-/// Heads whose output is too wide for the registers of one warp, or of one warpgroup: several share its columns. Of an
-/// 8-bit cache their KV tiles are widened where they are loaded: there is no room for tiles of both widths.
+/// Whether the output of a head is too wide for the registers of one warp, or of one warpgroup: several then share its
+/// columns. KV tiles of an 8-bit cache are then widened while they are loaded: there is no room for tiles of both
+/// widths.
 ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 
 /// Wide heads of MLA's latents: V is the first columns of K's.

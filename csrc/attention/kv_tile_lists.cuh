@@ -1,11 +1,11 @@
-// kv_tile_lists.h on a GPU: a CTA a row tile, and then another; a warp a KV tile.
+// kv_tile_lists.h on a GPU: a CTA takes one row tile after another, each of its warps a KV tile.
 #pragma once
 
 #include "attention/kv_tile_lists.h"
 
 namespace attn {
 
-/// Of all rows of a row tile, by a warp, for all of its lanes.
+/// Asks the mask about all rows of a row tile and a KV tile. A warp asks together; all of its lanes get the answer.
 template <class Variant>
 __device__ __forceinline__ SeenOrHidden ask_rows(const RowRangeParams& params, const TileOfView& of_view,
                                                  int32_t kv_tile) {

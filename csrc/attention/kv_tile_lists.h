@@ -56,7 +56,8 @@ struct SeenOrHidden {
   ATTN_HD bool both() const { return some_seen && some_hidden; }
 };
 
-/// Of a row and the tokens first, first + step, ... of a KV tile, with all heads. Stops where it is both.
+/// Asks the mask about a row, with all heads, and the tokens first, first + step, ... of a KV tile. Stops once some are
+/// seen and some hidden.
 template <class Variant>
 ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfView& of_view, int32_t row, TokenRange tokens,
                              int32_t first, int32_t step) {
@@ -73,12 +74,12 @@ ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfView& of_
   return answer;
 }
 
-/// A KV tile in which some row sees a token, as it is listed.
+/// The entry of a KV tile in which some row sees a token.
 ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfView& of_view, int32_t kv_tile, SeenOrHidden answer) {
   return ListedKvTile::make(of_view.group.kv_offset + of_view.tokens(p, kv_tile).begin, !answer.some_hidden);
 }
 
-/// KvTileList::count of so many KV tiles.
+/// KvTileList::count for a list of `kv_tiles` KV tiles.
 ATTN_HD int32_t listed_count(int32_t kv_tiles) { return kv_tiles <= kMostListedKvTiles ? kv_tiles : -1; }
 
 }  // namespace attn

@@ -8,7 +8,7 @@ namespace attn {
 
 /// The tokens of a row group as variants see them.
 struct KvTokens {
-  KvToken first;  // what all have in common, and the position of token 0
+  KvToken first;  // token 0: the others differ from it in their positions
 
   ATTN_HD KvTokens(const RowGroup& group, int32_t kv_head)
       : first{group.request, group.kv_offset, kv_head, group.q_position + group.qo_len} {}

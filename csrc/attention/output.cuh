@@ -95,7 +95,7 @@ struct LaneRows {
     if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
   }
 
-  /// For what is done next: the KV tile that begins there, of kTokens.
+  /// Goes on to a KV tile of kTokens tokens.
   template <int kTokens>
   __device__ __forceinline__ void enter(const KvTileStart& kv_tile) {
     if (kv_tile.is_seen) seen = TokenRange{kv_tile.token, kv_tile.token + kTokens};
@@ -125,7 +125,7 @@ __device__ __forceinline__ float state_lse(float base, float sum) {
   return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity();
 }
 
-/// What ends a row: what its sum of values is multiplied by, and its lse.
+/// The end of a row: the factor that makes its output of its sum of values, and its lse.
 struct RowEnd {
   float factor;
   float lse;
@@ -188,7 +188,7 @@ struct OutputTarget {
     return Variant::kHasSinks && complete && params.sinks != nullptr;
   }
 
-  /// Of a row of the tile, if has_sinks().
+  /// The end of a row of the tile, if has_sinks().
   __device__ __forceinline__ RowEnd end_row_with_sink(float base, float sum, int32_t tile_row) const {
     const int32_t head = params.group_size.modulo(rows.packed_begin + tile_row);  // of those of the KV head
     return end_row(base, sum, __ldg(params.sinks + kv_head * params.group_size.divisor + head));
@@ -200,8 +200,7 @@ struct OutputTarget {
     return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);
   }
 
-  /// Makes elements' values of the output of complete rows: the variant's transform, and the scale. `column`: of the
-  /// first value.
+  /// Applies the variant's transform and the scale to outputs of a complete row. `column`: of the first value.
   template <int kValues>
   __device__ __forceinline__ void transform(float (&values)[kValues], int32_t tile_row, int32_t column) const {
     if constexpr (VariantHooks<Variant>::kOutput) {
@@ -226,7 +225,8 @@ struct OutputTarget {
   }
 };
 
-/// A target's columns from `first_column` on, where warps share the columns of rows. The first of them write the lse.
+/// A target's columns from `first_column` on, where warps share the columns of rows. The warps of the first columns
+/// write the lse.
 template <class Target, int kElementBytes>
 struct TargetColumns : Target {
   int32_t first_column;

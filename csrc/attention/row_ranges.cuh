@@ -1,4 +1,4 @@
-// row_ranges.h on a GPU: a CTA a row, and then another row. If the variant skips KV tiles, the CTAs of a second row of
+// row_ranges.h on a GPU: a CTA takes one row after another. If the variant skips KV tiles, the CTAs of a second row of
 // the grid list them meanwhile.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// Over all threads of the CTA, for all of them. `of_warps`: free when all threads arrive here.
+/// The sum over all threads of the CTA, in each of them. `of_warps`: free when all threads arrive here.
 __device__ __forceinline__ RangeSum sum_of_cta(RangeSum sum, RangeSum* of_warps) {
   sum.begin = __reduce_min_sync(0xffffffffu, sum.begin);
   sum.end = __reduce_max_sync(0xffffffffu, sum.end);

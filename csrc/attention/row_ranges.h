@@ -87,7 +87,7 @@ struct HeadOfRow {
   ATTN_HD bool sees(int32_t token) const { return variant.mask(row, kv_offset + token); }
 };
 
-/// Tokens first, first + step, ... of a row.
+/// Asks the mask about tokens first, first + step, ... of a row.
 template <class Variant>
 ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, int32_t first, int32_t step) {
   const int32_t num_heads = heads_of_mask<Variant>(params);
@@ -110,7 +110,7 @@ struct Holes {
   int32_t last;
 };
 
-/// Among tokens first, first + step, ... behind the first one that is seen; `sum`: over all tokens.
+/// Finds the holes among tokens first, first + step, ... behind the first one that is seen. `sum`: over all tokens.
 template <class Variant>
 ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
                          int32_t step) {
@@ -128,7 +128,7 @@ ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, con
   return holes;
 }
 
-/// The range of a row: what lies before its first hole, or behind its last one, is full, whichever is longer.
+/// The range of a row. Its full part is what lies before its first hole or behind its last one, whichever is longer.
 ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const Holes& holes) {
   if (sum.end < 0) return RowRange{0, 0, 0, 0};
   const int32_t offset = row.group.kv_offset;

@@ -24,12 +24,12 @@ struct PermutedRows {
   /// dimension (with .trans).
   __device__ __forceinline__ static uint32_t rows_first(int lane) { return Tile::offset(lane & 15, lane >> 4); }
 
-  /// Of 2-byte elements: four columns of the lane's row, those that it has of a widened cache.
+  /// For 2-byte elements: the four columns of its row that a lane has of a widened cache.
   __device__ __forceinline__ static uint32_t four_columns(int lane) {
     return Tile::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
   }
 
-  /// Of 1-byte elements: the same.
+  /// The same for 1-byte elements.
   __device__ __forceinline__ static uint32_t four_bytes(int lane) { return Tile::offset(lane / 4, 0) + lane % 4 * 4; }
 
   /// Matrices: upper left, upper right, lower left, lower right. The B operand when columns are its k dimension.
@@ -42,13 +42,13 @@ struct PermutedRows {
 /// `kChunks` chunks, a power of two, one after another.
 template <class Tile, int kThreads>
 struct RowPieces {
-  // Of wide rows few at a time: more rows share what is computed for each chunk.
+  // Wide rows take few chunks at a time, so that more rows share what is computed for a chunk.
   static constexpr int kChunks = Tile::kRowChunks > 32 ? 8 : min_of(Tile::kRowChunks & -Tile::kRowChunks, kThreads);
   static constexpr int kPieces = Tile::kRowChunks / kChunks;
   static constexpr int kRows = kThreads / kChunks;
 };
 
-/// kHeadColumns: of a head; a row has room for tile_columns() of them.
+/// A tile whose rows have kHeadColumns columns of a head, and room for tile_columns() of them.
 template <class Element, int kHeadColumns_>
 struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   static constexpr int kHeadColumns = kHeadColumns_;
@@ -70,8 +70,8 @@ struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   }
 };
 
-/// Copies chunk number `chunk` of a head's row to a tile. Of those behind the head's, products may take the first (16
-/// columns are multiplied at a time): it becomes zeros, the others are left alone.
+/// Copies chunk number `chunk` of a head's row to a tile. Products may also take the first chunk behind those of the
+/// head, as they multiply 16 columns at a time: it becomes zeros. The others are left alone.
 template <class Tile>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int chunk) {
   if constexpr (Tile::kHeadBytes % 16 != 0) {  // rows of whole pieces of 8 bytes: they need not lie at multiples of 16

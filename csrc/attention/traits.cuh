@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// Element_: that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
+/// Element_: the type that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
 /// QElement_: of Q; may be StoredElement_, of 8 bits. OutElement_: of O; may be Float8E4M3.
 template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_,
           class OutElement_ = Element_>
@@ -19,8 +19,8 @@ struct Traits {
   using Shape = Shape_;
   using Variant = Variant_;
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
-  /// The products take Q, K and V of one type: those of a cache of 8-bit elements are widened on their way to them. Of
-  /// wide heads that is done on the way to KV tiles.
+  /// The products take Q, K and V of one type: 8-bit elements of a cache are widened on the way from KV tiles to them,
+  /// those of wide heads on the way from the cache to KV tiles.
   static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
   using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles

@@ -7,14 +7,14 @@
 // - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
 // - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
 //   complete;
-// - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: two elements of a row of Q,
-// transformed,
-//   from columns `first` and `second`; PairLayout kQueryPairs says which are a pair;
-// - Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const: the same of a row of K, kKeyPairs;
-// - Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const: of V, kValuePairs;
+// - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: transforms two elements of a row of
+// Q,
+//   from columns `first` and `second`; PairLayout kQueryPairs says which columns are a pair;
+// - Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const: the same for a row of K, by kKeyPairs;
+// - Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const: for a row of V, by kValuePairs;
 // - static constexpr bool kUsesSoftmax = false: logits() returns weights; the output is the sum of weight times value.
-// It is constructed from (const Params&, KV head) for each (row tile, KV head), and must not keep what it is not given:
-// its Params outlive it.
+// It is constructed from (const Params&, KV head) for each (row tile, KV head). It may keep references to its Params,
+// which outlive it.
 //
 // A row sees an interval of tokens by its level's Visibility, which plans know: kernels skip KV tiles outside it and
 // mask only those at its ends. mask() is asked for every score inside it. All hooks are also called for rows and
@@ -56,8 +56,8 @@ struct Pair {
   float second;
 };
 
-/// Which elements of a row are pairs: those `distance` columns apart, in each run of 2 * distance columns. What lies
-/// behind the first `columns` is left alone.
+/// Which elements of a row are pairs: those `distance` columns apart, in each run of 2 * distance columns. Columns from
+/// `columns` on are left alone.
 struct PairLayout {
   int32_t distance;  // 1, or a multiple of 8; 0: half of the head's columns
   int32_t columns;   // a multiple of 2 * distance; 0: all of the head's
@@ -68,7 +68,7 @@ struct PairLayout {
   }
 };
 
-/// A variant's Params, whichever it is.
+/// The Params of any variant, as bytes.
 struct VariantParams {
   static constexpr int kBytes = 256;
   alignas(16) unsigned char bytes[kBytes];
@@ -104,7 +104,7 @@ struct ParamTensor {
   }
 };
 
-/// What a variant has if it does not say otherwise.
+/// The defaults of a variant.
 struct VariantBase {
   struct Params {};
   static constexpr bool kUsesSoftmax = true;
@@ -254,7 +254,7 @@ ATTN_HD float soft_cap(float logit, float cap) {
 #endif
 }
 
-/// What all models of the standard kernels need: a soft cap, which may be off.
+/// The variant of the standard kernels: a soft cap, which may be off.
 struct StandardVariant : VariantBase {
   struct Params {
     float logits_soft_cap;  // 0: off

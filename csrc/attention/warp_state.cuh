@@ -84,9 +84,10 @@ struct WarpState {
     }
   }
 
-  /// The same with K of an 8-bit cache, widened on the way. A lane gets words of K: four neighbouring columns, of which
-  /// the first two are those that it has of the first half of a product's depth. `query(b, d, a)`: loads rows of block
-  /// b in the same order, columns 16 * d on (load_query()). `k`: as in scores().
+  /// The same with K of an 8-bit cache, which is widened on the way. A lane gets words of K with four neighbouring
+  /// columns: it uses the first two as its columns of the first half of a product's depth, the others as those of the
+  /// second half. `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
+  /// `k`: as in scores().
   template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
   __device__ __forceinline__ void widened_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
                                                  uint32_t k) const {
@@ -136,7 +137,7 @@ struct WarpState {
     }
   }
 
-  /// Of a row's scores in this lane's columns.
+  /// The highest of a row's scores in this lane's columns.
   template <int kBlocks>
   __device__ __forceinline__ static float highest_score(const float (&s)[kBlocks][4], int half) {
     float m[4];  // four independent maxima, to shorten the chain of dependent instructions
@@ -222,7 +223,7 @@ struct WarpState {
     }
   }
 
-  /// In the place of update() for variants without softmax: the scores are weights.
+  /// Replaces update() for variants without softmax: the scores are weights.
   template <int kBlocks>
   __device__ __forceinline__ static void pack_weights(const float (&s)[kRowBlocks][kBlocks][4],
                                                       uint32_t (&p)[kRowBlocks][kBlocks][2]) {
@@ -236,8 +237,8 @@ struct WarpState {
     }
   }
 
-  /// For variants without softmax: the state of a sum, which is not normalised. Where warps share rows, only one of
-  /// them counts.
+  /// For variants without softmax: starts a sum that is not normalised. Where warps share rows, only one of them
+  /// counts.
   __device__ __forceinline__ void start_sum(bool counts) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {

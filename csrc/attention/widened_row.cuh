@@ -28,8 +28,8 @@ __device__ __forceinline__ void widen_sixteen(const uint4& bytes, float scale, u
   }
 }
 
-/// A row in global memory as four lanes take it, piece by piece: of each block of 64 columns one takes the 16 of its
-/// `quarter`. The block of the rotated part may be stored as it is multiplied: of two pieces.
+/// A row in global memory, which four lanes load piece by piece: of each block of 64 columns a lane loads the 16 of its
+/// `quarter`. The block of the rotated part may be stored in the type that is multiplied; it then has two pieces.
 template <class Element, class Stored, int kBlocks_>
 struct StoredRow {
   using Latent = ScaledLatentRow;
@@ -55,7 +55,7 @@ struct StoredRow {
     return __ldg(reinterpret_cast<const uint4*>(data + byte_of(piece)));
   }
 
-  /// Of a row with scales: that of a piece. Pieces of the same block of 128 columns have the same.
+  /// The scale of a piece of a row that has scales. Pieces of the same block of 128 columns have the same.
   __device__ __forceinline__ float scale(int piece) const {
     if (data == nullptr) return 0.0f;
     const int number = piece * kBlockColumns / Latent::kColumnsOfScale;

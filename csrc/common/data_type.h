@@ -14,13 +14,13 @@ enum class DataType : int32_t {
   kScaledLatent = 5  // bytes of rows of MLA's latents: cache/scaled_latent.h
 };
 
-/// Of a type that only a cache may have: its numbers are multiplied by scales.
-ATTN_HD constexpr bool is_float8(DataType dtype) {
+/// Types whose numbers are multiplied by scales: of a cache, and of Q and O beside one.
+ATTN_HD constexpr bool has_8_bits(DataType dtype) {
   return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2 || dtype == DataType::kScaledLatent;
 }
 
 ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
-  return dtype == DataType::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2;
+  return dtype == DataType::kFloat32 ? 4 : has_8_bits(dtype) ? 1 : 2;
 }
 
 }  // namespace attn

@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// What the place of a CTA's interval in the list of work depends on.
+/// What find_position() (cuts.h) must know of a row tile in the list of work.
 struct PlacedTile {
   int64_t cost_begin;
   int32_t cost_kind;
@@ -19,7 +19,7 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32
   return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
 }
 
-/// Of a row tile in the list of work; `group`: its row group.
+/// `group`: the row tile's.
 ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
   return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
 }
@@ -36,10 +36,10 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
                      divide(num_pairs + p.config.num_ctas - 1, p.num_ctas)};
 }
 
-/// Cost that each CTA gets of a list of `num_tiles` row tiles that begins with `first`. Where all pairs cost the same,
-/// as in a batch of equal lengths, it is that of whole pairs if they fit by 4 % (a list whose pairs only cost as much
-/// as the first on average is treated alike: it loses no more than those 4 %): then nothing has to be merged, and CTAs
-/// that share a KV head's tokens read them at the same time (ADR 8).
+/// The cost that each CTA gets of a list of `num_tiles` row tiles, `first` being the first. If all pairs cost the same,
+/// as in a batch of equal lengths, and whole pairs cost at most 4 % more than an equal share, each CTA gets whole
+/// pairs: nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). A list
+/// whose pairs cost as much as the first only on average is treated alike, and loses no more than those 4 %.
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
                           const EqualShares& equal) {
   const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);
@@ -50,7 +50,7 @@ ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t 
                                                                                                           : share;
 }
 
-/// A plan as far as it is known; what write_header() is told.
+/// What is known of a plan so far. write_header() writes it.
 struct Planned {
   int32_t num_groups = 0;
   int32_t num_tiles = 0;
@@ -116,7 +116,7 @@ ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& pl
   return distribution;
 }
 
-/// Share and flags, when everything before them is known.
+/// Decides on share and flags, once everything else is known.
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
   const EqualShares equal = equal_shares(p, planned.num_tiles, total_cost);
   planned.share = cta_share(p, first, planned.num_tiles, total_cost, equal);

@@ -11,9 +11,9 @@ namespace attn {
 /// Most CTAs among which a pair is cut evenly: on the device a warp looks at all numbers at once.
 constexpr int32_t kMaxAlignedParts = 32;
 
-/// One shared prefix, whose row tiles are the last of the list from `tile` on: its pairs may be cut evenly, each among
-/// the same number of CTAs. A CTA then has one part, and loads Q and leaves states once; the parts of row tiles that
-/// see the same tokens run side by side, and find them in L2.
+/// The pairs of the only shared prefix of a plan, whose row tiles are the last of the list, from `tile` on. They may be
+/// cut evenly, each among the same number of CTAs. A CTA then has one part: it loads Q and leaves states once. The
+/// parts that see the same tokens run at the same time, and find them in L2.
 struct SharedPairs {
   int32_t tile;
   PlacedTile first;  // row tile `tile`
@@ -29,8 +29,8 @@ struct EvenCut {
   static constexpr int32_t kNoCut = kMaxInt32;
 };
 
-/// Lists that cost more than kMostCost (seconds of GPU time) are not cut evenly: no product exceeds 32 bits. Free of
-/// branches, so that a GPU overlaps the two divisions.
+/// Lists that cost more than kMostCost (seconds of GPU time) are not cut evenly, so that no product exceeds 32 bits.
+/// There are no branches: a GPU overlaps the two divisions.
 ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
   constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
   const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list
@@ -48,9 +48,9 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
                  whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }
 
-/// Cuts the pairs of a shared prefix evenly, if no CTA then has more than where the list is cut into equal shares and a
-/// CTA that starts inside a pair pays its cost again. `best`: the cut of the least cost and, of those, of the fewest
-/// parts.
+/// Cuts the pairs of a shared prefix evenly, unless a CTA then had more to do than with equal shares, where a CTA that
+/// starts inside a pair pays the pair's own cost again. `best`: the cut of the least cost, of several that with the
+/// fewest parts.
 ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
   if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
   planned.aligned_parts = best.parts;
@@ -62,8 +62,8 @@ ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const 
   planned.whole_pairs = p.config.batch_invariant;
 }
 
-/// Where CTA `cta` starts: at the first KV tile that starts at or after its cost in the list, of those that an interval
-/// may start with; a pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+/// Where CTA `cta` starts: at the first KV tile at or after its cost in the list that an interval may start with. A
+/// pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
 template <class Tiles>
 ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost,
                                int32_t cta) {

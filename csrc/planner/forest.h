@@ -37,13 +37,13 @@ ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) {
   return num_requests <= kMaxSearchCtas && pages <= kFewPages;
 }
 
-/// Most leading pages that are compared.
+/// The most leading pages of two requests that are compared.
 constexpr int32_t kMaxSharedPages = 1 << 20;
 
 /// Row states that a forest may use.
 ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
 
-/// Leading pages of a request that it can share, if they begin with a page.
+/// How many leading pages a request can share, if begins_with_page().
 ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group) {
   const ScheduleConfig& config = p.config;
   const PlanLevel& level = p.levels[0];
@@ -149,7 +149,7 @@ struct RowsCost {
   int32_t pairs;    // beside them
 };
 
-/// Of a row group of `rows` rows; `of_node`: which leave states.
+/// The cost of a row group of `rows` rows. `of_node`: they leave states.
 ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_node) {
   const int32_t packed_rows = packed_rows_of(config, rows);
   const int32_t kind = choose_kind(config, packed_rows);
@@ -158,8 +158,8 @@ ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_n
   return RowsCost{tiles * config.kv_tile_cost[cost], tiles * config.pair_cost[cost]};
 }
 
-/// Row states that taking a node needs that would read its pages from `begin` on: the first taken node of a path makes
-/// its rows' own groups keep states too.
+/// Row states that are needed to take a node that reads its pages from `begin` on. The first taken node of a path makes
+/// its rows' own groups keep states, too.
 ATTN_HD int32_t node_states(int32_t rows, int32_t begin) { return rows * (begin == 0 ? 2 : 1); }
 
 /// What taking a node saves and what it adds, for each KV head.
@@ -168,8 +168,7 @@ struct NodeCost {
   int64_t added;
 };
 
-/// The cost of a node that saves `weight` for each KV tile and leaves `states` row states. It adds row tiles of its own
-/// and those states.
+/// The cost of a node that saves `weight` for each KV tile. It adds row tiles of its own, and `states` row states.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
   const RowsCost rows = rows_cost(p.config, node.rows, true);
   const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;
@@ -180,20 +179,22 @@ ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t 
                       static_cast<int64_t>(multiply(kv_tiles, rows.kv_tile))};
 }
 
-/// Beside its children reading the pages themselves. Only rows that are in no deeper node count states: the others
-/// leave two in any case, and what the third costs was not measurable on a Hopper GPU (ADR 11).
+/// The cost of a node, compared with its children reading the pages themselves. Only the states of rows that are in no
+/// deeper node count: the others leave two in any case, and the cost of a third was not measurable on a Hopper GPU
+/// (ADR 11).
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node) {
   return node_cost(p, node, node.weight, node_states(node.direct_rows, node.begin));
 }
 
-/// Beside each of its requests reading them for itself, with row tiles of the least cost.
+/// The cost of a node, compared with each of its requests reading the pages for itself, with row tiles of the least
+/// cost.
 ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& node) {
   const int32_t weight = max_of(node.weight, node.num_requests * p.config.kv_tile_cost[0]);
   return node_cost(p, node, weight, node_states(node.rows, node.begin));
 }
 
-/// Most that a node counts for in what a forest saves: far more than any forest must save, and the sum over all nodes
-/// is an int32.
+/// The most that a node counts for in what a forest saves. It is far more than any forest must save, and the sum over
+/// all nodes is an int32.
 constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
 /// What a node that is taken counts for, by node_cost_beside_none(). Where everything is taken it may cost more than it
@@ -202,8 +203,8 @@ ATTN_HD int32_t bounded_saving(const NodeCost& cost) {
   return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved));
 }
 
-/// A NodeReason but for kForestSavesTooLittle. `depth_above`: taken nodes above it; `free_states`: row states that are
-/// left.
+/// The reason to take a node or not; kForestSavesTooLittle is for drop_node(). `depth_above`: taken nodes above it.
+/// `free_states`: row states that are left.
 ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, int32_t depth_above, int32_t states,
                            int32_t free_states) {
   if (depth_above >= kMaxLevels - 1) return kNodeTooDeep;
@@ -211,8 +212,8 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
   return states > free_states ? kNodeHasNoRoom : kNodeTaken;
 }
 
-/// Decides on a node whose ancestors have been decided on, and writes it down, but for its row group. Returns what it
-/// counts for in what the forest saves, at most kMostSaved, if it is taken, else 0.
+/// Decides on a node whose ancestors have been decided on, and writes the decision down; its row group comes later.
+/// Returns what a taken node counts for in what the forest saves, at most kMostSaved; 0 if it is not taken.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;

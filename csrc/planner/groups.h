@@ -49,8 +49,9 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
-/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and of kv_lens
-/// or else last_page_len. As read, so that a GPU waits once for all of them and for what is read after them.
+/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and element i of
+/// kv_lens or else last_page_len. They are kept as they were read: a GPU then waits once for all of them, and for what
+/// is read after them.
 struct GroupLengths {
   IndexArray::Words qo_first;
   IndexArray::Words qo_last;
@@ -61,7 +62,7 @@ ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
   return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
 }
 
-/// Row group i of a level. What cannot be right is clamped and reported, as above.
+/// Makes row group i of a level. What cannot be right is clamped and reported, as above.
 ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range,
                                 uint32_t& errors) {
   const PlanLevel& level = p.levels[place.level];
@@ -112,17 +113,17 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
 }
 
-/// Tokens of a KV chunk of a batch invariant plan, about. Shorter ones cost states and keep the memory less busy,
-/// longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens because they are wide,
-/// a CTA starts an item more slowly (ADR 10).
+/// About how many tokens a KV chunk of a batch invariant plan has. Shorter chunks cost states and keep the memory less
+/// busy; longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens, as heads are
+/// wide, a CTA starts an item more slowly (ADR 10).
 constexpr int32_t kChunkTokens = 768;
 constexpr int32_t kLongChunkTokens = 1024;
 constexpr int32_t kUncutRequest = 1024;  // is one chunk
 constexpr int32_t kLongRequest = 8192;   // has long chunks
 
-/// Length of the KV chunks that a batch invariant plan cuts a request's row group into, in tokens: equal ones, whole KV
-/// tiles and pages. It depends on nothing but the request. A single query is cut, unless a window bounds what it sees;
-/// the row tiles of longer queries are many enough.
+/// Tokens of the KV chunks that a batch invariant plan cuts a request's row group into: equal numbers of whole KV tiles
+/// and pages. The length depends on nothing but the request. A single query is cut, unless a window bounds what it
+/// sees; the row tiles of longer queries are many enough.
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
   if (!p.config.batch_invariant || group.qo_len != 1 || level.visibility.window_left >= 0)
@@ -195,9 +196,9 @@ ATTN_HD int32_t count_listed_before(const KvTileList& list, int32_t token) {
   return low;
 }
 
-/// Leaves to row tile number `index` of a row group those of its KV tiles that are listed. A row group may be a part of
-/// its request, a KV chunk or what follows a shared prefix: if its KV tiles begin at other tokens than those of the
-/// whole, it keeps all of them.
+/// Reduces row tile number `index` of a row group to those of its KV tiles that are listed. A row group may be a part
+/// of its request: a KV chunk, or what follows a shared prefix. If its KV tiles begin at other tokens than those of the
+/// whole request, the row tile keeps all of them.
 ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t index, RowTile& tile) {
   const PlanLevel& level = p.levels[group.level];
   const int32_t number = first_kv_tile_list(p.config, group.request, group.qo_begin) + index;
@@ -208,7 +209,7 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
   if (list.count > 0) {
     if ((list.kv_tiles[0].token() - group.kv_offset) % p.config.kv_tile != 0) return;
     const int32_t first_token = group.kv_offset + tile.kv_begin, end_token = group.kv_offset + tile.kv_end;
-    // Mostly it is the whole list.
+    // Mostly the row tile has the whole list.
     first = list.kv_tiles[0].token() >= first_token ? 0 : count_listed_before(list, first_token);
     end = list.kv_tiles[list.count - 1].token() < end_token ? list.count : count_listed_before(list, end_token);
   }

@@ -12,9 +12,8 @@ namespace attn {
 /// and last_page_len (CSR).
 /// - CSR: indices, indptr, last_page_len; entry_step 1
 /// - block table: indices [num_rows, row_stride], kv_lens; entry_step 1
-/// - token slots: indices [num_rows, row_stride], rows, kv_lens; entry_step page_size: one entry for each token, of
-/// which
-///   every page_size-th is read
+/// - token slots: indices [num_rows, row_stride], rows, kv_lens; entry_step page_size: each token has an entry, and
+///   every page_size-th entry is read
 /// - ragged: indptr; page_size 1; pages are the tensor's rows
 struct PageTable {
   const int32_t* indices = nullptr;
@@ -30,7 +29,7 @@ struct PageTable {
   int32_t entry_step = 1;
 };
 
-/// The page of a slot; of a negative one a negative number, which no page has.
+/// The page of a slot; a negative slot has a negative one, which does not exist.
 ATTN_HD int32_t page_of_slot(int32_t slot, int32_t page_size) { return min_of(slot / page_size, slot); }
 
 }  // namespace attn

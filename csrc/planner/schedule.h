@@ -32,8 +32,8 @@ constexpr int32_t kMaxLinks = 32;
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
 ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
 
-/// What a row tile costs depends on its kind and on whether its rows leave states: those of each kind that write their
-/// rows, then those that leave states.
+/// The cost of a row tile depends on its kind and on whether its rows leave states. The first cost kinds are those of
+/// row tiles whose rows are written, the others those of row tiles whose rows leave states.
 constexpr int32_t kNumCostKinds = 2 * kNumTileKinds;
 
 /// `state_begin`: of the row group.
@@ -73,9 +73,9 @@ struct RowGroup {
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
-/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile;
-/// or, where the KV tiles have holes between them, below 0: ~ of the place of the first one among those listed
-/// (kv_tile_start()).
+/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
+/// If there are holes between the KV tiles it is negative: the complement (~) of the first one's place among all KV
+/// tiles that are listed (kv_tile_start()).
 struct RowTile {
   int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;
@@ -86,7 +86,7 @@ struct RowTile {
   int32_t num_kv_tiles;  // >= 1: a tile with nothing to attend to has one empty KV tile, so that its output is written
 };
 
-/// What a CTA must know of a schedule before anything else.
+/// What a CTA must know of a schedule first.
 enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,          // no row is in several groups, and there is no row list
   kUsesQueue = 1 << 1,        // CTAs may take whole pairs from the work queue
@@ -259,7 +259,8 @@ struct ScheduleConfig {
   int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };
 
-/// Of a row group of `rows` rows. All rows of Q have fewer than 2^31 (checked when an Attention object is made).
+/// Packed rows of a row group of `rows` rows. All rows of Q together have fewer than 2^31 (checked when an Attention
+/// object is made).
 ATTN_HD int32_t packed_rows_of(const ScheduleConfig& config, int32_t rows) { return rows * config.group_size; }
 
 /// A request uses the smallest kind of row tile that holds all its packed rows, or the largest there is.
@@ -337,8 +338,8 @@ struct Schedule {
   }
 };
 
-/// Where KV tile number `number` of a row tile begins in row group `group`, or of what lies behind some of its KV tiles
-/// (kv_begin_behind()). `kv_begin`: of the row tile. `kSkips`: KV tiles may be listed.
+/// Where KV tile `number` of a row tile begins in row group `group`. `kv_begin`: the row tile's, or, to count from a
+/// later KV tile, kv_begin_behind(). kSkips: KV tiles may be listed.
 template <bool kSkips>
 ATTN_HD KvTileStart kv_tile_start(const Schedule& schedule, int32_t group, int32_t kv_begin, int32_t number,
                                   int32_t kv_tile) {
@@ -370,8 +371,8 @@ ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_
   return Position{2 * group.tile_begin + of_group - 1 - tile, pair - tile * num_kv_heads, 0, 0};
 }
 
-/// Partial states. A CTA writes at most two: of the (row tile, head) in whose middle its interval starts, and of the
-/// one in whose middle it ends. If both are the same pair it writes the first only.
+/// Partial states. A CTA writes at most two: one of the (row tile, head) inside which its interval starts, one of that
+/// inside which it ends. If both are the same pair it writes the first only.
 enum PartialSlot : int32_t { kStartsInside = 0, kEndsInside = 1, kSlotsPerCta = 2 };
 
 ATTN_HD int32_t partial_slot(int32_t cta, PartialSlot slot) { return cta * kSlotsPerCta + slot; }

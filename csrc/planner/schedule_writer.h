@@ -11,7 +11,7 @@ namespace attn {
 /// Levels of the schedule: those of the composition, and one of the forest's row groups.
 ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
 
-/// Everything but the levels.
+/// Writes the header, without the levels.
 ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   ScheduleHeader& header = *p.schedule.header;
   header.num_groups = planned.num_groups;
@@ -35,9 +35,9 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   }
 }
 
-/// Whether the rows of a forest of one node are all rows of the requests, in their order: its row group needs no list,
-/// without which Q of the largest row tiles loads faster (ADR 13). Only if they fill such tiles: behind the
-/// last row Q may hold anything.
+/// Whether a forest of one node has all rows of the requests, in their order. Its row group then needs no row list, and
+/// Q of the largest row tiles loads faster (ADR 13). The rows must fill such tiles: Q may hold anything behind the
+/// last.
 ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned) {
   if (!has_one_prefix(p, planned)) return false;
   const RowGroup& last = p.schedule.groups[p.levels[0].num_groups - 1];

@@ -1,6 +1,6 @@
-// Sparse attention: the tokens that an engine's indexer has selected for each row become the slots that the row attends
-// to, in the page table that a plan's runs read. Those that there are come first, in their order; the plan is told how
-// many.
+// Sparse attention: the tokens that an engine's indexer has selected for each row become slots in the page table that
+// a plan's runs read. Slots of tokens that exist come first, in the order of the tokens, and the plan is told how many
+// there are.
 #pragma once
 
 #include "common/index_array.h"
@@ -9,11 +9,11 @@
 
 namespace attn {
 
-/// Of a CTA of the kernel, which packs one row.
+/// Threads of a CTA of the kernel. A CTA packs one row.
 constexpr int32_t kSelectionThreads = 512;
 
-/// The level of a plan whose page table is written: pages of one token, of which all rows of a request see all. What it
-/// has of lengths is brought down to what there is; it was planned for the most that there may be.
+/// The level of a plan whose page table is written: its pages have one token, and all rows of a request see all of
+/// them. It was planned for the most tokens that there may be; its lengths are reduced to those that there are.
 struct PlannedSelection {
   Schedule schedule;
   int32_t is_planned;  // 0: there is no plan to tell
@@ -48,7 +48,7 @@ struct SelectionParams {
 /// Where the tokens of a row are.
 struct SelectionRow {
   const int32_t* pages;  // nullptr: tokens are slots
-  int32_t num_tokens;    // there are no others
+  int32_t num_tokens;    // of the request; tokens from there on do not exist
 };
 
 ATTN_HD SelectionRow selection_row(const SelectionParams& p, int32_t row) {
@@ -57,13 +57,13 @@ ATTN_HD SelectionRow selection_row(const SelectionParams& p, int32_t row) {
   if (p.block_table == nullptr) return found;
   const int64_t request = p.requests ? p.requests[row] : row;
   if (request < 0 || request >= p.table_rows)
-    found.num_tokens = 0;  // of nobody
+    found.num_tokens = 0;  // there is no such request
   else
     found.pages = p.block_table + request * p.table_stride;
   return found;
 }
 
-/// The slot of a token; -1: there is no such token. One that no slot has becomes the largest int32: runs clamp and
+/// The slot of a token; -1: there is no such token. A slot that no int32 holds becomes the largest one: runs clamp and
 /// report it.
 ATTN_HD int32_t selected_slot(const SelectionParams& p, const SelectionRow& row, int32_t token) {
   if (token < 0 || token >= row.num_tokens) return -1;
@@ -84,7 +84,7 @@ ATTN_HD void report(ScheduleHeader& header, ScheduleError error) {
 #endif
 }
 
-/// Leaves to a row group of request `request` those of the request's first `count` tokens that are its own.
+/// Shortens a row group of a request to those of its tokens that are among the request's first `count`.
 ATTN_HD void set_group_length(const PlannedSelection& plan, int32_t group_number, int32_t request, int32_t count) {
   RowGroup& group = plan.schedule.groups[group_number];
   const int32_t begin = static_cast<int32_t>(group.table_begin - request * plan.row_stride);  // of a KV chunk
@@ -96,7 +96,7 @@ ATTN_HD void set_group_length(const PlannedSelection& plan, int32_t group_number
   int32_t group_length = length;
   for (int32_t i = 0; i < tiles; ++i) {
     RowTile& tile = plan.schedule.tiles[group.tile_begin + i];
-    // Listed KV tiles have holes between them: what lies in these is not looked at.
+    // Listed KV tiles have holes between them, whose tokens are not looked at.
     const int64_t room = tile.kv_begin < 0 ? kMaxInt32 : tile.kv_begin + int64_t{tile.num_kv_tiles} * plan.kv_tile;
     tile.kv_end = static_cast<int32_t>(min_of<int64_t>(length, room));
     if (plan.has_chunks) group_length = min_of(group_length, tile.kv_end);
@@ -104,7 +104,7 @@ ATTN_HD void set_group_length(const PlannedSelection& plan, int32_t group_number
   group.kv_len = group_length;
 }
 
-/// Tells the plan how many tokens a request has, `thread` of `num_threads` that all do.
+/// Tells the plan how many tokens a request has. Called by each `thread` of `num_threads`.
 ATTN_HD void set_selection_length(const PlannedSelection& plan, int32_t request, int32_t count, int32_t thread,
                                   int32_t num_threads) {
   if (plan.is_planned == 0 || request >= plan.num_requests) return;

@@ -1,7 +1,6 @@
 // What writes to the cache (attn_backend/kernels/append.py), bound with tvm-ffi: checks, then a launch or the CPU's
 // loop.
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -23,6 +22,7 @@
 #include "runtime/checks.h"
 #include "runtime/driver.h"
 #include "runtime/kv_scales.h"
+#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -30,8 +30,6 @@ namespace {
 using tvm::ffi::Bytes;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
-
-driver::Stream current_stream(DLDevice device) { return TVMFFIEnvGetStream(device.device_type, device.device_id); }
 
 /// A kernel of a file, loaded once on each device. Found without a copy of a string: a layer's call has no time for it.
 const driver::Kernel& loaded(std::string_view symbol, std::string_view file, DLDevice device) {
@@ -133,7 +131,7 @@ DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
          on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
 }
 
-/// Of a cache that append writes: none for each request, which append does not know.
+/// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
 KvScale append_scale(const char* name, const Optional<TensorView>& scale, double value, DLDevice device,
                      int64_t num_kv_heads) {
   const KvScale made = kv_scale(name, scale, value, device, num_kv_heads);
@@ -208,6 +206,29 @@ void set_table(QkvParams& params, const TensorView& t, DLDevice device, DataType
                                                               : RotaryTable::kCosSin;
 }
 
+/// The weights of a norm; nullptr: none.
+const void* norm_weights(const char* name, const Optional<TensorView>& weights, DLDevice device, DataType dtype,
+                         Dim head_dim) {
+  if (!weights.has_value()) return nullptr;
+  const TensorView& t = weights.value();
+  check_tensor(name, t, device);
+  check_dtype(name, t, dl_dtype(dtype));
+  check_shape(name, t, {head_dim});
+  check_contiguous_dim(name, t, 0);
+  return t.data_ptr();
+}
+
+/// Numbers and widths of heads.
+void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
+  constexpr int32_t kMaxHeadDim = 256;
+  check_shape("q", q, {{"tokens"}, {"num_qo_heads"}, {"head_dim"}});
+  check_shape("k", k, {{"tokens"}, {"num_kv_heads"}, {"head_dim", q.size(2)}});
+  params.num_qo_heads = narrow("q.shape[1] (num_qo_heads)", q.size(1), 1, kMaxHeads);
+  params.num_kv_heads = narrow("k.shape[1] (num_kv_heads)", k.size(1), 1, kMaxHeads);
+  params.head_dim = narrow("q.shape[2] (head_dim)", q.size(2), 8, kMaxHeadDim);
+  if (params.head_dim % 8 != 0) refuse("q.shape[2] (head_dim)", params.head_dim, "a multiple of 8");
+}
+
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
 void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<TensorView> v, TensorView q_out,
                 TensorView k_cache, Optional<TensorView> v_cache, Optional<TensorView> slots,
@@ -216,35 +237,25 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
                 double k_value, double v_value) {
   const QkvOptions given = unpack<QkvOptions>(options);
   const DLDevice device = q.device();
-  const bool on_cuda = device.device_type == kDLCUDA;
-  const DataType dtype = data_type("q", q, on_cuda);
-  check_shape("q", q, {{"tokens"}, {"num_qo_heads"}, {"head_dim"}});
-  check_shape("k", k, {{"tokens"}, {"num_kv_heads"}, {"head_dim", q.size(2)}});
-  const Dim qo_heads{"num_qo_heads", q.size(1)}, kv_heads{"num_kv_heads", k.size(1)}, head_dim{"head_dim", q.size(2)};
-
+  const DataType dtype = data_type("q", q, device.device_type == kDLCUDA);
   QkvParams params{};
-  params.num_qo_heads = narrow("q.shape[1] (num_qo_heads)", q.size(1), 1, kMaxHeads);
-  params.num_kv_heads = narrow("k.shape[1] (num_kv_heads)", k.size(1), 1, kMaxHeads);
-  constexpr int32_t kMaxHeadDim = 256;
-  params.head_dim = narrow("q.shape[2] (head_dim)", q.size(2), 8, kMaxHeadDim);
-  if (params.head_dim % 8 != 0) refuse("q.shape[2] (head_dim)", params.head_dim, "a multiple of 8");
+  set_heads(params, q, k);
+  const Dim qo_heads{"num_qo_heads", q.size(1)}, kv_heads{"num_kv_heads", k.size(1)}, head_dim{"head_dim", q.size(2)};
   int64_t tokens = q.size(0);
   if (slots.has_value()) {
     params.slots = index_array("slots", slots.value(), device, 0);
     tokens = slots.value().size(0);
   }
   params.num_tokens = narrow("tokens", tokens);
-  const auto check_tokens = [&](const char* name, const TensorView& t, Dim heads) {
+  const auto rows_of = [&](const char* name, const TensorView& t, Dim heads) {
     check_rows(name, t, device, dtype, {"tokens"}, heads, head_dim);
     if (t.size(0) < tokens) refuse(std::string(name) + ".shape[0]", t.size(0), "at least " + std::to_string(tokens));
+    return head_rows(t);
   };
-  check_tokens("q", q, qo_heads);
-  check_tokens("k", k, kv_heads);
-  check_tokens("q_out", q_out, qo_heads);
+  params.q = rows_of("q", q, qo_heads);
+  params.k = rows_of("k", k, kv_heads);
+  params.q_out = rows_of("q_out", q_out, qo_heads);
   check_no_overlap("q_out", q_out);
-  params.q = head_rows(q);
-  params.k = head_rows(k);
-  params.q_out = head_rows(q_out);
   const bool is_cached = v_cache.has_value();
   const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
   params.k_cache =
@@ -254,8 +265,7 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
   if (is_cached) {
-    check_tokens("v", v.value(), kv_heads);
-    params.v = head_rows(v.value());
+    params.v = rows_of("v", v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, head_dim);
   }
@@ -263,24 +273,16 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
     params.positions = index_array("positions", positions.value(), device, tokens);
     set_table(params, table.value(), device, dtype);
   }
-  const auto weights = [&](const char* name, const Optional<TensorView>& t) -> const void* {
-    if (!t.has_value()) return nullptr;
-    check_tensor(name, t.value(), device);
-    check_dtype(name, t.value(), dl_dtype(dtype));
-    check_shape(name, t.value(), {head_dim});
-    check_contiguous_dim(name, t.value(), 0);
-    return t.value().data_ptr();
-  };
-  params.q_norm = weights("q_norm", q_norm);
-  params.k_norm = weights("k_norm", k_norm);
+  params.q_norm = norm_weights("q_norm", q_norm, device, dtype, head_dim);
+  params.k_norm = norm_weights("k_norm", k_norm, device, dtype, head_dim);
   params.norm_eps = given.norm_eps;
   params.norm_offset = given.norm_offset;
   params.is_interleaved = given.is_interleaved;
   launch_append_qkv(params, dtype, device, view(file));
 }
 
-/// append_kv of numbers that are rounded to an 8-bit cache: append_qkv without Q. K and V that differ in width take a
-/// launch each.
+/// append_kv into an 8-bit cache, for which numbers are rounded: append_qkv without Q. K and V of different widths take
+/// a launch each.
 void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots,
                        String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale, double k_value,
                        double v_value) {

@@ -119,17 +119,16 @@ class Attention {
   uint32_t plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
-  /// cache and of Q. Returns the ScheduleError
-  /// bits on a CPU, 0 on CUDA.
+  /// cache and of Q. Returns the ScheduleError bits on a CPU, 0 on CUDA.
   uint32_t run(AttentionParams params, const AttentionScales& scales, driver::Stream stream);
 
-  /// Of the next plan: whether runs pack the page ids of a level, slots, and count them.
+  /// Says of a level of the next plan whether its page ids are slots that each run packs and counts.
   void set_has_slots(int32_t level, bool has_slots) { has_slots_[level] = has_slots; }
-  /// Whether runs do so with a level of the plan.
+  /// Whether the plan has such a level.
   bool has_slots() const;
 
-  /// Before a run: for each level with slots. `selection`: what the slots of the plan's only level become; without
-  /// indices, what there is in them. `num_rows`: of Q.
+  /// Packs the slots of each level that has some; comes before a run. `selection`: the tokens whose slots the plan's
+  /// only level gets; without indices the slots are packed as they are. `num_rows`: of Q.
   void select(const Selection& selection, int32_t num_rows, driver::Stream stream);
 
   /// The variant's Params, of the runs that follow.
@@ -143,7 +142,7 @@ class Attention {
 
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
-  /// Requests of the plan, if its rows are of those; 0: its levels say other ones.
+  /// Requests of the plan; 0: a level names other requests for its rows.
   int32_t planned_batch() const {
     const PlanLevel& level = plan_params_.levels[0];
     return plan_params_.num_levels == 1 && level.positions.requests == nullptr ? level.num_groups : 0;

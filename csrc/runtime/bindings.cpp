@@ -2,7 +2,6 @@
 // the stream is torch's current one.
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -18,6 +17,7 @@
 #include "runtime/checks.h"
 #include "runtime/designs.h"
 #include "runtime/kv_scales.h"
+#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -30,10 +30,6 @@ using tvm::ffi::String;
 Attention& object(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
 
 DLDevice device_of(const AttentionConfig& config) { return DLDevice{config.on_cuda ? kDLCUDA : kDLCPU, config.device}; }
-
-driver::Stream current_stream(DLDevice device) {
-  return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
-}
 
 /// A struct that Python reads.
 template <class Struct>
@@ -82,8 +78,39 @@ void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, Te
 Bytes schedule_config(int64_t handle) { return pack(object(handle).schedule_config()); }
 Bytes schedule_layout(int64_t handle) { return pack(object(handle).layout()); }
 
-/// Ends a plan some of whose levels are missing; the previous plan is dropped, too.
+/// Ends a plan that lacks levels; the previous plan is dropped, too.
 void abandon_plan(int64_t handle) { object(handle).abandon_plan(); }
+
+/// The dense table or the CSR table of a level; nothing for ragged K and V.
+void set_indices(PageTable& table, const TensorView& t, DLDevice device, bool is_csr, bool has_rows, int64_t batch) {
+  const char* name = is_csr ? "kv_indices" : has_rows ? "req_to_token" : "block_table";
+  check_tensor(name, t, device);
+  check_dtype(name, t, DLDataType{kDLInt, 32, 1});
+  if (is_csr) {
+    check_shape(name, t, {{"pages"}});
+    table.num_entries = t.size(0);
+  } else {
+    check_shape(name, t, {{"rows"}, {"entries"}});
+    table.num_rows = narrow(has_rows ? "req_to_token.shape[0]" : "block_table.shape[0]", t.size(0));
+    table.row_entries = narrow(has_rows ? "req_to_token.shape[1]" : "block_table.shape[1]", t.size(1));
+    table.row_stride = t.stride(0);
+    table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
+    if (!has_rows && table.num_rows < batch)
+      refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
+    if (has_rows && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
+  }
+  check_contiguous_dim(name, t, t.ndim() - 1);
+  table.indices = static_cast<const int32_t*>(t.data_ptr());
+}
+
+/// Requests of a level, which `max_groups` bounds.
+int64_t checked_batch(const TensorView& qo_indptr, int32_t max_groups) {
+  const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
+  if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
+  if (batch > max_groups)
+    refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(max_groups));
+  return batch;
+}
 
 /// Takes a level of a composition, a BSR view: its LevelOptions and its tensors. With the last one, plans. The caller
 /// sees to index < num_levels <= max_levels, and calls abandon_plan() if anything fails. Returns ScheduleError bits
@@ -95,11 +122,7 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   const LevelOptions options = unpack<LevelOptions>(level_options);
   if (options.index == 0) attention.begin_plan();
   const DLDevice device = device_of(attention.config());
-  const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
-  if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
-  if (batch > attention.config().max_groups)
-    refuse("batch (qo_indptr.shape[0] - 1)", batch,
-           "at most max_batch = " + std::to_string(attention.config().max_groups));
+  const int64_t batch = checked_batch(qo_indptr, attention.config().max_groups);
   if (options.page_size < 1 || options.page_size > kMaxInt32) refuse("page_size", options.page_size, "at least 1");
   if (options.window_left < -1 || options.window_left > kMaxInt32)
     refuse("window_left", options.window_left, "-1 (no window) or at least 0");
@@ -113,37 +136,16 @@ int64_t plan_level(int64_t handle, const Bytes& level_options, TensorView qo_ind
   level.kv_offsets = options.kv_offsets;
   level.positions = options.positions;
   if (row_list.has_value()) {
-    const TensorView& t = row_list.value();
-    const IndexArray list = index_array("rows", t, device, 0);
+    const IndexArray list = index_array("rows", row_list.value(), device, 0);
     if (list.is_int64) refuse("rows.dtype", "int64", "int32");
     level.rows = static_cast<const int32_t*>(list.data);
-    level.max_rows = static_cast<int32_t>(min_of<int64_t>(level.max_rows, t.size(0)));
+    level.max_rows = static_cast<int32_t>(min_of<int64_t>(level.max_rows, row_list.value().size(0)));
   }
   PageTable& table = level.table;
   table.page_size = static_cast<int32_t>(options.page_size);
   table.entry_step = options.entry_step;
   table.num_entries = kMaxInt32;  // ragged: bounded by the tensor that run() is given (a GPU clamps each token)
-  if (indices.has_value()) {
-    const TensorView& t = indices.value();
-    const char* name = indptr.has_value() ? "kv_indices" : rows.has_value() ? "req_to_token" : "block_table";
-    check_tensor(name, t, device);
-    check_dtype(name, t, DLDataType{kDLInt, 32, 1});
-    if (indptr.has_value()) {
-      check_shape(name, t, {{"pages"}});
-      table.num_entries = t.size(0);
-    } else {
-      check_shape(name, t, {{"rows"}, {"entries"}});
-      table.num_rows = narrow(rows.has_value() ? "req_to_token.shape[0]" : "block_table.shape[0]", t.size(0));
-      table.row_entries = narrow(rows.has_value() ? "req_to_token.shape[1]" : "block_table.shape[1]", t.size(1));
-      table.row_stride = t.stride(0);
-      table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
-      if (!rows.has_value() && table.num_rows < batch)
-        refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
-      if (rows.has_value() && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
-    }
-    check_contiguous_dim(name, t, t.ndim() - 1);
-    table.indices = static_cast<const int32_t*>(t.data_ptr());
-  }
+  if (indices.has_value()) set_indices(table, indices.value(), device, indptr.has_value(), rows.has_value(), batch);
   if (indptr.has_value()) table.indptr = index_array("kv_indptr", indptr.value(), device, batch + 1);
   if (last_page_len.has_value())
     table.last_page_len = index_array("kv_last_page_len", last_page_len.value(), device, batch);
@@ -167,7 +169,7 @@ KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig&
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-/// Of latents in 8 bits, which a GPU's kernels widen and scale while they load them: once, for K and V.
+/// Refuses latents in 8 bits whose K and V differ: a GPU's kernels widen and scale them once, while they load them.
 void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
                           const AttentionScales& scales) {
   if (!v_is_in_k(params.k, params.v, params.num_pages, page_size, num_kv_heads))
@@ -186,7 +188,7 @@ void set_variant_params(int64_t handle, const Bytes& params) {
 /// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
 void load_attention_kernel(int64_t handle, String kernel, String file) { object(handle).load_kernel(kernel, file); }
 
-/// A scale of each request must be there for all of the plan.
+/// K's or V's scale. If requests have scales, all requests of the plan must.
 KvScale checked_scale(const char* name, const Optional<TensorView>& scale, double value, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   const KvScale made = kv_scale(name, scale, value, device_of(config), config.num_kv_heads);
@@ -197,10 +199,10 @@ KvScale checked_scale(const char* name, const Optional<TensorView>& scale, doubl
   return made;
 }
 
-/// Of Q: for all requests.
+/// Q's scale, the same for all requests.
 KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const Attention& attention) {
   const AttentionConfig& config = attention.config();
-  if (!is_float8(config.q_dtype) && (scale.has_value() || value != 1.0))
+  if (!has_8_bits(config.q_dtype) && (scale.has_value() || value != 1.0))
     refuse("q_scale", scale.has_value() ? std::string("a tensor") : std::to_string(value), "None: q is not of 8 bits");
   const KvScale made = kv_scale("q_scale", scale, value, device_of(config), config.num_kv_heads);
   if (made.is_of_requests())
@@ -209,7 +211,7 @@ KvScale checked_q_scale(const Optional<TensorView>& scale, double value, const A
   return made;
 }
 
-/// Of O in 8 bits: one number above 0, or a tensor of one.
+/// The scale of O in 8 bits: one number above 0, or a tensor of one.
 void set_out_scale(const Optional<TensorView>& scale, double value, const Attention& attention,
                    AttentionParams& params) {
   if (!attention.config().float8_out)
@@ -226,6 +228,61 @@ void set_out_scale(const Optional<TensorView>& scale, double value, const Attent
   params.out_scale_data = static_cast<const float*>(t.data_ptr());
 }
 
+/// A contiguous float32 tensor of this shape.
+float* float_data(const char* name, const TensorView& t, DLDevice device, std::initializer_list<Dim> dims) {
+  check_tensor(name, t, device);
+  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
+  check_shape(name, t, dims);
+  if (!t.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+  return static_cast<float*>(t.data_ptr());
+}
+
+/// A number above 0, or 0 if that is allowed, that a float32 holds.
+float checked_float(const char* name, double value, bool zero_is_allowed, const char* must_be) {
+  const bool is_large_enough = value > 0.0 || (zero_is_allowed && value == 0.0);
+  if (!is_large_enough || value > std::numeric_limits<float>::max()) refuse(name, value, must_be);
+  return static_cast<float>(value);
+}
+
+/// Q and O; O is e4m3 if it has a scale.
+void set_heads(const TensorView& q, const TensorView& out, const AttentionConfig& config, AttentionParams& params) {
+  const DLDevice device = device_of(config);
+  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
+      head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
+  check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
+  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
+  check_rows("out", out, device, o_dtype, {"rows", q.size(0)}, heads, head_dim_v);
+  check_no_overlap("out", out);
+  params.q = q.data_ptr();
+  params.q_row_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.o = out.data_ptr();
+  params.o_row_stride = out.stride(0);
+  params.o_head_stride = out.stride(1);
+  params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
+}
+
+void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
+  const AttentionConfig& config = attention.config();
+  const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
+                                                                   : Dim{"head_dim", config.head_dim};
+  const Dim v_columns{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
+  params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
+  params.v = kv_tensor("kv.v", v, config, v_columns, {"pages", k.size(0)}, attention.planned_page_size());
+  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  params.num_pages = static_cast<int32_t>(k.size(0));
+}
+
+/// The Params of the object's variant, or of the standard one.
+void set_variant(double logits_soft_cap, const Attention& attention, AttentionParams& params) {
+  const float cap = checked_float("logits_soft_cap", logits_soft_cap, true, "0 (off) or above, and finite");
+  if (!attention.config().has_variant) return params.variant.set(StandardVariant::Params{cap});
+  if (logits_soft_cap != 0.0)
+    refuse("logits_soft_cap", logits_soft_cap, "0 with a variant: combine the variant with soft_cap instead");
+  if (!attention.has_variant_params()) TVM_FFI_THROW(RuntimeError) << "the variant's Params were not set";
+  params.variant = attention.variant_params();
+}
+
 /// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits. out_scale:
 /// of O in 8 bits; None: out_value; that is 0: O has the Attention's dtype. indices and what follows: a Selection.
 int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
@@ -240,76 +297,38 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
-  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
-      head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
-  check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
-  const int32_t num_rows = narrow("q.shape[0] (rows)", q.size(0));
   AttentionParams params{};
   if (out_scale.has_value() || out_value != 0.0) set_out_scale(out_scale, out_value, attention, params);
-  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
-  check_rows("out", out, device, o_dtype, {"rows", q.size(0)}, heads, head_dim_v);
-  check_no_overlap("out", out);
-  if (!(sm_scale > 0.0) || sm_scale > std::numeric_limits<float>::max())
-    refuse("sm_scale", sm_scale, "above 0 and finite");
-  if (!(logits_soft_cap >= 0.0) || logits_soft_cap > std::numeric_limits<float>::max())
-    refuse("logits_soft_cap", logits_soft_cap, "0 (off) or above, and finite");
-  const Dim k_columns =
-      config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes} : head_dim;
-  params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
-  params.v = kv_tensor("kv.v", v, config, head_dim_v, {"pages", k.size(0)}, attention.planned_page_size());
-  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  set_heads(q, out, config, params);
+  params.sm_scale = checked_float("sm_scale", sm_scale, false, "above 0 and finite");
+  set_variant(logits_soft_cap, attention, params);
+  set_caches(k, v, attention, params);
   if (config.on_cuda) {
     check_alignment("q", q);
     check_alignment("kv.k", k);
     check_alignment("kv.v", v);
     check_alignment("out", out);
   }
+  const Dim heads{"num_qo_heads", config.num_qo_heads};
   if (lse.has_value()) {
-    const TensorView& t = lse.value();
-    check_tensor("lse", t, device);
-    check_dtype("lse", t, DLDataType{kDLFloat, 32, 1});
-    check_shape("lse", t, {{"rows", q.size(0)}, heads});
-    if (!t.IsContiguous()) refuse("lse", "not contiguous", "contiguous");
+    params.lse = float_data("lse", lse.value(), device, {{"rows", q.size(0)}, heads});
     if (config.has_variant && !config.uses_softmax)
       refuse("lse", "a tensor", "None: the variant does not use softmax, so its rows have no sum of exponentials");
-    params.lse = static_cast<float*>(t.data_ptr());
   }
   if (sinks.has_value()) {
-    const TensorView& t = sinks.value();
     if (!config.has_sinks) refuse("sinks", "a tensor", "None, or the Attention made with sinks=True");
-    check_tensor("sinks", t, device);
-    check_dtype("sinks", t, DLDataType{kDLFloat, 32, 1});
-    check_shape("sinks", t, {heads});
-    if (!t.IsContiguous()) refuse("sinks", "not contiguous", "contiguous");
-    params.sinks = static_cast<const float*>(t.data_ptr());
-  }
-  params.q = q.data_ptr();
-  params.q_row_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
-  params.o = out.data_ptr();
-  params.o_row_stride = out.stride(0);
-  params.o_head_stride = out.stride(1);
-  params.num_rows = num_rows;
-  params.num_pages = static_cast<int32_t>(k.size(0));
-  params.sm_scale = static_cast<float>(sm_scale);
-  if (config.has_variant) {
-    if (logits_soft_cap != 0.0)
-      refuse("logits_soft_cap", logits_soft_cap, "0 with a variant: combine the variant with soft_cap instead");
-    if (!attention.has_variant_params()) TVM_FFI_THROW(RuntimeError) << "the variant's Params were not set";
-    params.variant = attention.variant_params();
-  } else {
-    params.variant.set(StandardVariant::Params{static_cast<float>(logits_soft_cap)});
+    params.sinks = float_data("sinks", sinks.value(), device, {heads});
   }
   const bool has_slots = indices.has_value() || attention.has_slots();
   params.after_append = after_append && !has_slots;  // what packs the slots writes the schedule
   const AttentionScales scales{checked_scale("kv.k_scale", k_scale, k_value, attention),
                                checked_scale("kv.v_scale", v_scale, v_value, attention),
                                checked_q_scale(q_scale, q_value, attention), config.kv_dtype, config.q_dtype};
-  if (config.on_cuda && is_float8(config.kv_dtype) && is_latent(config.dims()))
+  if (config.on_cuda && has_8_bits(config.kv_dtype) && is_latent(config.dims()))
     check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   if (has_slots)
-    attention.select(Selection{indices, block_table, requests, kv_lens, page_size, page_stride}, num_rows,
+    attention.select(Selection{indices, block_table, requests, kv_lens, page_size, page_stride}, params.num_rows,
                      current_stream(device));
   return attention.run(params, scales, current_stream(device));
 }

@@ -68,8 +68,8 @@ inline bool is_mapped(uintptr_t address) {
   return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
 }
 
-/// Something that looks like a tensor and has no elements anywhere: a FakeTensor, a subclass that wraps others, one
-/// whose storage was freed.
+/// Refuses what looks like a tensor but has no memory: a FakeTensor, a subclass that wraps others, a tensor whose
+/// storage was freed.
 inline void check_memory(const char* name, const TensorView& tensor) {
   // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked
   // up. An offset of 4 GiB and more is not noticed.
@@ -137,6 +137,16 @@ inline DLDataType dl_dtype(DataType dtype) {
   return DLDataType{kDLBfloat, 16, 1};
 }
 
+/// The dtype of a tensor of float32, float16 or bfloat16.
+inline DataType float_dtype(const char* name, const TensorView& tensor) {
+  const DLDataType was = tensor.dtype();
+  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
+    const DLDataType must = dl_dtype(dtype);
+    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
+  }
+  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
+}
+
 inline void check_dtype(const char* name, const TensorView& tensor, DLDataType dtype) {
   const DLDataType was = tensor.dtype();
   if (was.code != dtype.code || was.bits != dtype.bits || was.lanes != dtype.lanes)
@@ -170,8 +180,8 @@ inline void check_rows(const char* name, const TensorView& tensor, DLDevice devi
   check_contiguous_dim(name, tensor, 2);
 }
 
-/// What is written must have a place of its own for each element. Strides that interleave dimensions are refused too,
-/// though they may have.
+/// Refuses a tensor to be written whose elements do not each have a place of their own. Strides that interleave
+/// dimensions are refused, too, though their elements may have.
 inline void check_no_overlap(const char* name, const TensorView& tensor) {
   constexpr int32_t kMaxDims = 4;
   int32_t dims[kMaxDims];  // of more than one element, the smallest stride first

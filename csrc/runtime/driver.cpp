@@ -182,7 +182,8 @@ KernelCode find_code(const Kernel& kernel) {
       bytes != sizeof(code))
     return {};
   check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
-  // A module's variables and its code lie in one region. Of what is no memory a prefetch takes thirty times as long.
+  // A module's variables and its code lie in one region. A prefetch of an address without memory takes thirty times as
+  // long.
   constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
   const uint64_t address = reinterpret_cast<uint64_t>(code.address);
   if ((address > variable ? address - variable : variable - address) < kRegionBytes) entry->second = code;
@@ -218,7 +219,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kSwizzle128 = 3;
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
-  const int type = is_float8(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
+  const int type = has_8_bits(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
   uint64_t strides[3];
   uint64_t alignment_bits = reinterpret_cast<uint64_t>(tensor.data);  // of rows
   for (int i = 0; i < 3; ++i) {

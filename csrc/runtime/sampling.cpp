@@ -1,6 +1,5 @@
 // The functions of attn_backend/kernels/sampling.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
@@ -14,6 +13,7 @@
 #include "runtime/checks.h"
 #include "runtime/driver.h"
 #include "runtime/sampling.h"
+#include "runtime/stream.h"
 #include "sampling/cpu/sampling.h"
 
 namespace attn {
@@ -64,15 +64,6 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
            "an integer in [-2^63, 2^63), or an int32 or int64 tensor [batch]");
   result.value = *number;
   return result;
-}
-
-DataType float_dtype(const char* name, const TensorView& tensor) {
-  const DLDataType was = tensor.dtype();
-  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
-    const DLDataType must = dl_dtype(dtype);
-    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
-  }
-  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
 }
 
 void check_contiguous(const char* name, const TensorView& tensor) {
@@ -218,7 +209,7 @@ void launch(const SamplingParams& params, const SamplingOptions& options, const 
             const TensorView& values) {
   const DLDevice device = values.device();
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
-  const driver::Stream stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  const driver::Stream stream = current_stream(device);
   constexpr int32_t kMostGridRows = 65535;
   if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;

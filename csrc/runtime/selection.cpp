@@ -1,7 +1,6 @@
 // What packs the tokens of sparse attention (attn_backend/kernels/selection.py), bound with tvm-ffi.
 #include "runtime/selection.h"
 
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
@@ -9,6 +8,7 @@
 #include <string>
 
 #include "planner/host/selection.h"
+#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -35,7 +35,7 @@ void check_matrix(const char* name, const TensorView& t, DLDevice device, Dim ro
   check_contiguous_dim(name, t, 1);
 }
 
-/// To a tensor, without a plan.
+/// Packs slots into a tensor; there is no plan.
 void selected_slots(TensorView indices, Optional<TensorView> block_table, Optional<TensorView> requests,
                     Optional<TensorView> kv_lens, TensorView out, int64_t page_size, int64_t page_stride) {
   const DLDevice device = indices.device();
@@ -47,7 +47,7 @@ void selected_slots(TensorView indices, Optional<TensorView> block_table, Option
   params.slots_stride = out.stride(0);
   params.num_slots = params.num_indices;
   check_apart(params);
-  launch_selection(params, device, TVMFFIEnvGetStream(device.device_type, device.device_id));
+  launch_selection(params, device, current_stream(device));
 }
 
 }  // namespace

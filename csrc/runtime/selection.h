@@ -10,7 +10,7 @@
 
 namespace attn {
 
-/// What is selected, as Python says it.
+/// SelectedTokens of attn_backend/kernels/selection.py.
 struct Selection {
   tvm::ffi::Optional<TensorView> indices;  // int32 [rows, topk]
   tvm::ffi::Optional<TensorView> block_table;
@@ -20,13 +20,13 @@ struct Selection {
   int64_t page_stride;
 };
 
-/// Checks a selection that has indices. Whereto its slots go is left to the caller.
+/// Checks a selection that has indices. The caller says where its slots go.
 SelectionParams selection_params(const Selection& selection, DLDevice device);
 
-/// Refuses indices that overlap what is written, but for those of which each row is packed in place.
+/// Refuses indices that overlap what is written, unless each row is packed in place.
 void check_apart(const SelectionParams& params);
 
-/// On the device; or now, on a CPU.
+/// Launches the kernel, or packs now on a CPU.
 void launch_selection(const SelectionParams& params, DLDevice device, driver::Stream stream);
 
 }  // namespace attn

@@ -1,5 +1,5 @@
-// What Python knows of the structs and enumerations of this library: names, types and places of their fields. Whoever
-// adds a field adds it here too, or the library does not compile.
+// What Python knows of the structs and enumerations of this library: names, types and places of their fields. A new
+// field must be added here, too, or the library does not compile.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/function.h>

@@ -10,7 +10,7 @@ attn::QkvParams launched;
 
 template <class Element, attn::QkvKernel kKernel>
 void append() {
-  if (attn::is_float8(launched.scales.element))
+  if (attn::has_8_bits(launched.scales.element))
     attn::append_qkv<Element, kKernel, true>(launched);
   else
     attn::append_qkv<Element, kKernel, false>(launched);

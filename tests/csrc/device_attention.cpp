@@ -113,7 +113,7 @@ AttentionParams launched_merge;
 void run_attention(PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
   AttentionParams params = launched_merge;
-  if (is_float8(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
+  if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
     std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
     std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,
                 VariantParams::kBytes - kScalesBytes);

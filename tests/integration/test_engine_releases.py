@@ -102,7 +102,9 @@ def test_overrides_take_what_the_engine_gives(engine: str, version: str, release
         wrong += [f"{ours} lacks {name}" for name in release.abstract_methods(base) if name not in methods]
         for name, method in methods.items():
             theirs = release.parameters(f"{base}.{name}")
-            if theirs is None or name in ("__init__", "__init_subclass__"):
+            if theirs is None or name == "__init_subclass__":
+                continue
+            if name == "__init__" and not ours.endswith("MetadataBuilder"):  # of the others the engine makes some by arguments of their own
                 continue
             mine = parameters_of(method)
             for place, parameter in enumerate(theirs.names):

@@ -218,7 +218,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   const Element* row_of_q(const RowPlace& place, Element* wide) const {
     const int64_t element = place.row * params_.q_row_stride + place.head * params_.q_head_stride;
     if constexpr (kWidens) {
-      if (is_float8(variant_.scales.q_element)) {
+      if (has_8_bits(variant_.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(params_.q) + element;
         if (variant_.scales.q_element == DataType::kFloat8E4M3)
           Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), dims_.qk, wide);

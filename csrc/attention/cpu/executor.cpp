@@ -137,7 +137,7 @@ void append_token(const AppendParams& params, int32_t token) {
 
 void run_attention(const AttentionParams& params, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* of_variant) {
-  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, is_float8(kv_dtype), dims);
+  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, has_8_bits(kv_dtype), dims);
   const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;
   auto run = [&](int32_t cta) { run_cta(params, kernels, dims, cta); };
   parallel_for(params.num_ctas, use_threads, run);

@@ -115,7 +115,7 @@ inline int32_t make_arguments(const AttentionParams& params, const LaunchContext
                                     params.o_head_stride, kWarpRows, hopper.o);
   hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
   hopper.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
-  const bool widens_on_load = is_wide(context.dims) && is_float8(context.kv_dtype);
+  const bool widens_on_load = is_wide(context.dims) && has_8_bits(context.kv_dtype);
   if (!widens_on_load) encode_caches(context, hopper);
   const Kernel kernel = hopper.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
   hopper.code = context.codes[kernel];

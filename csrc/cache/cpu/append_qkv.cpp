@@ -98,7 +98,7 @@ class TokenWriter {
   }
 
   void store_cached(const void* data, int64_t at, float scale) {
-    if (!is_float8(p_.scales.element)) return store(data, at);
+    if (!has_8_bits(p_.scales.element)) return store(data, at);
     uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
     for (size_t i = 0; i < head_.size(); ++i) {
       const float x = head_[i] / scale;

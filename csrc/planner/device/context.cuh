@@ -1,5 +1,4 @@
-// What the steps of the device planner have in common: the plan as far as it is known, and loops and sums of a CTA's
-// threads.
+// What the steps of the device planner share: what is known of the plan, and loops and sums over a CTA's threads.
 #pragma once
 
 #include "planner/cost_model.h"
@@ -62,7 +61,7 @@ __device__ __forceinline__ void report(PlanShared& shared, uint32_t errors) {
   if (errors != 0) atomicOr(&shared.errors, errors);
 }
 
-/// The largest value of a warp, and what is there, to shared memory.
+/// Writes to shared memory the largest of a warp's values and what is there.
 __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
   const int32_t largest = __reduce_max_sync(kAllLanes, value);
   if (lane_index() == 0) atomicMax(address, largest);

@@ -27,8 +27,8 @@ struct ForestMemory {
   }
 };
 
-/// Whether a request may attach there. Where lengths changed between the reads of two CTAs, what one found may
-/// contradict what the other read.
+/// Whether a request may attach there. If lengths changed between the reads of two CTAs, what one found may contradict
+/// what the other read.
 __device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
   return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
          attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);

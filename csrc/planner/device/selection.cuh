@@ -8,8 +8,8 @@ namespace attn {
 
 constexpr int32_t kSelectionWarps = kSelectionThreads / 32;
 
-/// Four entries to a thread; each that there is goes to the place that as many before it take. What a thread writes has
-/// been read by all: a row may be packed in place. `shared_counts`: [kSelectionWarps], of the CTA.
+/// A thread takes four entries at a time. The place of a slot is the number of slots before it. All threads have read
+/// what a thread overwrites, so a row may be packed in place. `shared_counts`: [kSelectionWarps], of the CTA.
 __device__ __forceinline__ void pack_selected_slots(const SelectionParams& p, int32_t* shared_counts) {
   constexpr int32_t kEntries = 4;
   constexpr uint32_t kAll = 0xffffffffu;

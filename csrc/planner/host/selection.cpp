@@ -5,7 +5,7 @@
 namespace attn::cpu {
 namespace {
 
-/// Returns how many there are. In place, too: nothing is written that has not been read.
+/// Returns how many slots there are. A row may be packed in place: an element is read before it is written.
 int32_t pack_row(const SelectionParams& p, int32_t row_number) {
   const int32_t* const indices = p.indices + row_number * p.indices_stride;
   int32_t* const slots = p.slots + row_number * p.slots_stride;
@@ -22,7 +22,7 @@ int32_t pack_row(const SelectionParams& p, int32_t row_number) {
 }  // namespace
 
 void pack_selected_slots(const SelectionParams& params) {
-  constexpr int64_t kFewEntries = 1 << 13;  // that one thread packs sooner than several begin
+  constexpr int64_t kFewEntries = 1 << 13;  // one thread packs these before others have begun
   const int32_t requests = params.plan.is_planned != 0 ? params.plan.num_requests : 0;
   const auto take_row = [&](int32_t row) {
     const int32_t count = row < params.num_rows ? pack_row(params, row) : 0;

@@ -155,7 +155,7 @@ struct Candidates {
     }
     if (row.rank != 0) {  // waits for the decision
       if (!row.wait(1)) return false;
-      return shared.decision.is_settled;
+      return shared.decision.has_token;
     }
     shared.counts[threadIdx.x] = 0;
     const int32_t count = choose_finalists(needs_token && may_draw(), row.wait(0));
@@ -163,9 +163,9 @@ struct Candidates {
       row.send(threadIdx.x, 1, &shared.decision, shared.decision);
       row.arrive(threadIdx.x, 1, sizeof(Decision));
     }
-    if (shared.decision.is_settled && count > 0) draw(count);
+    if (shared.decision.has_token && count > 0) draw(count);
     if (shared.decision.has_top && row.params.num_top_logprobs > 0) write_top(count);
-    return shared.decision.is_settled;
+    return shared.decision.has_token;
   }
 
  private:

@@ -51,8 +51,8 @@ struct alignas(16) CandidateResult {
 /// What the first CTA tells the others.
 struct alignas(8) Decision {
   uint32_t best_key;
-  bool is_settled;  // the token is found
-  bool has_top;     // the most likely tokens are written, if they are asked for
+  bool has_token;  // the token is found
+  bool has_top;    // the most likely tokens are written, if they are asked for
 };
 
 /// Values about the threshold of top-p (top_p.cuh).

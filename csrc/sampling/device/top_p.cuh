@@ -68,7 +68,7 @@ struct TopP {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
       if (result.is_invalid) return Found::kInvalid;
-      if (threadIdx.x == 0) shared.verdict = settle(result);
+      if (threadIdx.x == 0) shared.verdict = verdict_of(result);
       __syncthreads();
       if (shared.verdict == Verdict::kKnown) return Found::kToken;
       if (shared.verdict == Verdict::kUnknown) break;
@@ -142,7 +142,7 @@ struct TopP {
 
   /// What comes of a read with these sums and this winner: the token, or bands for another read. The same in all CTAs;
   /// a thread's part.
-  __device__ __forceinline__ Verdict settle(const RaceResult& result) const {
+  __device__ __forceinline__ Verdict verdict_of(const RaceResult& result) const {
     Bands& bands = shared.bands;
     const Racer& winner = result.best;
     const BandMasses& masses = result.masses;
