@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape, model_config
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
@@ -383,3 +384,22 @@ def test_steps_give_the_same_bits() -> None:
         backend = SGLangAttentionBackend(engine.runner())
         outputs.append(step(engine, backend, ForwardMode.EXTEND, [0, 1], [120, 70])[0])
     assert torch.equal(*outputs)
+
+
+def test_halves_of_a_step_that_overlap() -> None:
+    """Two-batch overlap: SGLang makes three backends of ours, plans the whole step and both halves, and then runs the halves in turns, layer by layer."""
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16)
+    overlapping = TboAttnBackend.init_new(lambda: SGLangAttentionBackend(engine.runner()))
+    halves = [([0, 2], [33, 16]), ([1], [40])]
+    for mode, new_lens in ((ForwardMode.EXTEND, None), (ForwardMode.EXTEND, [[3, 7], [5]]), (ForwardMode.DECODE, [[1, 1], [1]])):
+        steps = [(requests, lens if new_lens is None else new_lens[half]) for half, (requests, lens) in enumerate(halves)]
+        batch = engine.batch(mode, [i for requests, _ in steps for i in requests], [length for _, lens in steps for length in lens])
+        batch.tbo_children = [engine.batch(mode, *one) for one in steps]
+        overlapping.init_forward_metadata(batch)
+        for layer_id, layer in enumerate(engine.model):
+            for child, of_half, (requests, lens) in zip(overlapping.children, batch.tbo_children, steps, strict=True):
+                q, k, v = engine.tensors(of_half, layer_id)
+                engine.remember(requests, lens, layer_id, k, v)
+                check(child.forward(q, k, v, layer, of_half), engine.reference(requests, lens, layer_id, q))
+        for requests, lens in steps:
+            engine.advance(requests, lens)
