@@ -403,3 +403,26 @@ def test_halves_of_a_step_that_overlap() -> None:
                 check(child.forward(q, k, v, layer, of_half), engine.reference(requests, lens, layer_id, q))
         for requests, lens in steps:
             engine.advance(requests, lens)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_prefix_that_is_still_being_loaded(hybrid: bool) -> None:
+    """HiCache: a layer's KV comes back from the host while the layers before it run, and is there once the pool has waited for that layer."""
+    engine = FakeEngine((LayerShape(window=20), LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid)
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [40, 25])
+    buffers = [engine.pool.get_kv_buffer(layer) for layer in range(len(engine.model))]
+    on_host = [(k.clone(), v.clone()) for k, v in buffers]
+    for buffer in (buffer for of_layer in buffers for buffer in of_layer):
+        buffer.fill_(float("nan"))
+    loaded: list[int] = []
+
+    def wait_until(layer: int) -> None:
+        if layer not in loaded:
+            loaded.append(layer)
+            for buffer, content in zip(buffers[layer], on_host[layer], strict=True):
+                buffer.copy_(content)
+
+    engine.pool.register_layer_transfer_counter(SimpleNamespace(wait_until=wait_until))
+    step(engine, backend, ForwardMode.EXTEND, [1, 0], [3, 1])
+    assert loaded == [0, 1, 2]
