@@ -30,6 +30,10 @@ CPU_BACKEND = "CPU_ATTN"
 class VLLM:
     name = "vllm"
 
+    def __init__(self, asks_for: str = SERVED_NAME) -> None:
+        """asks_for: the model that requests are for, or the name of a LoRA adapter that the server was given."""
+        self._asks_for = asks_for
+
     def stock_backend(self, device: str) -> str:
         return f"{CPU_BACKEND} (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
@@ -113,9 +117,10 @@ class VLLM:
             output_tokens=result["total_output_tokens"],
         )
 
-    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
+    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
+        """more: of the request's body."""
         body = {
-            "model": SERVED_NAME,
+            "model": self._asks_for,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -123,14 +128,14 @@ class VLLM:
             "logprobs": alternatives,
             "return_tokens_as_token_ids": True,  # `token_id:17` instead of text, which is not unique
         }
-        logprobs = post_json(f"{base_url}/v1/completions", body)["choices"][0]["logprobs"]
+        logprobs = post_json(f"{base_url}/v1/completions", body | more)["choices"][0]["logprobs"]
         tokens = []
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
             tokens.append(Token(_token_id(token), logprob, {_token_id(name): value for name, value in top.items()}))
         return tokens
 
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
-        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+        body = {"model": self._asks_for, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
         body |= sampling.parameters() | {"seed": seed} | ({"logprobs": 2} if logprobs else {})
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
@@ -144,7 +149,7 @@ class VLLM:
         return round(sum(float(line.rpartition(" ")[2]) for line in counters))
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
-        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        body = {"model": self._asks_for, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         of_tokens = post_json(f"{base_url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
         return [float(of_token[str(token_id)]["logprob"]) for token_id, of_token in zip(prompt[1:], of_tokens[1:], strict=True)]
 

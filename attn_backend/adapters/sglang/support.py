@@ -26,7 +26,10 @@ _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
 }
-_REFUSED_PARALLELISM = {"--dcp-size": "parallel.attn_dcp_size", "--attn-cp-size": "parallel.attn_cp_size"}
+_REFUSED_PARALLELISM = {  # the setting, and what to use instead
+    "--dcp-size": ("parallel.attn_dcp_size", "--attention-backend triton (flashinfer for MLA)"),
+    "--attn-cp-size": ("parallel.attn_cp_size", "another --attention-backend"),
+}
 
 
 def refuse(what: str, advice: str = "use another --attention-backend") -> ValueError:
@@ -96,10 +99,10 @@ def _check_settings() -> None:
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
             raise refuse(option)
-    for option, path in _REFUSED_PARALLELISM.items():
+    for option, (path, instead) in _REFUSED_PARALLELISM.items():
         size = compat.setting(path, 1)
         if size > 1:
-            raise refuse(f"{option} {size}")
+            raise refuse(f"{option} {size}", f"pass {option} 1, or use {instead}")
 
 
 def _check_speculation(algorithm: str) -> None:

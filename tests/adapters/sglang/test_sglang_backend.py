@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape, model_config
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
@@ -383,3 +384,45 @@ def test_steps_give_the_same_bits() -> None:
         backend = SGLangAttentionBackend(engine.runner())
         outputs.append(step(engine, backend, ForwardMode.EXTEND, [0, 1], [120, 70])[0])
     assert torch.equal(*outputs)
+
+
+def test_halves_of_a_step_that_overlap() -> None:
+    """Two-batch overlap: SGLang makes three backends of ours, plans the whole step and both halves, and then runs the halves in turns, layer by layer."""
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16)
+    overlapping = TboAttnBackend.init_new(lambda: SGLangAttentionBackend(engine.runner()))
+    halves = [([0, 2], [33, 16]), ([1], [40])]
+    for mode, new_lens in ((ForwardMode.EXTEND, None), (ForwardMode.EXTEND, [[3, 7], [5]]), (ForwardMode.DECODE, [[1, 1], [1]])):
+        steps = [(requests, lens if new_lens is None else new_lens[half]) for half, (requests, lens) in enumerate(halves)]
+        batch = engine.batch(mode, [i for requests, _ in steps for i in requests], [length for _, lens in steps for length in lens])
+        batch.tbo_children = [engine.batch(mode, *one) for one in steps]
+        overlapping.init_forward_metadata(batch)
+        for layer_id, layer in enumerate(engine.model):
+            for child, of_half, (requests, lens) in zip(overlapping.children, batch.tbo_children, steps, strict=True):
+                q, k, v = engine.tensors(of_half, layer_id)
+                engine.remember(requests, lens, layer_id, k, v)
+                check(child.forward(q, k, v, layer, of_half), engine.reference(requests, lens, layer_id, q))
+        for requests, lens in steps:
+            engine.advance(requests, lens)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_prefix_that_is_still_being_loaded(hybrid: bool) -> None:
+    """HiCache: a layer's KV comes back from the host while the layers before it run, and is there once the pool has waited for that layer."""
+    engine = FakeEngine((LayerShape(window=20), LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid)
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [40, 25])
+    buffers = [engine.pool.get_kv_buffer(layer) for layer in range(len(engine.model))]
+    on_host = [(k.clone(), v.clone()) for k, v in buffers]
+    for buffer in (buffer for of_layer in buffers for buffer in of_layer):
+        buffer.fill_(float("nan"))
+    loaded: list[int] = []
+
+    def wait_until(layer: int) -> None:
+        if layer not in loaded:
+            loaded.append(layer)
+            for buffer, content in zip(buffers[layer], on_host[layer], strict=True):
+                buffer.copy_(content)
+
+    engine.pool.register_layer_transfer_counter(SimpleNamespace(wait_until=wait_until))
+    step(engine, backend, ForwardMode.EXTEND, [1, 0], [3, 1])
+    assert loaded == [0, 1, 2]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
+from vllm.v1.worker.ubatch_utils import maybe_create_ubatch_slices, split_attn_metadata
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
 
 from attn_backend.adapters.plan_key import PlanKey
@@ -154,6 +157,30 @@ def test_padding_of_a_piecewise_graph() -> None:
     wide = make_batch(*MIXED, padding=2).metadata
     batch.metadata.block_table_tensor, batch.metadata.query_start_loc = wide.block_table_tensor, wide.query_start_loc
     query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v, padding=12)
+    check(output, query, batch, k, v)
+
+
+def test_halves_of_a_step_that_overlap() -> None:
+    """Dual-batch overlap: vLLM cuts a step's tokens in two, here in the middle of a request; each half has a builder and a thread of its own."""
+    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
+    k, v = fill_cache(cache, batch)
+    batch.metadata.seq_lens_cpu_upper_bound = batch.metadata.seq_lens
+    halves, _ = maybe_create_ubatch_slices(True, np.array(batch.query_lens), sum(batch.query_lens), len(batch.query_lens), 2)
+    assert halves[0].request_slice.stop > halves[1].request_slice.start  # the request that both have a part of
+    metadata = [make_builder([impl]).build(0, half) for half in split_attn_metadata(halves, batch.metadata)]  # both are planned before either runs
+    query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size)
+    output = torch.full_like(query, torch.nan)
+    key, value = k[batch.new_slots], v[batch.new_slots]
+
+    def run(half: int) -> None:
+        tokens, of_half = halves[half].token_slice, metadata[half]
+        impl.do_kv_cache_update(None, key[tokens], value[tokens], cache, of_half.slot_mapping)
+        impl.forward(None, query[tokens], None, None, cache, of_half, output[tokens])
+
+    for half in (0, 1):
+        thread = Thread(target=run, args=(half,))
+        thread.start()
+        thread.join()
     check(output, query, batch, k, v)
 
 

@@ -1,0 +1,92 @@
+"""A small Llama with random weights whose heads two ranks can share, a LoRA adapter and an EAGLE draft for it, and transformers' answers with and without the
+adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from integration.tiny_models.families import COMMON, Family, make_model
+from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
+
+LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+Answer = list[tuple[int, float]]  # tokens with the natural logarithms of their probabilities
+RANK = 8
+ALPHA = 16
+
+
+def make_models(folder: Path) -> None:
+    """Writes `model`, and `adapter` and `eagle` for it."""
+    make_model(LLAMA, folder / "model")
+    _make_adapter(folder / "model", folder / "adapter")
+    _make_eagle(folder / "model", folder / "eagle")
+
+
+def _make_adapter(model: Path, adapter: Path) -> None:
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none"}
+    config |= {"target_modules": list(PROJECTIONS), "base_model_name_or_path": "model"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, weight in _projections(model).items():
+        rows, columns = weight.shape
+        weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.3
+        weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.3
+    save_file(weights, adapter / "adapter_model.safetensors")
+
+
+def _make_eagle(model: Path, eagle: Path) -> None:
+    """A draft of the model's first layer, behind a product that was never trained: hardly a token of it is accepted."""
+    eagle.mkdir()
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (eagle / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = load_file(model / "model.safetensors")
+    first_layer = {name.removeprefix("model."): weight for name, weight in weights.items() if ".layers.0." in name and "input_layernorm" not in name}
+    hidden = config["hidden_size"]
+    first_layer["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(3)) * 0.1
+    save_file(first_layer, eagle / "model.safetensors")
+
+
+def make_prompts() -> list[list[int]]:
+    """Four behind prefixes that they share in part, four on their own."""
+    generator = torch.Generator().manual_seed(2)
+
+    def words(count: int) -> list[int]:
+        tokens: list[int] = torch.randint(FIRST_WORD, VOCAB, (count,), generator=generator).tolist()
+        return tokens
+
+    shared = words(100)
+    return [shared[: 70 + 5 * i] + words(8 + 7 * i) for i in range(4)] + [words(20 + 30 * i) for i in range(4)]
+
+
+@torch.no_grad()
+def reference(folder: Path, prompts: list[list[int]], num_tokens: int, with_adapter: bool) -> list[Answer]:
+    """Greedy answers: float32, eager attention, no cache."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager").eval()
+    if with_adapter:
+        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+        for name in _projections(folder / "model"):
+            a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            model.get_submodule(name).weight += ALPHA / RANK * (b @ a)
+    answers = []
+    for prompt in prompts:
+        tokens: list[int] = list(prompt)
+        answer: Answer = []
+        for _ in range(num_tokens):
+            logprobs = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+            tokens.append(int(logprobs.argmax()))
+            answer.append((tokens[-1], float(logprobs[tokens[-1]])))
+        answers.append(answer)
+    return answers
+
+
+def _projections(model: Path) -> dict[str, torch.Tensor]:
+    """The weights that the adapter changes, by the names of their modules."""
+    weights = load_file(model / "model.safetensors")
+    return {name.removesuffix(".weight"): weight for name, weight in weights.items() if name.split(".")[-2] in PROJECTIONS}
