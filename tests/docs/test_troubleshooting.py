@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 NOT_IN_SOURCES = {
     "CPU FP8 KV cache requires ...",  # SGLang's own
+    "invalid choice: 'attn_backend'",  # SGLang's own
+    "Backend CUSTOM must be registered before use",  # vLLM's own
     "...: CUDA_ERROR_... (...)",  # the driver's name of an error
     "kv.k.dtype is float8_e4m3fn, must be ...",  # put together from a name and two dtypes
 }
