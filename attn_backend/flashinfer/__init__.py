@@ -149,4 +149,4 @@ def __getattr__(name: str) -> Any:
     """A name of FlashInfer's that is not there is found, and refuses calls."""
     if name in MISSING:
         return missing(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r} (docs/flashinfer.md lists what it has)")

@@ -232,8 +232,9 @@ class Variant:
         """
         from . import builtin
 
-        if name not in builtin.__all__:
-            raise ValueError(f"name is {describe(name)}, must be one of {', '.join(builtin.__all__)}")
+        names = [each for each in builtin.__all__ if getattr(builtin, each).__annotations__["return"] == "Variant"]  # the others make parameters
+        if name not in names:
+            raise ValueError(f"name is {describe(name)}, must be one of {', '.join(names)}")
         made: Variant = getattr(builtin, name)(*args, **kwargs)
         return made
 

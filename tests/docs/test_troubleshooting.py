@@ -1,8 +1,10 @@
-"""docs/troubleshooting.md: each message that it explains is one that the package, or an engine, still has."""
+"""docs/troubleshooting.md: each message that it explains is one that the package, or an engine, still has, and each that a user may meet is explained."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 NOT_IN_SOURCES = {
     "CPU FP8 KV cache requires ...",  # SGLang's own
+    "invalid choice: 'attn_backend'",  # SGLang's own
+    "Backend CUSTOM must be registered before use",  # vLLM's own
     "...: CUDA_ERROR_... (...)",  # the driver's name of an error
     "kv.k.dtype is float8_e4m3fn, must be ...",  # put together from a name and two dtypes
 }
@@ -47,3 +51,71 @@ def test_a_message_is_still_in_the_sources(message: str) -> None:
 
 def test_messages_are_found() -> None:
     assert len(messages()) > 50
+
+
+# Of one form each: `NAME is VALUE, must be ...`; `... cannot be traced: ...`; `attn_backend does not support ...: ...`.
+OF_ONE_FORM = {"ValueError", "AttributeError", "TracingError", "ExpressionError", "error_at_definition", "refuse"}
+WITHOUT_A_ROW = {
+    "... has the fields ...; got ...": "a mistake in this package",
+    "....... cannot be ...": "a mistake in this package",
+    "....apply": "a mistake in this package",
+    "one of them is another": "a mistake in this package",
+    "a layer's forward was called before init_forward_metadata": "a mistake in SGLang",
+    "this release of vLLM lays out the KV cache itself": "vLLM asks only where it does not",
+    "flashinfer is an alias of this package": "bench leaves that peer out",
+    "is ..., must be at least 1": "an option of the program that builds the kernels",
+    # what stands behind `vLLM's own sampler does: `
+    "neither of vLLM's model runners is loaded (..., ...)": "a reason",
+    "....... takes (...), known releases take (...)": "a reason",
+    "... of ... draws from ... logits are not among the tokens that vLLM leaves, one with ...": "a reason",
+    "draws from ... logits change with the batch that they are made in": "a reason",
+    "tokens of probabilities ... were drawn with frequencies ...": "a reason",
+    "rows of ordinary logits are said to be invalid": "a reason",
+    # what stands in front of `Attention is slower by a few percent`
+    "kernels are used without addresses of their code, since the driver rejects them (...)": "a reason",
+    "compiled kernels do not say where their code lies (...: ...)": "a reason",
+    "..., and ... cannot be made: ...; ...": "it begins with `compiled kernels cannot be kept in`",
+    "... cannot be compiled: ...": "it begins with `variant`",
+    "..., which torch cannot allocate: ...": "it begins with `need a workspace of`",
+}
+
+
+def text_of(node: ast.expr) -> str | None:
+    """A message with `...` for its values; None for what only another function knows."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+    if isinstance(node, ast.BinOp):
+        left, right = text_of(node.left), text_of(node.right)
+        return None if left is None or right is None else left + right
+    return None
+
+
+def raised() -> Iterator[str]:
+    """Messages of errors and warnings in the Python sources."""
+    for file in sorted((ROOT / "attn_backend").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            name = ast.unparse(call.func)
+            warns = name.rpartition(".")[2] in ("warn", "warning", "_warn")
+            if not (isinstance(node, ast.Raise) or warns) or name in OF_ONE_FORM:
+                continue
+            text = text_of(call.args[0])
+            if text is not None and re.search("[a-z]{3}", text.replace("attn_backend", "")):
+                yield text.strip().splitlines()[0]
+
+
+ROWS = [parts(message) for message in messages() if parts(message)]
+
+
+@pytest.mark.parametrize("text", sorted(set(raised()) - set(WITHOUT_A_ROW)))
+def test_a_message_is_explained(text: str) -> None:
+    assert any(all(part in text for part in row) for row in ROWS)
+
+
+def test_raised_messages_are_found() -> None:
+    assert len(set(raised())) > 50
+    assert set(raised()) >= set(WITHOUT_A_ROW)

@@ -152,3 +152,5 @@ def test_builtin_by_name() -> None:
     assert builtin.soft_cap(30.0).source == builtin.soft_cap(50.0).source, "one kernel for all caps"
     with pytest.raises(ValueError, match="name is 'yarn', must be one of alibi, "):
         Variant.builtin("yarn")
+    with pytest.raises(ValueError, match="name is 'alibi_slopes', must be one of alibi, bidirectional_spans, "):
+        Variant.builtin("alibi_slopes", 8)
