@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,66 +84,98 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
     """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages, num_kv_heads, page_size, head_dim]; or both in one tensor,
     along its second dimension. Without page_size: pages of one token.
     """
-    known = _views.get(id(paged_kv_cache))
-    if known is not None and known.of(paged_kv_cache, kv_layout):
+    if not isinstance(paged_kv_cache, tuple):
+        first, second = paged_kv_cache, None
+    elif len(paged_kv_cache) == 2:
+        first, second = paged_kv_cache
+    else:
+        refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
+    known = _views.get(id(first))
+    if known is not None and known.layout == kv_layout and _is(first, known.first) and (known.second is second is None or _is(second, known.second)):
         return known.cache
-    if isinstance(paged_kv_cache, tuple):
-        if len(paged_kv_cache) != 2:
-            refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
-        k, v = paged_kv_cache
-    elif isinstance(paged_kv_cache, Tensor) and paged_kv_cache.ndim in (4, 5) and paged_kv_cache.shape[1] == 2:
-        # Detached: the views must not keep the caller's tensor alive, as they are kept until it ends.
-        k, v = paged_kv_cache.detach().unbind(1)
-    else:
-        refuse("paged_kv_cache", paged_kv_cache, "a tensor [pages, 2, ...], or the tuple (k, v)")
-    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
-        not_supported(f"a KV-cache of {k.dtype}")
-    if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
-        cache = KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
-    else:
-        for i, tensor in enumerate((k, v)):
-            if tensor.ndim != 4:
-                refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
-        cache = KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
-    if isinstance(paged_kv_cache, Tensor):
-        key = id(paged_kv_cache)
-        end = weakref.ref(paged_kv_cache, lambda _: _views.pop(key, None))
-        _views[key] = _Views(end, paged_kv_cache.data_ptr(), paged_kv_cache.shape, kv_layout, cache)
+    cache = _cache_of(first, second, kv_layout)
+    key = id(first)
+
+    def end(_: object) -> None:
+        _views.pop(key, None)
+
+    _views[key] = _Views(kv_layout, _seen(first, end), None if second is None else _seen(second, end), cache)
     return cache
 
 
-class _Views(NamedTuple):
-    """K and V of a tensor that holds both. Layers come again every step, and making views takes longer than all else in a run."""
+def _cache_of(first: Tensor, second: Tensor | None, kv_layout: str) -> KVCache:
+    # Detached: the views must not keep the caller's tensors alive, as they are kept until these end.
+    if second is not None:
+        for i, tensor in enumerate((first, second)):
+            if not isinstance(tensor, Tensor):
+                refuse(f"paged_kv_cache[{i}]", tensor, "a tensor")
+        k, v = first.detach(), second.detach()
+    elif isinstance(first, Tensor) and first.ndim in (4, 5) and first.shape[1] == 2:
+        k, v = first.detach().unbind(1)
+    else:
+        refuse("paged_kv_cache", first, "a tensor [pages, 2, ...], or the tuple (k, v)")
+    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
+        not_supported(f"a KV-cache of {k.dtype}")
+    if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
+        return KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
+    for i, tensor in enumerate((k, v)):
+        if tensor.ndim != 4:
+            refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
+    return KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
 
-    tensor: weakref.ref[Tensor]
-    address: int
-    shape: torch.Size
+
+class _Views(NamedTuple):
+    """K and V as kernels take them, of (k, v) or of one tensor that holds both. Layers come again every step, and making views takes longer than all else in a
+    run.
+    """
+
     layout: str
+    first: _Seen
+    second: _Seen | None
     cache: KVCache
 
-    def of(self, tensor: object, layout: str) -> bool:
-        return (
-            self.tensor() is tensor
-            and isinstance(tensor, Tensor)
-            and self.layout == layout
-            and self.address == tensor.data_ptr()
-            and self.shape == tensor.shape
-        )
+
+# A tensor, and what may change of it in place: where it lies, and how.
+_Seen = tuple[weakref.ref[Tensor], int, torch.Size, tuple[int, ...], torch.dtype]
+_views: dict[int, _Views] = {}  # by the first tensor's id; an entry ends with either of its tensors
 
 
-_views: dict[int, _Views] = {}  # by id; an entry ends with its tensor
+def _seen(tensor: Tensor, end: Callable[[object], None]) -> _Seen:
+    return weakref.ref(tensor, end), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
+    """Whether it is the same tensor, which lies where and as it lay."""
+    if tensor is None or seen is None:
+        return False
+    known, address, shape, strides, dtype = seen
+    return known() is tensor and tensor.data_ptr() == address and tensor.stride() == strides and tensor.shape == shape and tensor.dtype == dtype
 
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
     """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]."""
     if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
         not_supported(f"K and V of {k.dtype}")
-    return KVCache.from_ragged(k.transpose(0, 1), v.transpose(0, 1)) if kv_layout == "HND" else KVCache.from_ragged(k, v)
+    return KVCache.as_given(_pages_of_one("k", k, kv_layout), _pages_of_one("v", v, kv_layout))
+
+
+def _pages_of_one(name: str, tensor: Tensor, kv_layout: str) -> Tensor:
+    """K or V, one request after another, as pages [tokens, 1, num_kv_heads, head_dim] of one token."""
+    if tensor.ndim != 3:
+        refuse(name, tensor, "a tensor of 3 dimensions")
+    (tokens, heads, columns), (step, head_step, column_step) = tensor.shape, tensor.stride()
+    if kv_layout == "HND":
+        tokens, heads, step, head_step = heads, tokens, head_step, step
+    if heads == 1:
+        head_step = columns
+    if tokens == 1:
+        step = heads * head_step
+    return tensor.as_strided((tokens, 1, heads, columns), (step, heads * head_step, head_step, column_step))
 
 
 def is_number(scale: object) -> bool:
     """Whether a scale is known to the host: a number, or a tensor of one element on the host."""
-    return not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
+    return type(scale) is float or not isinstance(scale, Tensor) or (scale.is_cpu and scale.numel() == 1)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -97,12 +99,14 @@ class BatchAttention(Wrapper):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        if profiler_buffer is not None or kv_cache_sf is not None:
+            refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         self._check_planned()
         if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
         kv = paged_cache(kv_cache, self._kv_layout)
-        result = run_rows(self._planned, self._first_row, q, kv, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
+        result = run(q, kv, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
         assert isinstance(result, tuple)
         return result
 

@@ -226,9 +226,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
-        self._check_run(q, window_left, q_len_per_req)
-        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
+        if not self._is_planned or q.shape[0] != self._rows or window_left is not None or q_len_per_req is not None:
+            self._check_run(q, window_left, q_len_per_req)
+        own = None
+        if args or self._jit is not None:
+            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
+            sinks, own = self._take(args, sinks)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
         scales = self._scales(q_scale, k_scale)
         return self._planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)

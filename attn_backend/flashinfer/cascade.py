@@ -146,12 +146,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         self._rows = rows_of(qo_indptr_arr[-1])
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
             self._rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
-        levels = []
+        levels, window_left, last = [], max(window_left, -1), self._num_levels - 1
         for level, parts in enumerate(zip(*arrays.values(), strict=True)):
             qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, *parts)
             table = PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size)
-            is_last = level == self._num_levels - 1
-            levels.append(BSRView(qo_indptr, table, causal=causal and is_last, window_left=max(window_left, -1)))
+            levels.append(BSRView(qo_indptr, table, causal and level == last, window_left))
         self._plan_view(Composition(levels), plain_logits(logits_soft_cap, pos))
 
     begin_forward = plan

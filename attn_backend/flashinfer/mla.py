@@ -182,16 +182,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             _refuse_columns(dims, dtype, of_cache, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
-        q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache)
+        q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache, is_cache=True)
         if ckv_cache.shape[0] == 0:  # kernels want a page, also where no request has a token
-            cache = ckv_cache.new_zeros(1, ckv_cache.shape[1], dims.qk)
+            cache = ckv_cache.new_zeros(1, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
             if not self._has_warned:
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
                 warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=2)
                 self._has_warned = True
             as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
-            cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype)
+            cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype).unsqueeze(2)
         kv = _latent_cache(cache, dims.v, ckv_scale)
         if q is None:
             q = torch.cat((q_nope, q_pe), -1)
@@ -242,25 +242,32 @@ def _refuse_columns(dims: HeadDims, of_q: torch.dtype, of_cache: torch.dtype, **
     raise AssertionError("one of them is another")
 
 
-def _latent_cache(cache: Tensor, columns: int, scale: float | None) -> KVCache:
-    """KVCache.from_latent, in less time: Attention.run checks what it is given."""
-    (pages, page_size, width), (page_step, step, _) = cache.shape, cache.stride()
-    k = cache.as_strided((pages, page_size, 1, width), (page_step, step, width, 1))
-    return KVCache.unchecked(k, k.as_strided((pages, page_size, 1, columns), (page_step, step, columns, 1)), scale, scale)
+def _latent_cache(latents: Tensor, columns: int, scale: float | None) -> KVCache:
+    """KVCache.from_latent of [pages, page_size, 1, width], in less time: Attention.run checks what it is given."""
+    pages, page_size, _, _ = latents.shape
+    return KVCache.as_given(latents, latents.as_strided((pages, page_size, 1, columns), latents.stride()), scale, scale)
 
 
-def _joined(left: Tensor, right: Tensor) -> Tensor | None:
-    """The tensor [rows, columns, widths of both] of which these are the two parts; None where they are not."""
-    (rows, columns, width), more = left.shape, right.shape[2]
-    if more == 0:
+def _joined(left: Tensor, right: Tensor, is_cache: bool = False) -> Tensor | None:
+    """The tensor [rows, columns, width], of a cache [pages, page_size, 1, width], of which these are the two parts; None where they are not."""
+    (rows, columns, width), (row_step, step, element_step) = left.shape, left.stride()
+    right_rows, right_columns, more = right.shape
+    if more == 0 and not is_cache:
         return left
-    steps, of_right = left.stride(), right.stride()
-    if right.data_ptr() != left.data_ptr() + width * left.element_size() or right.shape[:2] != left.shape[:2] or steps[2] != 1 or of_right[2] != 1:
+    if element_step != 1:
         return None
-    if (steps[0] != of_right[0] and rows > 1) or (steps[1] != of_right[1] and columns > 1):
-        return None
+    if more > 0:
+        right_row_step, right_step, right_element_step = right.stride()
+        if right.data_ptr() != left.data_ptr() + width * left.element_size() or right_element_step != 1:
+            return None
+        if (rows, columns) != (right_rows, right_columns) or (row_step != right_row_step and rows > 1) or (step != right_step and columns > 1):
+            return None
+        width += more
     try:
-        return left.as_strided((rows, columns, width + more), steps)
+        if not is_cache:
+            return left.as_strided((rows, columns, width), (row_step, step, 1))
+        step = step if columns > 1 else width
+        return left.as_strided((rows, columns, 1, width), (row_step if rows > 1 else columns * step, step, width, 1))
     except RuntimeError:  # left's memory ends: another tensor's lies right behind it
         return None
 

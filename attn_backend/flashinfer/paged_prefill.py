@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from torch import Tensor
@@ -191,11 +191,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
             refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
         self._check_run(q, window_left)
-        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-        sinks, own = self._take(args, sinks) if args or self._jit is not None else (sinks, None)
+        own = None
+        if args or self._jit is not None:
+            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
+            sinks, own = self._take(args, sinks)
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
+        return run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

@@ -22,7 +22,7 @@ from ..metadata.structure import refuse
 from ..variants import Variant, builtin
 from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, alibi_slopes_on, element_types, is_number
 from .features import not_supported
-from .scales import Scales, scale_variants
+from .scales import Scales, flat, scale_variants
 
 LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 1024
@@ -251,20 +251,19 @@ class PlannedAttention:
             raise ValueError("run() before a successful plan()")
         if self._widens:
             q, kv, scales = _widened(q, kv, scales, attention.dtype)
-        rows, params = q.shape[0], scales.params
-        needs_sinks, needs_scales = sinks is not None and not self._with_sinks, not self._with_scales.issuperset(params)
-        if rows > attention.max_rows or needs_sinks or needs_scales:
+        rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
+        if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
             attention = self._plan_again(rows, needs_sinks, scales)
         if args is None:
             args = self._args
         if params:
-            args = {**(args or {}), **params}
+            args = {**args, **params} if args else params
         if v_scale is not None or scales.k is not None:
             kv, v_scale = _with_scales(kv, scales.k, v_scale)
         if not return_lse:
             lse = None
         elif lse is None:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = attention.run(q, kv, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q)
         if v_scale is not None:
             out.mul_(v_scale)
@@ -300,11 +299,11 @@ def _with_scales(kv: KVCache, k_scale: Tensor | None, v_scale: Scale | None) -> 
     if v_scale is not None and is_number(v_scale):
         v_scale = float(v_scale)
         v_scale = None if v_scale == 1.0 else v_scale
-    if v_scale is not None and kv.dtype in FLOAT8_DTYPES and (not isinstance(v_scale, float) or v_scale > 0):
-        if isinstance(v_scale, Tensor):
+    if v_scale is not None and kv.k.dtype in FLOAT8_DTYPES and (not isinstance(v_scale, float) or v_scale > 0):
+        if not isinstance(v_scale, float):
             if v_scale.numel() not in (1, kv.num_kv_heads):
                 not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
-            v_scale = v_scale.reshape(-1).to(torch.float32)
+            v_scale = flat(v_scale)
         return kv.with_scales(k_scale, v_scale), None
     if isinstance(v_scale, Tensor) and v_scale.numel() != 1:
         not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")

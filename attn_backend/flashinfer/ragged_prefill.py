@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from torch import Tensor
@@ -156,13 +156,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if kv_cache_sf is not None or o_scale is not None:
+            refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         self._check_run(q)
-        args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-        sinks, own = self._take(args)
+        sinks = own = None
+        if args or self._jit is not None:
+            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
+            sinks, own = self._take(args)
         kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
         scales = self._scales(q_scale, k_scale)
-        return run_rows(self._planned, self._first_row, q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
+        return run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

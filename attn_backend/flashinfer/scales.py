@@ -30,10 +30,10 @@ class Scales(NamedTuple):
     @property
     def params(self) -> dict[str, Tensor]:
         """The arguments of scale_variants()."""
-        if self.of_requests is None and self.of_query_heads is None:
-            return _NO_PARAMS
-        given = {"sm_scales": self.of_requests, "q_scales": self.of_query_heads}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
+        if self.of_query_heads is not None:
+            heads = {"q_scales": self.of_query_heads}
+            return heads if self.of_requests is None else {"sm_scales": self.of_requests, **heads}
+        return _NO_PARAMS if self.of_requests is None else {"sm_scales": self.of_requests}
 
 
 _NO_PARAMS: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k
             number *= float(scale)
             continue
         assert isinstance(scale, Tensor)
-        factor, count = scale.reshape(-1).to(torch.float32), scale.numel()
+        factor, count = flat(scale), scale.numel()
         if name == "q_scale" and heads.float8_q and count in (1, heads.num_kv_heads):
             q = factor
         elif name == "q_scale" and heads.float8_q and count == heads.num_qo_heads:
@@ -66,6 +66,11 @@ def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k
         else:
             not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
     return Scales(number, of_requests, of_query_heads, q, k)
+
+
+def flat(scale: Tensor) -> Tensor:
+    """float32 [elements]; the tensor itself if it is that, as kernels know again which tensors they were given."""
+    return scale if scale.ndim == 1 and scale.dtype == torch.float32 else scale.reshape(-1).to(torch.float32)
 
 
 def one_of(**scales: Scale | None) -> Scale | None:

@@ -54,6 +54,7 @@ class Wrapper:
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         self._is_planned = False
         self._sm_scale: Scale | None = None
+        self._number = Scales(1.0)  # of the last run that was given no tensors
         self._jit = jit_variant(jit_args)
         self._has_sinks = has_sinks(jit_args)
 
@@ -109,9 +110,16 @@ class Wrapper:
         scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
-        if q_scale is None and type(scale) is float and (k_scale is None or type(k_scale) is float):
-            return Scales(scale if k_scale is None else scale * k_scale)
-        return scaled(self._heads, scale, q_scale, k_scale)
+        # Each is a float, or not there: looking whether it is a tensor takes longer.
+        if not isinstance(scale, float) or not (q_scale is None or isinstance(q_scale, float)) or not (k_scale is None or isinstance(k_scale, float)):
+            return scaled(self._heads, scale, q_scale, k_scale)
+        if q_scale is not None:
+            scale *= q_scale
+        if k_scale is not None:
+            scale *= k_scale
+        if scale != self._number.number:
+            self._number = Scales(scale)
+        return self._number
 
     def _take_scales(
         self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None

@@ -315,21 +315,14 @@ class Attention:
             ValueError: an argument that is wrong in type, shape, dtype, device or stride, or no plan yet; on a CPU also a page id beyond the cache.
             RuntimeError: another thread uses this object.
         """
-        if return_lse:
-            if lse is None and isinstance(q, Tensor):
-                lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self.run(
-                q, kv, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append, variant_args=variant_args,
-                sinks=sinks, q_scale=q_scale, out_scale=out_scale, selected=selected,
-            )  # fmt: skip
-            assert lse is not None  # what is no tensor was refused
-            return out, lse
         if is_compiling():
             if selected is not None:
                 refuse("selected", selected, "None in a compiled function: call selected_slots before, into the slots of the plan")
             out = self._new_out(q, out_scale) if out is None else out
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
-            return compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
+            out = compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
+            return (out, lse) if return_lse else out  # type: ignore[return-value]
         try:
             # The library's handles of tensors do not say that a sign is still to be changed, or that a gradient is wanted, which would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
@@ -338,7 +331,9 @@ class Attention:
                 out = self._new_out(q, out_scale)
             elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
                 check_plain("out", out)
-            if lse is not None:
+            if lse is None:
+                lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+            elif lse.is_neg() or (is_grad_enabled() and lse.requires_grad):
                 check_plain("lse", lse)
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
@@ -346,18 +341,20 @@ class Attention:
             if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
                 errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
-                if sinks is not None:
+                if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
                     check_plain("sinks", sinks)
-                of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
+                of_q = (None, 1.0) if q_scale is None else scale_parts("q_scale", q_scale)
                 of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *scale_parts("q_scale", q_scale), *of_out, *of_selection)
+                of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
+                more = (sinks, *kv.scale_tensors, *kv.scale_values, *of_q, *of_out, *of_selection)
                 errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
-                more_options: dict[str, Any] = {"after_append": after_append, "variant_args": variant_args, "sinks": sinks, "selected": selected}
-                return self.run(q, kv, out=out, lse=lse, sm_scale=sm_scale, q_scale=q_scale, out_scale=out_scale, **more_options)
-            explain_failed_run(q, kv, out, lse, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
+                given: dict[str, Any] = {"out": out, "lse": lse, "return_lse": return_lse, "sm_scale": sm_scale, "after_append": after_append}
+                given |= {"variant_args": variant_args, "sinks": sinks, "q_scale": q_scale, "out_scale": out_scale, "selected": selected}
+                return Attention.run(self, q, kv, **given)  # not a subclass's: it is in the middle of its own
+            explain_failed_run(q, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
             raise
         if errors:
             for view in self._levels:
@@ -365,13 +362,13 @@ class Attention:
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
             self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, out_scale)
-        return out
+        return out if lse is None or not return_lse else (out, lse)
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:
         dtype = self.dtype if out_scale is None else torch.float8_e4m3fn
         if self.head_dim_v == self.head_dim and self.q_dtype == dtype:
             return torch.empty_like(q)
-        return q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=dtype)
+        return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
 
     def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
         """Gives the variant its arguments, for the plan or the run that follows."""

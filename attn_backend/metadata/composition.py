@@ -115,6 +115,10 @@ class BSRView:
         if self.kv_offsets is not None:
             offsets = index_tensor("kv_offsets", self.kv_offsets, INT32, "[batch]", self.table.batch_size)
             check_same_device("kv_offsets", offsets, "the page table", self.table.device)
+        if self.positions is not None or self.requests is not None:
+            self._check_of_rows()
+
+    def _check_of_rows(self) -> None:
         num_rows = None if self.positions is None or not isinstance(self.positions, Tensor) else self.positions.numel()
         for name, of_rows in (("positions", self.positions), ("requests", self.requests)):
             if of_rows is not None:
@@ -251,9 +255,10 @@ class Composition:
         for i, level in enumerate(self.levels):
             if not isinstance(level, BSRView):
                 refuse(f"levels[{i}]", level, "a BSRView")
+            if level.device != self.levels[0].device:
+                check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
         page_size = self.page_size
         for i, level in enumerate(self.levels):
-            check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
             if level.table.page_size % page_size != 0:
                 refuse(f"levels[{i}].table.page_size", level.table.page_size, f"a multiple of {page_size}, the smallest of the levels")
 

@@ -108,9 +108,14 @@ class KVCache:
     @classmethod
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
         """A KVCache without the checks, in a fifth of the time: `Attention.run` and `append_kv` check shapes, dtypes and strides themselves."""
+        return cls.as_given(_with_plain_strides(k), _with_plain_strides(v), k_scale, v_scale)
+
+    @classmethod
+    def as_given(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+        """As `unchecked`, of views whose dimensions of size 1 have the strides that they have in a contiguous tensor."""
         cache = object.__new__(cls)
         fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
-        fields["k"], fields["v"] = _with_plain_strides(k), _with_plain_strides(v)
+        fields["k"], fields["v"] = k, v
         return cache if k_scale is None and v_scale is None else cache.with_scales(k_scale, v_scale)
 
     def with_scales(self, k_scale: Scale, v_scale: Scale) -> KVCache:
@@ -236,7 +241,8 @@ def _with_plain_strides(view: Tensor) -> Tensor:
     if 1 not in sizes:
         return view
     plain = list(strides)
-    plain[3] = 1
+    if sizes[3] == 1:
+        plain[3] = 1
     for dim in (2, 1, 0):
         if sizes[dim] == 1:
             plain[dim] = plain[dim + 1] * sizes[dim + 1]

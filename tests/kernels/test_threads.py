@@ -90,6 +90,16 @@ def test_debug_does_not_keep_an_object(monkeypatch: pytest.MonkeyPatch, value: s
         gc.enable()
 
 
+def test_debug_serves_attention_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("ATTN_BACKEND_DEBUG", value)
+        problem = Problem(torch.device("cpu"))
+        problem.attention.plan(problem.view)
+        states.append(problem.attention.run(problem.q, problem.kv, return_lse=True))
+    assert all(torch.equal(*parts) for parts in zip(*states, strict=True))
+
+
 def test_debug_serves_an_object_that_nobody_else_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
     problem = Problem(torch.device("cpu"))
