@@ -250,6 +250,7 @@ void set_heads(const TensorView& q, const TensorView& out, const AttentionConfig
   const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
       head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
   check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
+  params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
   const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
   check_rows("out", out, device, o_dtype, {"rows", q.size(0)}, heads, head_dim_v);
   check_no_overlap("out", out);
@@ -259,7 +260,6 @@ void set_heads(const TensorView& q, const TensorView& out, const AttentionConfig
   params.o = out.data_ptr();
   params.o_row_stride = out.stride(0);
   params.o_head_stride = out.stride(1);
-  params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
 }
 
 void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
