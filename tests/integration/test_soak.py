@@ -89,7 +89,7 @@ def run_soak(monkeypatch, tmp_path):
         if traceback:
             counts = iter([0, 1])
             monkeypatch.setattr(soak, "server_tracebacks", lambda log: next(counts))
-        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.01", "--warm-up", "0.1", "--sample-every", "0.02", "--replay-every", "5"]
+        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.01", "--warm-up", "0.1", "--sample-every", "0.02", "--replay-every", "1"]
         try:
             return soak.run(soak.parse_arguments([*given, "--results", str(tmp_path / "results"), *arguments]))
         finally:
@@ -109,7 +109,7 @@ def test_a_server_that_holds_out(run_soak, tmp_path, capsys):
 
 
 def test_the_load_goes_on_until_a_request_was_preempted(run_soak, capsys):
-    assert run_soak(preempted=itertools.chain(itertools.repeat(0, 20), itertools.repeat(1)))
+    assert run_soak(preempted=itertools.chain(itertools.repeat(0, 5), itertools.repeat(1)))
     assert "all holds" in capsys.readouterr().out
 
 
