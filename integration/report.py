@@ -19,6 +19,7 @@ COLUMNS = {
     "itl_p99_ms": ("ITL p99 ms", 2),
     "tokens_per_s": ("tokens/s", 1),
 }
+ACCEPT_LENGTH = {"accept_length": ("accept length", 2)}  # where answers are drafted
 
 
 def format_table(rows: list[Row]) -> str:
@@ -27,12 +28,13 @@ def format_table(rows: list[Row]) -> str:
 
 
 def _format_load(rows: list[Row]) -> str:
-    headers = ["backend", "finished", *(heading for heading, _ in COLUMNS.values())]
+    columns = COLUMNS | (ACCEPT_LENGTH if any(row.metrics.accept_length != 1.0 for row in rows) else {})
+    headers = ["backend", "finished", *(heading for heading, _ in columns.values())]
     lines = []
     for row in rows:
         metrics = row.metrics
         finished = f"{metrics.requests:.0f} of {metrics.requests + metrics.failed:.0f}"
-        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.{decimals}f}" for name, (_, decimals) in COLUMNS.items())])
+        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.{decimals}f}" for name, (_, decimals) in columns.items())])
     return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
 
 

@@ -141,7 +141,8 @@ def sampling_arguments(client: Client, no_option: Collection[str] = ()) -> list[
 class Metrics:
     """A client's measurement. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
 
-    Every answer is a request of its own, also where a prompt gets several.
+    Every answer is a request of its own, also where a prompt gets several. `accept_length`: tokens that an answer gains with each pass of the model, on
+    average; 1 without speculative decoding.
     """
 
     requests: int
@@ -154,6 +155,7 @@ class Metrics:
     duration_s: float
     input_tokens: int
     output_tokens: int
+    accept_length: float = 1.0
 
 
 @dataclass(frozen=True)

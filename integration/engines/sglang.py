@@ -108,6 +108,7 @@ class SGLang:
             duration_s=result["duration"],
             input_tokens=result["total_input_tokens"],
             output_tokens=result["total_output_tokens"],
+            accept_length=result.get("accept_length") or 1.0,  # since the server started
         )
 
     def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:

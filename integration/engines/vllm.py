@@ -115,6 +115,7 @@ class VLLM:
             duration_s=result["duration"],
             input_tokens=result["total_input_tokens"],
             output_tokens=result["total_output_tokens"],
+            accept_length=result.get("spec_decode_acceptance_length") or 1.0,
         )
 
     def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,17 @@ def test_loads_are_reported_one_by_one(tmp_path):
     assert table.index("one") < table.index("two")
     pytest.importorskip("matplotlib")
     assert write_report(tmp_path, "title", {}, rows)[2].exists()
+
+
+def test_answers_that_are_drafted_have_an_accept_length():
+    drafted = replace(metrics(1.0), accept_length=2.5)
+    table = format_table([Row("attn_backend", "load", [drafted]), Row("stock", "load", [metrics(1.0)])])
+    assert [line.split("|")[-2].strip() for line in table.splitlines() if "load" not in line.split("|")[0] and "---" not in line and "|" in line] == [
+        "accept length",
+        "2.50",
+        "1.00",
+    ]
+    assert "accept length" not in format_table([Row("stock", "load", [metrics(1.0)])])
 
 
 def test_one_slow_backend_leaves_the_others_readable():
