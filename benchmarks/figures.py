@@ -1,4 +1,4 @@
-"""The figures of the documentation: schedules by `attn-backend plan`, and the serving tables of docs/benchmarks.md as bars.
+"""The figures of the documentation: schedules by `attn-backend plan`, the Hopper kernel's pipeline, and the serving tables of docs/benchmarks.md as bars.
 
 python -m benchmarks.figures            # writes docs/figures/*.svg
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from attn_backend.cli.main import main as attn_backend
 from attn_backend.cli.picture import new_figure, write
+from benchmarks import pipeline
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLANS = {
@@ -65,6 +66,7 @@ def main() -> None:
     for name, batch in PLANS.items():
         if attn_backend(["plan", *batch, "--svg", str(folder / f"{name}.svg")]) != 0:
             raise SystemExit(1)
+    pipeline.draw(pipeline.simulate(), folder / "pipeline.svg")
     draw_serving(serving_tables((DOCS / "benchmarks.md").read_text()), folder / "serving.svg")
 
 

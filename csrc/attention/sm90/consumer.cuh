@@ -165,6 +165,11 @@ struct Consumer : MmaConsumer<Traits> {
   /// For rows that have outgrown their maxima: computes their scores again (the first ones were overwritten by the
   /// probabilities), finds new maxima, and rescales output and sums. Other rows stay as they are: the bits of a row
   /// depend on no other.
+  ///
+  ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMostAdded --> P V(i)
+  ///                                                                 | larger, or NaN               ^
+  ///                                                                 v                              |
+  ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
                                             float (&added)[2], uint32_t q, int slot, int32_t first_token,
                                             const TokenRange& unmasked, const Rows& rows) const {
