@@ -16,15 +16,26 @@ MIB = 2**20
 
 
 def memory_of(group: int, device: str) -> float:
-    """MiB: on a GPU what is taken of its memory, by whomever; on a CPU what the processes of a group hold."""
+    """MiB that the processes of a group hold, on a GPU of its memory. Where the driver does not know processes by these ids, as in a container: what is taken, by
+    whomever."""
     if device == "cuda":
-        listed = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
-        return float(sum(int(line) for line in listed.stdout.split()))
+        pids = {process.pid for process in group_members(group)}
+        return of_processes(_query("compute-apps=pid,used_memory"), pids) or sum(float(line) for line in _query("gpu=memory.used").split())
     held = 0
     for process in group_members(group):
         with contextlib.suppress(psutil.Error):
             held += process.memory_info().rss
     return held / MIB
+
+
+def _query(what: str) -> str:
+    return subprocess.run(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True).stdout
+
+
+def of_processes(listed: str, pids: set[int]) -> float:
+    """MiB of these processes, by nvidia-smi's lines of "pid, MiB"."""
+    lines = [line.split(", ") for line in listed.splitlines()]
+    return sum(float(held) for pid, held in lines if int(pid) in pids and held.isdigit())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from integration import soak
 from integration.engines import ENGINES
-from integration.memory import growth
+from integration.memory import growth, of_processes
 from integration.model import Model
 from integration.soak_load import LONGEST, Requests, check_json
 from integration.text import TextMaker
@@ -163,3 +163,9 @@ def test_growth_is_between_the_first_and_the_last_quarter():
     assert growth(samples, warm_up_s=1) == 4
     with pytest.raises(ValueError, match="3 samples"):
         growth(samples, warm_up_s=6)
+
+
+def test_the_memory_of_a_gpu_is_that_of_the_servers_processes() -> None:
+    listed = "12, 300\n13, 50\n99, 7000\n14, [N/A]\n"
+    assert of_processes(listed, {12, 13, 14}) == 350
+    assert of_processes(listed, {1}) == of_processes("", {12}) == 0
