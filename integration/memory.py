@@ -16,8 +16,7 @@ MIB = 2**20
 
 
 def memory_of(group: int, device: str) -> float:
-    """MiB that the processes of a group hold, on a GPU of its memory. Where the driver does not know processes by these ids, as in a container: what is taken, by
-    whomever."""
+    """MiB that the processes of a group hold: on a GPU of its memory. Where the driver has other ids for processes, as in a container, all that is taken."""
     if device == "cuda":
         pids = {process.pid for process in group_members(group)}
         return of_processes(_query("compute-apps=pid,used_memory"), pids) or sum(float(line) for line in _query("gpu=memory.used").split())
