@@ -2,7 +2,7 @@
 hang up, and a KV cache so small that requests are preempted and prefixes evicted.
 
     python -m integration.soak --engine vllm --minutes 3
-    python -m integration.soak --engine sglang --model llama-3.1-8b --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 6144
+    python -m integration.soak --engine sglang --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 6144
 
 What must hold:
 
@@ -112,7 +112,10 @@ def run(given: argparse.Namespace) -> bool:
         environment=environment,
     )
     log = results / f"server-{given.backend}.log"
-    requests = Requests(TextMaker(model.folder, given.seed), given.seed)
+    texts = TextMaker(model.folder, given.seed)
+    if not texts.reads_text:
+        raise ValueError(f"model: {given.model!r} has a tokenizer of made-up words, must be one whose tokenizer can spell JSON, such as smollm2")
+    requests = Requests(texts, given.seed)
     with ready_server(engine, launch, log, given.start_timeout_s) as server:
         before = server_tracebacks(log)
         with sampled(lambda: memory_of(server.process.pid, given.device), given.sample_every) as samples:

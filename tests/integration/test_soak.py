@@ -68,11 +68,12 @@ def run_soak(monkeypatch, tmp_path):
     """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more;
     `preempted`: what it counts at each look at its preemptions."""
 
-    def run(fault="", *arguments, grows=0.0, preempted=None, traceback=False):
+    def run(fault="", *arguments, grows=0.0, preempted=None, traceback=False, spells_json=True):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         server.fault, server.asked, server.lock = fault, 0, threading.Lock()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         write_word_tokenizer(tmp_path, 4096, None, 1)
+        monkeypatch.setattr(TextMaker, "reads_text", spells_json)
         monkeypatch.setattr(soak, "resolve_model", lambda name, python: Model("model", tmp_path, True))
         found = itertools.count(100.0, grows)
         monkeypatch.setattr(soak, "memory_of", lambda pid, device: next(found))
@@ -138,6 +139,11 @@ def test_other_logits_may_give_other_texts(run_soak, capsys):
 def test_a_cache_that_cannot_hold_a_request_is_refused(run_soak):
     with pytest.raises(ValueError, match=f"cache-tokens: 300, must be {LONGEST + 64} or more"):
         run_soak("", "--cache-tokens", "300")
+
+
+def test_a_tokenizer_of_made_up_words_is_refused(run_soak):
+    with pytest.raises(ValueError, match=r"model: 'smollm2' has a tokenizer of made-up words"):
+        run_soak(spells_json=False)
 
 
 def test_requests_follow_from_the_seed_and_share_prefixes(tmp_path):
