@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,22 @@ Kernels = dict[str, Callable[[], Run]]  # by name
 FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
 
 
+class PageSize(Protocol):
+    @property
+    def page_size(self) -> int: ...
+
+
+class Paged(Protocol):
+    """What a page table is made of. block_table: int32 [batch, pages]; kv_lens: int32 [batch]."""
+
+    @property
+    def case(self) -> PageSize: ...
+    @property
+    def block_table(self) -> torch.Tensor: ...
+    @property
+    def kv_lens(self) -> torch.Tensor: ...
+
+
 def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tuple[float | None, torch.Tensor | None]:
     """(µs, output) of a peer, or (None, None): a peer that fails says why and stops nothing."""
     try:
@@ -26,6 +43,25 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
     except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None, None
+
+
+def fastest(peer: str, case: str, kernels: Kernels, timer: Timer, error: Callable[[torch.Tensor], float | None], largest: float) -> dict[str, Any]:
+    """What a line has of a peer: µs of its fastest kernel whose output is right, that kernel's name and error; None where no kernel ran and was right.
+
+    error: of an output; None: there is nothing to compare it with, and it counts as right.
+    """
+    line: dict[str, Any] = {peer: None}
+    for backend, make in kernels.items():
+        name = peer if backend == peer else f"{peer}, {backend}"
+        measured, out = time_of(name, case, make, timer)
+        if measured is None or out is None:
+            continue
+        of_output = error(out)
+        if of_output is not None and not of_output <= largest:
+            print(f"{case}: {name}: WRONG, relative error {of_output:.1e}", flush=True)
+        elif line[peer] is None or measured < line[peer]:
+            line = {peer: measured, f"{peer} backend": backend, f"{peer} error": of_output}
+    return line
 
 
 def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> Run:
@@ -191,13 +227,13 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
     return lambda: wrapper.run(batch.grouped.q, batch.grouped.cache)
 
 
-def page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def page_table(batch: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """kv_indptr, kv_indices, kv_last_page_len."""
     page_size = batch.case.page_size
     pages = (batch.kv_lens + page_size - 1) // page_size
-    used = torch.arange(batch.block_table.shape[1], device="cuda")[None] < pages[:, None]
+    used = torch.arange(batch.block_table.shape[1], device=pages.device)[None] < pages[:, None]
     return torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % page_size + 1
 
 
-def workspace() -> torch.Tensor:
-    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")
+def workspace(device: torch.device | str = "cuda") -> torch.Tensor:
+    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
