@@ -1,4 +1,5 @@
-"""The peers that import: each a function that launches attention of a prepared batch. Raises ImportError where the peer is not installed."""
+"""The peers that import: each a function that launches attention of a prepared batch, or what comes before it. Raises ImportError where the peer is not
+installed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.batches import Batch, SharedBatch
-from benchmarks.timing import Timer
+from benchmarks.timing import Launch, Timer
 
 Run = Callable[[], torch.Tensor]
 Kernels = dict[str, Callable[[], Run]]  # by name
@@ -132,7 +133,7 @@ def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
     """FlashInfer's decode; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", use_tensor_cores=use_tensor_cores)
     wrapper.plan(
         *page_table(batch),
         case.num_qo_heads,
@@ -154,10 +155,10 @@ def flashinfer_prefill(batch: Batch, backend: str) -> Run:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     out = torch.empty_like(batch.q)
     if case.ragged:
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend=backend)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
         ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, out=out)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend=backend)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
     wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
@@ -171,7 +172,7 @@ def flashinfer_persistent(batch: Batch) -> Run:
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.head_dim)
     wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=True)
     out = torch.empty_like(batch.q)
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cuda")
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
 
     def run() -> torch.Tensor:
         wrapper.run(batch.q, batch.cache, out=out, lse=lse)
@@ -225,6 +226,22 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
         kv_data_type=torch.bfloat16,
     )
     return lambda: wrapper.run(batch.grouped.q, batch.grouped.cache)
+
+
+def vllm_rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> Launch:
+    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] where they are, in halves; their heads lie one after another."""
+    kernels = import_module("vllm._custom_ops")
+    arguments = (positions, q.flatten(1), k.flatten(1), q.shape[2], table, True)
+    return lambda: kernels.rotary_embedding(*arguments)
+
+
+def vllm_append(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> Launch:
+    """vLLM's kernel that writes K and V to a cache [pages, 2, page_size, num_kv_heads, head_dim], of their dtype or e4m3, which vLLM sees as bytes."""
+    kernels = import_module("vllm._custom_ops")
+    kind, pages = ("auto", cache) if cache.dtype == k.dtype else ("fp8", cache.view(torch.uint8))
+    scales = torch.full((1,), scale, dtype=torch.float32, device=k.device)
+    arguments = (k, v, *pages.unbind(1), slots, kind, scales, scales)
+    return lambda: kernels.reshape_and_cache_flash(*arguments)
 
 
 def page_table(batch: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

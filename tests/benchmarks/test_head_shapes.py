@@ -7,13 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from stand_ins import MACHINE, OneMoreEach, install_peers
 
-import attn_backend.flashinfer
-from benchmarks import head_shape_peers, head_shapes, peers
+from benchmarks import head_shape_peers, head_shapes
 from benchmarks.batches import LARGEST_ERROR
 from benchmarks.head_shape_cases import ShapeCase, Tensors, all_cases, mla
 from benchmarks.head_shape_peers import flashinfer_kernels, peers_of
-from benchmarks.timing import Machine
 
 CASES = list(all_cases())
 
@@ -67,8 +66,7 @@ KINDS = ("d64 h32/8", "d192/128 h16/16 p16", "d192/128 h16/16 ragged", "d512 h8/
 
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case.kv != "latent" and any(kind in case.name for kind in KINDS)])
 def test_flashinfer_is_called_as_its_api_is(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", attn_backend.flashinfer)
-    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE", 1 << 20)
+    install_peers(monkeypatch)
     tensors = Tensors.make(small(CASES[index]), "cpu")
     kernels = flashinfer_kernels(tensors)
     assert kernels
@@ -94,12 +92,11 @@ def test_peers_of_a_line(name: str, expected: dict[str, list[str]]) -> None:
 
 def test_a_line_goes_on_without_peers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(head_shapes.Tensors, "make", lambda case, make=Tensors.make: make(case, "cpu"))
+    install_peers(monkeypatch)
     monkeypatch.setattr(head_shape_peers, "workspace", lambda device: 1 / 0)
-    monkeypatch.setitem(sys.modules, "flashinfer", attn_backend.flashinfer)
-    for name in ("vllm.vllm_flash_attn.flash_attn_interface", "vllm.v1.attention.ops.flashmla"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.flashmla", None)
     arguments = argparse.Namespace(peer=[], kernel=None)
-    line = head_shapes.measure(small(mla(2, 70, 16)), lambda run: float(run() is None) + 1, Machine(1e12, 1e15, 1.0), arguments)
+    line = head_shapes.measure(small(mla(2, 70, 16)), OneMoreEach(), MACHINE, arguments)
     assert [line[peer] for peer in head_shapes.PEERS] == [None] * 3
     errors = capsys.readouterr().err
     assert all(text in errors for text in ("FlashInfer, fa3: ZeroDivisionError", "FA3: ModuleNotFoundError", "FlashMLA: ModuleNotFoundError"))
