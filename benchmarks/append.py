@@ -1,7 +1,9 @@
-"""What lies between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding, append; `append_qkv` beside the peers' kernels.
+"""What lies between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding, append to a bf16 or an 8-bit cache (e4m3).
+`append_qkv` beside the peers' kernels.
 
-Peers: vLLM's (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash), where it is installed. One process, one GPU, CUDA-graph replay, median,
-with a cold L2: the projection's output is usually still there in an engine, for the peers' second kernel as well.
+Peers, where they are installed: vLLM's (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash); FlashInfer's
+rope_quantize_fp8_append_paged_kv_cache, which has no norm and rounds Q to 8 bits, too. One process, one GPU, CUDA-graph replay, median, with a cold L2: the
+projection's output is usually still there in an engine, for vLLM's second kernel as well.
 
 python -m benchmarks.append [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -16,113 +18,148 @@ from typing import Any
 import torch
 
 from attn_backend import KVCache, Rotary, append_kv, append_qkv
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.lines import measure_lines
+from benchmarks.peers import vllm_append, vllm_rotate
+from benchmarks.report import number, options, table
 from benchmarks.timing import Machine, Timer
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 POSITIONS = 1 << 16
-COLUMNS = ["case", "floor", "ours", "vLLM", "ours / vLLM", "of copy bandwidth", "append alone"]
+SCALE = 0.1  # of the 8-bit cache, for K and V
+LARGEST_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-2}  # of a peer's output to ours, relative; most of the second is roundings to 8 bits
+PEERS = ("vLLM", "FlashInfer")
+COLUMNS = ("case", "floor", "ours", *PEERS, "ours / vLLM", "ours / FlashInfer", "of copy bandwidth", "append alone")
+
+Rows = Callable[[], torch.Tensor]  # launches and returns Q, [tokens, heads, head_dim]
 
 
 @dataclass(frozen=True)
 class Line:
     tokens: int
     norm: bool
+    cache: torch.dtype = torch.bfloat16
     qo_heads: int = 32
 
     @property
     def name(self) -> str:
-        return f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, append"
+        return f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, {'' if self.cache == torch.bfloat16 else 'quantise, '}append"
+
+
+def cos_sin_table(positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """bf16 [positions, head_dim]: the cosines of a position's angles, then their sines."""
+    angles = torch.arange(positions, device=device)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).bfloat16()
 
 
 class Projected:
     """Random outputs of a projection, with the cache that they go to."""
 
-    def __init__(self, line: Line) -> None:
-        device, bf16 = torch.device("cuda"), torch.bfloat16
+    def __init__(self, line: Line, device: torch.device) -> None:
+        bf16 = torch.bfloat16
         heads = line.qo_heads + 2 * KV_HEADS
         self.line = line
         self.qkv = torch.randn(line.tokens, heads, HEAD_DIM, dtype=bf16, device=device)
         self.q, self.k, self.v = self.qkv.split([line.qo_heads, KV_HEADS, KV_HEADS], dim=1)
-        pages = -(-line.tokens // PAGE_SIZE) + 1
-        self.cache = torch.zeros(pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=bf16, device=device)
-        self.kv = KVCache.from_tensor(self.cache)
-        self.slots = torch.randperm(pages * PAGE_SIZE, device=device)[: line.tokens]
+        self.pages = -(-line.tokens // PAGE_SIZE) + 1
+        self.cache = torch.zeros(self.pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=line.cache, device=device)
+        self.scale = 1.0 if line.cache == bf16 else SCALE
+        scale = None if line.cache == bf16 else SCALE
+        self.kv = KVCache.from_tensor(self.cache, k_scale=scale, v_scale=scale)
+        self.slots = torch.randperm(self.pages * PAGE_SIZE, device=device)[: line.tokens]
         self.positions = torch.randint(POSITIONS, (line.tokens,), device=device)
-        angles = torch.arange(POSITIONS, device=device)[:, None] * 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
-        self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(bf16)
+        self.table = cos_sin_table(POSITIONS, HEAD_DIM, device)
         self.weight = torch.randn(HEAD_DIM, dtype=bf16, device=device) if line.norm else None
 
     @property
     def moved_bytes(self) -> int:
         """Read and written: Q, K, V, and their rows of cosines and sines."""
-        return 2 * self.qkv.numel() * 2 + self.line.tokens * HEAD_DIM * 2
+        of_q, of_kv = self.q.numel(), self.k.numel() + self.v.numel()
+        return 4 * of_q + (2 + self.cache.element_size()) * of_kv + self.line.tokens * HEAD_DIM * 2
 
-    def ours(self) -> Callable[[], object]:
+    def ours(self) -> Rows:
         rotary = Rotary(self.table)
         return lambda: append_qkv(self.q, self.k, self.v, self.kv, self.slots, rotary=rotary, positions=self.positions, q_norm=self.weight, k_norm=self.weight)
 
-    def append_alone(self) -> Callable[[], object]:
+    def append_alone(self) -> Callable[[], None]:
         return lambda: append_kv(self.k, self.v, self.kv, self.slots)
 
-    def vllm(self) -> Callable[[], object]:
-        kernels = import_module("vllm._custom_ops")
-        one = torch.ones(1, device=self.q.device)
-        flat = self.qkv.view(self.line.tokens, -1)
-        q, k = flat[:, : self.line.qo_heads * HEAD_DIM], flat[:, self.line.qo_heads * HEAD_DIM : (self.line.qo_heads + KV_HEADS) * HEAD_DIM]
-        weight = self.weight
-        k_cache, v_cache = self.cache[:, 0], self.cache[:, 1]
+    def vllm(self) -> Rows:
+        rotate, append = vllm_rotate(self.q, self.k, self.table, self.positions), vllm_append(self.k, self.v, self.cache, self.slots, self.scale)
+        kernels, weight, flat = import_module("vllm._custom_ops"), self.weight, self.qkv.flatten(1)
+        heads = (self.line.qo_heads, KV_HEADS, KV_HEADS, HEAD_DIM)
 
-        def run() -> None:
+        def run() -> torch.Tensor:
             if weight is None:
-                kernels.rotary_embedding(self.positions, q, k, HEAD_DIM, self.table, True)
+                rotate()
             else:
-                heads = (self.line.qo_heads, KV_HEADS, KV_HEADS)
-                kernels.fused_qk_norm_rope(flat, *heads, HEAD_DIM, 1e-6, weight, weight, self.table, True, self.positions)
-            kernels.reshape_and_cache_flash(self.k, self.v, k_cache, v_cache, self.slots, "auto", one, one)
+                kernels.fused_qk_norm_rope(flat, *heads, 1e-6, weight, weight, self.table, True, self.positions)
+            append()
+            return self.q
 
         return run
 
-    def check_vllm(self) -> float:
-        """Largest difference between ours and vLLM's in Q and in the cache, as parts of the largest element."""
+    def flashinfer(self) -> Rows:
+        """All tokens are one request, whose pages are those of the cache in their order: a token's position in it is its slot."""
+        device = self.q.device
+        indptr = torch.tensor([0, self.pages], dtype=torch.int32, device=device)
+        arguments: dict[str, Any] = {"q_rope": self.q, "k_rope": self.k, "q_nope": None, "k_nope": None, "v": self.v, "page_size": PAGE_SIZE}
+        arguments |= {"cos_sin_cache": self.table.float(), "pos_ids": self.positions.int(), "paged_kv_cache": self.cache.unbind(1)}
+        arguments |= {"kv_indices": torch.arange(self.pages, dtype=torch.int32, device=device), "kv_indptr": indptr}
+        arguments |= {"batch_indices": torch.zeros_like(self.slots, dtype=torch.int32), "positions": self.slots.int()}
+        arguments |= {"quant_scale_q": 1 / self.scale, "quant_scale_kv": 1 / self.scale, "q_rope_out": torch.empty_like(self.q, dtype=self.line.cache)}
+        append = import_module("flashinfer.rope").rope_quantize_fp8_append_paged_kv_cache
+        return lambda: append(**arguments)[0]
+
+    def peers(self) -> dict[str, Callable[[], Rows]]:
+        quantises_without_norm = self.line.cache != torch.bfloat16 and not self.line.norm
+        return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantises_without_norm else {})
+
+    def written(self, run: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a call makes of Q and of an empty cache, as numbers; the projection's output is then what it was."""
         before = self.qkv.clone()
-        results = []
-        for run in (self.ours(), self.vllm()):
-            self.qkv.copy_(before)
-            self.cache.zero_()
-            run()
-            results.append(torch.cat([self.q.flatten(), self.cache.flatten()]).float())
+        self.cache.zero_()
+        q = run()
+        numbers = q.float() * (1.0 if q.dtype == torch.bfloat16 else self.scale), self.cache.float() * self.scale
         self.qkv.copy_(before)
-        return float((results[0] - results[1]).abs().max() / results[0].abs().max())
+        return numbers
+
+    def difference(self, run: Rows) -> float:
+        """Of a peer's Q or cache to ours, the larger, relative."""
+        pairs = zip(self.written(run), self.written(self.ours()), strict=True)
+        return max(float((of_peer - ours).norm() / ours.norm()) for of_peer, ours in pairs)
 
 
-def measure(line: Line, timer: Timer, machine: Machine) -> dict[str, Any]:
-    projected = Projected(line)
-    result: dict[str, Any] = {"case": line.name, "floor": projected.moved_bytes / machine.bandwidth * 1e6, "vLLM": None}
-    runs = {"ours": projected.ours(), "append alone": projected.append_alone()}
-    try:
-        error = projected.check_vllm()
-        if error > 2e-2:
-            print(f"{line.name}: vLLM computes something else, difference {error:.1e}", flush=True)
+def measure(line: Line, timer: Timer, machine: Machine, device: str = "cuda") -> dict[str, Any]:
+    projected = Projected(line, torch.device(device))
+    result: dict[str, Any] = {"case": line.name, "floor": projected.moved_bytes / machine.bandwidth * 1e6} | dict.fromkeys(PEERS)
+    runs: dict[str, Callable[[], object]] = {"ours": projected.ours(), "append alone": projected.append_alone()}
+    for peer, make in projected.peers().items():
+        try:
+            run = make()
+            difference = projected.difference(run)
+            timer(run)  # what cannot be captured fails here
+        except Exception as problem:  # a peer may raise anything
+            print(f"{line.name}: {peer}: {type(problem).__name__}: {problem}", flush=True)
+            continue
+        if difference <= LARGEST_DIFFERENCE[line.cache]:
+            runs[peer] = run
         else:
-            runs["vLLM"] = projected.vllm()
-    except Exception as problem:  # a peer may raise anything
-        print(f"{line.name}: vLLM: {type(problem).__name__}: {problem}", flush=True)
+            print(f"{line.name}: {peer} computes something else, difference {difference:.1e}", flush=True)
     return result | dict(zip(runs, timer.together(list(runs.values())), strict=True))
 
 
-def markdown(lines: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            line["case"],
-            *(number(line[name]) for name in ("floor", "ours", "vLLM")),
-            number(line["ours"] / line["vLLM"] if line["vLLM"] else None, 2),
-            number(line["floor"] / line["ours"], 2),
-            number(line["append alone"]),
-        ]
-        for line in lines
-    ]
-    return table(COLUMNS, rows)
+def markdown(lines: list[dict[str, Any]], header: str) -> str:
+    rows = []
+    for line in lines:
+        ratios = [number(line["ours"] / line[peer] if line[peer] else None, 2) for peer in PEERS]
+        times = [number(line[name]) for name in ("floor", "ours", *PEERS)]
+        rows.append([line["case"], *times, *ratios, number(line["floor"] / line["ours"], 2), number(line["append alone"])])
+    return f"{header}\n\n{table(COLUMNS, rows)}\n"
+
+
+def all_lines() -> list[Line]:
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    return [Line(tokens, norm, dtype) for dtype in dtypes for tokens in (1, 64, 512, 2048, 8192, 32768) for norm in (False, True)]
 
 
 def main() -> None:
@@ -131,19 +168,7 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs: bf16, 32/{KV_HEADS} heads of {HEAD_DIM}, page {PAGE_SIZE}, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    print(header, flush=True)
-    lines: list[dict[str, Any]] = []
-    text = ""
-    for tokens in (1, 64, 512, 2048, 8192, 32768):
-        for norm in (False, True):
-            line = Line(tokens, norm)
-            if not wanted(line.name, arguments):
-                continue
-            lines.append(measure(line, timer, machine))
-            print(brief(lines[-1]), flush=True)
-            text = f"{header}\n\n{markdown(lines)}\n"
-            save(arguments, text, {"header": header, "lines": lines})
-    print(text)
+    measure_lines(all_lines(), lambda line: measure(line, timer, machine), lambda lines: markdown(lines, header), header, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, ours, referenc
 from benchmarks.board import PEERS, markdown
 from benchmarks.cases import Case, SharedCase, all_cases
 from benchmarks.lines import measure_lines
-from benchmarks.peers import peers_of, peers_of_shared, time_of
+from benchmarks.peers import fastest, peers_of, peers_of_shared
 from benchmarks.report import options, wanted
 from benchmarks.timing import Machine, Timer
 
@@ -65,18 +65,8 @@ def measure(case: Case | SharedCase, timer: Timer, machine: Machine, arguments: 
     line |= {"plan": timer(default.plan), "error": expected.error(default.run())}
     of_peers = expected if grouped is batch else Expected(grouped)
     for peer in PEERS:
-        line[peer] = None
-        if arguments.peer and peer not in arguments.peer:
-            continue
-        for backend, make in peers.get(peer, {}).items():
-            measured, out = time_of(f"{peer}, {backend}", case.name, make, timer)
-            if measured is None or out is None:
-                continue
-            error = of_peers.error(out)
-            if error > LARGEST_ERROR:
-                print(f"{case.name}: {peer}, {backend}: WRONG, relative error {error:.1e}", flush=True)
-            elif line[peer] is None or measured < line[peer]:
-                line[peer], line[f"{peer} backend"] = measured, backend
+        kernels = {} if arguments.peer and peer not in arguments.peer else peers.get(peer, {})
+        line |= fastest(peer, case.name, kernels, timer, lambda out: of_peers.error(out) if of_peers.outputs else None, LARGEST_ERROR)
     line["seconds"] = time.monotonic() - begin
     return line
 

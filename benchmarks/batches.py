@@ -152,7 +152,7 @@ def prepare(attention: Attention, batch: Batch, composition: BSRView | Compositi
 def ours(batch: Batch, **changes: Any) -> Ours:
     """One view of all requests. `changes`: arguments of Attention."""
     case = batch.case
-    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    room: dict[str, Any] = {"device": batch.q.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
     return prepare(Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | changes)), batch, batch.view)
 
 
@@ -173,8 +173,8 @@ def reference(batch: Batch, request: int) -> torch.Tensor:
     k, v = (tokens.double() for tokens in batch.tokens(request))
     q = batch.q[first : first + qo_len].double()
     group = case.num_qo_heads // case.num_kv_heads
-    position = torch.arange(kv_len - qo_len, kv_len, device="cuda")
-    hidden = torch.arange(kv_len, device="cuda")[None] > position[:, None]
+    position = torch.arange(kv_len - qo_len, kv_len, device=q.device)
+    hidden = torch.arange(kv_len, device=q.device)[None] > position[:, None]
     out = torch.empty_like(q)
     for head in range(case.num_qo_heads):
         logits = q[:, head] @ k[:, head // group].T * case.head_dim**-0.5

@@ -1,4 +1,5 @@
-"""Attention over an 8-bit cache (e4m3), under bf16 queries and 8-bit ones: beside our own bf16, FA3 over the same 8-bit cache (Q in 8 bits), and the floor.
+"""Attention over an 8-bit cache (e4m3), under bf16 queries and 8-bit ones: beside our own bf16, FA3 over the same 8-bit cache (Q in 8 bits), FlashInfer over it
+under queries of both kinds, and the floor.
 
 One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes of the 8-bit cache, Q and O at the bandwidth of a
 device copy. Errors are against float64 on the dequantised cache.
@@ -9,6 +10,8 @@ python -m benchmarks.fp8 [--case TEXT ...] [--repeats N] [--json FILE] [--markdo
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from attn_backend import Attention, KVCache
 from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
 from benchmarks.cases import Case
 from benchmarks.lines import measure_lines
-from benchmarks.peers import Run, time_of
+from benchmarks.peers import Kernels, Run, fastest, page_table, workspace
 from benchmarks.report import number, options, table
 from benchmarks.timing import Machine, Timer
 
@@ -25,7 +28,8 @@ HEADS = (32, 8)
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 K_SCALE, V_SCALE = 0.02, 0.01
-COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", "FA3 fp8")
+PEERS = ("FA3 fp8", "FlashInfer fp8", "FlashInfer fp8 Q")
+COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", *PEERS)
 LARGEST_FLOAT8_Q_ERROR = 6e-2  # probabilities and Q of 8 bits
 
 
@@ -65,7 +69,7 @@ def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q:
     case = batch.case
     k_scale, v_scale = (torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale for scale in (K_SCALE, V_SCALE))
     kv = KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale)
-    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    room: dict[str, Any] = {"device": cache.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
     attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, kv_dtype=FLOAT8, q_dtype=FLOAT8 if float8_q else None, **room)
     attention.plan(batch.view)
     out = torch.empty_like(batch.q)
@@ -122,6 +126,45 @@ def flash_attention_3(batch: Batch, cache: torch.Tensor) -> Run:
     return run
 
 
+def flashinfer(batch: Batch, cache: torch.Tensor, kernel: str) -> Run:
+    """FlashInfer under bf16 queries: "tensor cores" or "CUDA cores" of its decode, "fa2" of its prefill. It multiplies the output by V's scale afterwards."""
+    library, case = import_module("flashinfer"), batch.case
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    dtypes = {"q_data_type": batch.q.dtype, "kv_data_type": FLOAT8}
+    out = torch.empty_like(batch.q)
+    if kernel == "fa2":
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace(cache.device), "NHD", backend="fa2")
+        wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, causal=True, **dtypes)
+    else:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace(cache.device), "NHD", use_tensor_cores=kernel == "tensor cores")
+        wrapper.plan(*page_table(batch), *heads, **dtypes)
+    return lambda: wrapper.run(batch.q, cache, k_scale=K_SCALE, v_scale=V_SCALE, out=out)
+
+
+def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
+    """FlashInfer's prefill for Hopper, which takes 8-bit queries with scales of heads; of its decode, too, it is the kernel for them."""
+    case = batch.case
+    q, q_scale = quantised_q(batch)
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD", backend="fa3")
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    dtypes = {"q_data_type": FLOAT8, "kv_data_type": FLOAT8, "o_data_type": batch.q.dtype}
+    wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, causal=True, **dtypes)
+    heads_and_scales = ((case.num_qo_heads, q_scale), (case.num_kv_heads, K_SCALE), (case.num_kv_heads, V_SCALE))
+    scales = [torch.full((count,), scale, dtype=torch.float32, device=q.device) for count, scale in heads_and_scales]
+    out = torch.empty_like(batch.q)
+    return lambda: wrapper.run(q, cache, *scales, out=out)
+
+
+def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
+    """The kernels of each peer, by name; what counts for a peer is its fastest."""
+    bf16_q = ("tensor cores", "CUDA cores") if max(batch.case.qo_lens) == 1 else ("fa2",)
+    return {
+        "FA3 fp8": {"FA3 fp8": partial(flash_attention_3, batch, cache)},
+        "FlashInfer fp8": {kernel: partial(flashinfer, batch, cache, kernel) for kernel in bf16_q},
+        "FlashInfer fp8 Q": {"fa3": partial(flashinfer_float8_q, batch, cache)},
+    }
+
+
 def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     """One line of the table; times in µs."""
     cache, batch = quantised(Batch.make(case))
@@ -136,21 +179,24 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
         line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected)
         if not line[f"{name} error"] <= (LARGEST_FLOAT8_Q_ERROR if name == "fp8 Q" else LARGEST_ERROR):
             print(f"{case.name}: {name}: WRONG, relative error {line[f'{name} error']:.1e}", flush=True)
-    line["FA3 fp8"], out = time_of("FA3 fp8", case.name, lambda: flash_attention_3(batch, cache), timer)
-    line["FA3 fp8 error"] = None if out is None else relative_error(out[first:], expected)
+    for peer, kernels in peers_of(batch, cache).items():
+        largest = LARGEST_ERROR if peer == "FlashInfer fp8" else LARGEST_FLOAT8_Q_ERROR
+        line |= fastest(peer, case.name, kernels, timer, lambda out: relative_error(out[first:], expected), largest)
     return line
 
 
 def markdown(lines: list[dict[str, Any]], header: str) -> str:
-    """A table of all lines; the ratios are those of ours over 8 bits, the last two of ours and FA3 under queries of 8 bits."""
+    """A table of all lines; ratios are of ours, under queries of 16 bits and of 8, to the bf16 cache, the floor, and peers that have the same work or more."""
     rows = []
     for line in lines:
-        fp8, fa3 = line["fp8"], line["FA3 fp8"]
-        fp8_q, errors = line["fp8 Q"], [line[f"{name} error"] for name in ("fp8", "fp8 Q", "FA3 fp8")]
-        ratios = (line["bf16"] / fp8, line["floor"] / fp8, None if fa3 is None else fp8 / fa3, line["bf16"] / fp8_q, None if fa3 is None else fp8_q / fa3)
+        pairs = [("bf16", "fp8"), ("floor", "fp8"), ("fp8", "FA3 fp8"), ("fp8", "FlashInfer fp8")]
+        pairs += [("bf16", "fp8 Q"), ("fp8 Q", "FA3 fp8"), ("fp8 Q", "FlashInfer fp8 Q")]
+        ratios = [None if line[dividend] is None or line[divisor] is None else line[dividend] / line[divisor] for dividend, divisor in pairs]
+        errors = [line.get(f"{name} error") for name in ("fp8", "fp8 Q", *PEERS)]
         shown_errors = ["" if error is None else f"{error:.1e}" for error in errors]
         rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *(number(ratio, 2) for ratio in ratios), *shown_errors])
-    names = ["bf16 / fp8", "floor / fp8", "fp8 / FA3", "bf16 / fp8 Q", "fp8 Q / FA3", "fp8 error", "fp8 Q error", "FA3 error"]
+    names = ["bf16 / fp8", "floor / fp8", "fp8 / FA3", "fp8 / FlashInfer", "bf16 / fp8 Q", "fp8 Q / FA3", "fp8 Q / FlashInfer"]
+    names += ["fp8 error", "fp8 Q error", "FA3 error", "FlashInfer error", "FlashInfer Q error"]
     return f"{header}\n\n{table(['case', *COLUMNS, *names], rows)}\n"
 
 

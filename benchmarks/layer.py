@@ -1,26 +1,28 @@
 """The cost of attention in a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
 
 One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
-vLLM's kernel. With an 8-bit cache (e4m3, beside bf16) append rounds K and V.
+vLLM's kernel. With an 8-bit cache (e4m3, beside bf16) append rounds K and V. With --rope Q and K are rotated first: by ours in the launch that appends, for
+peers by vLLM's kernel.
 
-python -m benchmarks.layer [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.layer [--rope] [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from attn_backend import Attention, KVCache, append_kv
+from attn_backend import Attention, KVCache, Rotary, append_kv, append_qkv
+from benchmarks.append import cos_sin_table
 from benchmarks.batches import Batch, ours, reference, relative_error
 from benchmarks.cases import Case, lengths
 from benchmarks.fp8 import K_SCALE, V_SCALE, quantised
 from benchmarks.lines import measure_lines
-from benchmarks.peers import flash_attention_3, flashinfer_backends
+from benchmarks.peers import flash_attention_3, flashinfer_backends, vllm_append, vllm_rotate
 from benchmarks.report import number, options, table
 from benchmarks.timing import Launch, Machine, Timer
 
@@ -41,12 +43,15 @@ def layer_cases() -> list[Case]:
 _DECODES = ((1, 8192, 16), (8, 1200, 16), (8, 1200, 1), (16, 1024, 16), (24, 400, 16), (24, 400, 1), (64, 400, 16), (64, 4096, 16))
 
 
+def new_positions(qo_lens: Sequence[int], kv_lens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [rows]: where the rows of Q stand in their requests."""
+    return torch.cat([torch.arange(kv_len - qo_len, kv_len, device=device) for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True)])
+
+
 def new_slots(block_table: torch.Tensor, qo_lens: Sequence[int], kv_lens: Sequence[int], page_size: int) -> torch.Tensor:
     """int64 [rows]: where K and V of the rows of Q lie."""
-    slots = []
-    for pages, qo_len, kv_len in zip(block_table, qo_lens, kv_lens, strict=True):
-        token = torch.arange(kv_len - qo_len, kv_len, device=block_table.device)
-        slots.append(pages[token // page_size].long() * page_size + token % page_size)
+    positions = new_positions(qo_lens, kv_lens, block_table.device).split(list(qo_lens))
+    slots = [pages[token // page_size].long() * page_size + token % page_size for pages, token in zip(block_table, positions, strict=True)]
     return torch.cat(slots)
 
 
@@ -56,60 +61,85 @@ def layers(*launches: Launch) -> None:
             launch()
 
 
-def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """K and V [rows, num_kv_heads, head_dim] of the rows of Q, and where they go.
+
+    slots, positions: int64 [rows]. table: cosines and sines by which Q and K are rotated; None: they are not.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor | None
+
+    @classmethod
+    def make(cls, batch: Batch, rope: bool) -> NewTokens:
+        case, device = batch.case, batch.q.device
+        k, v = torch.randn(2, len(batch.q), case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device=device)
+        slots = new_slots(batch.block_table, case.qo_lens, case.kv_lens, case.page_size)
+        table = cos_sin_table(max(case.kv_lens), case.head_dim, device) if rope else None
+        return cls(k, v, slots, new_positions(case.qo_lens, case.kv_lens, device), table)
+
+    def append(self, q: torch.Tensor, kv: KVCache) -> Launch:
+        """Ours, one launch. q is rotated where it is."""
+        if self.table is None:
+            return partial(append_kv, self.k, self.v, kv, self.slots)
+        return partial(append_qkv, q, self.k, self.v, kv, self.slots, rotary=Rotary(self.table), positions=self.positions)
+
+    def append_by_vllm(self, q: torch.Tensor, cache: torch.Tensor) -> list[Launch]:
+        """A launch, or two. q and k are rotated where they are."""
+        append = vllm_append(self.k, self.v, cache, self.slots)
+        return [append] if self.table is None else [vllm_rotate(q, self.k, self.table, self.positions), append]
+
+
+def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False) -> dict[str, Any]:
     """One line of the table; µs a layer."""
     batch = Batch.make(case)
-    slots = new_slots(batch.block_table, case.qo_lens, case.kv_lens, case.page_size)
-    weight = torch.randn(PRODUCT, dtype=torch.bfloat16, device="cuda")
-    x = torch.randn(PRODUCT_ROWS[len(batch.q) == len(case.qo_lens)], PRODUCT[0], dtype=torch.bfloat16, device="cuda")
-    k, v = torch.randn(2, len(batch.q), case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda")
-    prepared = ours(batch)
+    device = batch.q.device
+    new = NewTokens.make(batch, rope)
+    weight = torch.randn(PRODUCT, dtype=torch.bfloat16, device=device)
+    x = torch.randn(PRODUCT_ROWS[len(batch.q) == len(case.qo_lens)], PRODUCT[0], dtype=torch.bfloat16, device=device)
     out = torch.empty_like(batch.q)
-
     cache, _ = quantised(batch)
-    float8 = ours(batch, kv_dtype=cache.dtype)
     float8_kv = KVCache.from_tensor(cache, k_scale=K_SCALE, v_scale=V_SCALE)
 
-    def attend(attention: Attention = prepared.attention, kv: KVCache = batch.kv) -> None:
-        append_kv(k, v, kv, slots)
-        attention.run(batch.q, kv, out=out, after_append=True)
+    def attend(attention: Attention, kv: KVCache) -> list[Launch]:
+        return [new.append(batch.q, kv), partial(attention.run, batch.q, kv, out=out, after_append=True)]
 
     product: Launch = partial(torch.matmul, x, weight)
-    runs: dict[str, Launch] = {"product": partial(layers, product)}
-    runs |= {"8-bit cache": partial(layers, product, partial(attend, float8.attention, float8_kv)), "ours": partial(layers, product, attend)}
-    runs |= {name: partial(layers, product, launch) for name, launch in of_peers(batch, k, v, slots).items()}
-    times = dict(zip(runs, timer.together(list(runs.values())), strict=True))
+    prepared, float8 = ours(batch), ours(batch, kv_dtype=cache.dtype)
+    of_ours = attend(prepared.attention, batch.kv)
+    launches: dict[str, list[Launch]] = {"product": [], "8-bit cache": attend(float8.attention, float8_kv), "ours": of_ours} | of_peers(batch, new)
+    runs: list[Launch] = [partial(layers, product, *behind) for behind in launches.values()]
+    times = dict(zip(launches, timer.together(runs), strict=True))
     line: dict[str, Any] = {"case": case.name, "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6}
-    attend()
+    for launch in of_ours:
+        launch()
     line["error"] = relative_error(out[: case.qo_lens[0]], reference(batch, 0))
     return line | {name: (time - times["product"]) / LAYERS for name, time in times.items() if name != "product"}
 
 
-def of_peers(batch: Batch, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> dict[str, Launch]:
+def of_peers(batch: Batch, new: NewTokens) -> dict[str, list[Launch]]:
     """Append and attention of the peers that import."""
-    one = torch.ones((), device="cuda")
     makes: dict[str, Callable[[], Launch]] = {"FA3": partial(flash_attention_3, batch)}
     makes |= {f"FlashInfer, {name}": make for name, make in flashinfer_backends(batch).items()}
-    launches: dict[str, Launch] = {}
+    launches: dict[str, list[Launch]] = {}
     for name, make in makes.items():
         try:
-            write = import_module("vllm._custom_ops").reshape_and_cache_flash
-            attend = make()
-            attend()
+            of_layer = [*new.append_by_vllm(batch.q, batch.cache), make()]
+            for launch in of_layer:
+                launch()
             torch.cuda.synchronize()
         except Exception as problem:  # a peer may raise anything
             print(f"{batch.case.name}: {name}: {type(problem).__name__}: {problem}", flush=True)
-            continue
-
-        def launch(attend: Launch = attend, write: Callable[..., None] = write) -> None:
-            write(k, v, batch.cache[:, 0], batch.cache[:, 1], slots, "auto", one, one)
-            attend()
-
-        launches[name] = launch
+        else:
+            launches[name] = of_layer
     return launches
 
 
-def markdown(lines: list[dict[str, Any]]) -> str:
+def markdown(lines: list[dict[str, Any]], rope: bool = False) -> str:
     """A table; what counts for FlashInfer is its fastest backend."""
     rows = []
     for line in lines:
@@ -118,20 +148,28 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         ratio = line["ours"] / min(peers) if peers else None
         times = [number(time) for time in (line["floor"], line["ours"], line["8-bit cache"], line.get("FA3"), flashinfer)]
         rows.append([line["case"], *times, number(ratio, 2), f"{line['error']:.1e}"])
-    return table(["append + attention", "floor", "ours", "8-bit cache", "FA3", "FlashInfer", "ours / best peer", "error"], rows)
+    return table(
+        ["rope + append + attention" if rope else "append + attention", "floor", "ours", "8-bit cache", "FA3", "FlashInfer", "ours / best peer", "error"], rows
+    )
 
 
 def main() -> None:
-    arguments = options(__doc__, repeats=21).parse_args()
+    parser = options(__doc__, repeats=21)
+    parser.add_argument("--rope", action="store_true", help="with the rotary embedding of Q and K")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = (
-        f"{machine} µs a layer, append and attention behind a product of {PRODUCT_ROWS[True]} (prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, "
-        f"{LAYERS} layers in a CUDA graph less the products alone, median of {arguments.repeats}; bf16, 32/8 heads, head_dim 128. "
-        "Error: one request against float64, relative."
+        f"{machine} µs a layer, {'rotary embedding, ' if arguments.rope else ''}append and attention behind a product of {PRODUCT_ROWS[True]} "
+        f"(prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, {LAYERS} layers in a CUDA graph less the products alone, median of "
+        f"{arguments.repeats}; bf16, 32/8 heads, head_dim 128. Error: one request against float64, relative."
     )
-    measure_lines(layer_cases(), lambda case: measure(case, timer, machine), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
+
+    def text(lines: list[dict[str, Any]]) -> str:
+        return f"{header}\n\n{markdown(lines, arguments.rope)}\n"
+
+    measure_lines(layer_cases(), lambda case: measure(case, timer, machine, arguments.rope), text, header, arguments)
 
 
 if __name__ == "__main__":

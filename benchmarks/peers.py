@@ -1,4 +1,5 @@
-"""The peers that import: each a function that launches attention of a prepared batch. Raises ImportError where the peer is not installed."""
+"""The peers that import: each a function that launches attention of a prepared batch, or what comes before it. Raises ImportError where the peer is not
+installed."""
 
 from __future__ import annotations
 
@@ -6,16 +7,33 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks.batches import Batch, SharedBatch
-from benchmarks.timing import Timer
+from benchmarks.timing import Launch, Timer
 
 Run = Callable[[], torch.Tensor]
 Kernels = dict[str, Callable[[], Run]]  # by name
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
+
+
+class PageSize(Protocol):
+    @property
+    def page_size(self) -> int: ...
+
+
+class Paged(Protocol):
+    """What a page table is made of. block_table: int32 [batch, pages]; kv_lens: int32 [batch]."""
+
+    @property
+    def case(self) -> PageSize: ...
+    @property
+    def block_table(self) -> torch.Tensor: ...
+    @property
+    def kv_lens(self) -> torch.Tensor: ...
 
 
 def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tuple[float | None, torch.Tensor | None]:
@@ -26,6 +44,25 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
     except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None, None
+
+
+def fastest(peer: str, case: str, kernels: Kernels, timer: Timer, error: Callable[[torch.Tensor], float | None], largest: float) -> dict[str, Any]:
+    """What a line has of a peer: µs of its fastest kernel whose output is right, that kernel's name and error; None where no kernel ran and was right.
+
+    error: of an output; None: there is nothing to compare it with, and it counts as right.
+    """
+    line: dict[str, Any] = {peer: None}
+    for backend, make in kernels.items():
+        name = peer if backend == peer else f"{peer}, {backend}"
+        measured, out = time_of(name, case, make, timer)
+        if measured is None or out is None:
+            continue
+        of_output = error(out)
+        if of_output is not None and not of_output <= largest:
+            print(f"{case}: {name}: WRONG, relative error {of_output:.1e}", flush=True)
+        elif line[peer] is None or measured < line[peer]:
+            line = {peer: measured, f"{peer} backend": backend, f"{peer} error": of_output}
+    return line
 
 
 def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> Run:
@@ -96,7 +133,7 @@ def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
     """FlashInfer's decode; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", use_tensor_cores=use_tensor_cores)
     wrapper.plan(
         *page_table(batch),
         case.num_qo_heads,
@@ -118,10 +155,10 @@ def flashinfer_prefill(batch: Batch, backend: str) -> Run:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     out = torch.empty_like(batch.q)
     if case.ragged:
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend=backend)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
         ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, out=out)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend=backend)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
     wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
@@ -135,7 +172,7 @@ def flashinfer_persistent(batch: Batch) -> Run:
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.head_dim)
     wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=True)
     out = torch.empty_like(batch.q)
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cuda")
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
 
     def run() -> torch.Tensor:
         wrapper.run(batch.q, batch.cache, out=out, lse=lse)
@@ -191,13 +228,29 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
     return lambda: wrapper.run(batch.grouped.q, batch.grouped.cache)
 
 
-def page_table(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def vllm_rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> Launch:
+    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] where they are, in halves; their heads lie one after another."""
+    kernels = import_module("vllm._custom_ops")
+    arguments = (positions, q.flatten(1), k.flatten(1), q.shape[2], table, True)
+    return lambda: kernels.rotary_embedding(*arguments)
+
+
+def vllm_append(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> Launch:
+    """vLLM's kernel that writes K and V to a cache [pages, 2, page_size, num_kv_heads, head_dim], of their dtype or e4m3, which vLLM sees as bytes."""
+    kernels = import_module("vllm._custom_ops")
+    kind, pages = ("auto", cache) if cache.dtype == k.dtype else ("fp8", cache.view(torch.uint8))
+    scales = torch.full((1,), scale, dtype=torch.float32, device=k.device)
+    arguments = (k, v, *pages.unbind(1), slots, kind, scales, scales)
+    return lambda: kernels.reshape_and_cache_flash(*arguments)
+
+
+def page_table(batch: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """kv_indptr, kv_indices, kv_last_page_len."""
     page_size = batch.case.page_size
     pages = (batch.kv_lens + page_size - 1) // page_size
-    used = torch.arange(batch.block_table.shape[1], device="cuda")[None] < pages[:, None]
+    used = torch.arange(batch.block_table.shape[1], device=pages.device)[None] < pages[:, None]
     return torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % page_size + 1
 
 
-def workspace() -> torch.Tensor:
-    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")
+def workspace(device: torch.device | str = "cuda") -> torch.Tensor:
+    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)

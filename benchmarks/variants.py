@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.batches import LARGEST_ERROR, Batch
 from benchmarks.lines import measure_lines
-from benchmarks.peers import time_of
+from benchmarks.peers import fastest
 from benchmarks.report import number, options, table
 from benchmarks.timing import Machine, Timer
-from benchmarks.variant_cases import MEANINGS, Expected, Meaning, VariantCase, all_cases, ours, work
+from benchmarks.variant_cases import MEANINGS, Expected, VariantCase, all_cases, ours, work
 from benchmarks.variant_peers import peers_of
 
 PEERS = ("FA3", "FlashInfer", "flex_attention")
@@ -42,24 +42,11 @@ def measure(line_of: VariantCase, timer: Timer, machine: Machine, arguments: arg
     line |= {"plan": timer(prepared.plan), "error": expected.error(prepared.run())}
     if line["error"] > LARGEST_ERROR:
         print(f"{name}: ours: WRONG, relative error {line['error']:.1e}", flush=True)
-    line |= of_peers(name, batch, meaning, expected, timer, arguments)
-    line["seconds"] = time.monotonic() - begin
-    return line
-
-
-def of_peers(name: str, batch: Batch, meaning: Meaning, expected: Expected, timer: Timer, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fastest right kernel of each peer."""
-    line: dict[str, Any] = dict.fromkeys(PEERS)
+    line |= dict.fromkeys(PEERS)
     for peer, kernels in peers_of(batch, meaning).items():
-        for backend, make in kernels.items() if not arguments.peer or peer in arguments.peer else ():
-            measured, out = time_of(f"{peer}, {backend}", name, make, timer)
-            if measured is None or out is None:
-                continue
-            error = expected.error(out)
-            if not error <= LARGEST_ERROR:
-                print(f"{name}: {peer}, {backend}: WRONG, relative error {error:.1e}", flush=True)
-            elif line[peer] is None or measured < line[peer]:
-                line |= {peer: measured, f"{peer} backend": backend, f"{peer} error": error}
+        if not arguments.peer or peer in arguments.peer:
+            line |= fastest(peer, name, kernels, timer, expected.error, LARGEST_ERROR)
+    line["seconds"] = time.monotonic() - begin
     return line
 
 

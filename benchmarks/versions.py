@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import attn_backend
+from benchmarks.cases import SharedCase, shared_cases
 from benchmarks.layer import LAYERS, PRODUCT, PRODUCT_ROWS, layers, new_slots
 from benchmarks.report import number, options, save, table, wanted
 from benchmarks.timing import Launch, Timer
@@ -46,6 +47,18 @@ def load_before(folder: Path) -> ModuleType:
     return importlib.import_module("attn_backend_before")
 
 
+def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.device | str) -> torch.Tensor:
+    """int32 [batch, most pages]: shuffled pages. The first `shared` of a request are everybody's, the next `of_group` those of its group."""
+    ids = torch.randperm(sum(pages), device=device, generator=torch.Generator(device).manual_seed(1), dtype=torch.int32)
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
+    for row, own in zip(table, ids.split(pages), strict=True):
+        row[: len(own)] = own
+    table[:, :shared] = table[0, :shared].clone()
+    for i in range(len(pages)):
+        table[i, shared : shared + of_group] = table[i % NUM_GROUPS, shared : shared + of_group].clone()
+    return table
+
+
 class Problem:
     """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those behind them that each of NUM_GROUPS groups shares."""
 
@@ -64,14 +77,7 @@ class Problem:
     ) -> None:
         generator = torch.Generator("cuda").manual_seed(1)
         pages = [-(-length // page_size) for length in kv_lens]
-        ids = torch.randperm(sum(pages), device="cuda", generator=generator, dtype=torch.int32)
-        block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
-        for row, own in zip(block_table, ids.split(pages), strict=True):
-            row[: len(own)] = own
-        shared = common // page_size
-        block_table[:, :shared] = block_table[0, :shared].clone()
-        for i in range(len(pages)):
-            block_table[i, shared : shared + of_group // page_size] = block_table[i % NUM_GROUPS, shared : shared + of_group // page_size].clone()
+        block_table = block_table_of(pages, common // page_size, of_group // page_size, "cuda")
         rows = sum(qo_lens)
         qo_indptr = torch.tensor(list(itertools.accumulate(qo_lens, initial=0)), dtype=torch.int32, device="cuda")
         table = library.PageTable.block_table(block_table, torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), page_size)
@@ -144,14 +150,23 @@ def appends(library: ModuleType) -> Launch:
     return lambda: library.append_kv(k, k, problem.kv, slots)
 
 
-IN_LAYERS: dict[str, tuple[list[int], list[int]]] = {
-    "decode 1 x 8192": ([1], [8192]),
-    "decode 8 x 1200": ([1] * 8, [1200] * 8),
-    "decode 16 x 1024": ([1] * 16, [1024] * 16),
-    "decode 24 x 400": ([1] * 24, [400] * 24),
-    "decode 64 x 4096": ([1] * 64, [4096] * 64),
-    "prompt 220": ([220], [220]),
-    "prompt 2048": ([2048], [2048]),
+def problem_of(case: SharedCase) -> dict[str, Any]:
+    """Arguments of Problem."""
+    (_, common), *of_groups, (batch, own) = case.levels
+    of_group = sum(tokens for _, tokens in of_groups)
+    return {"qo_lens": [1] * batch, "kv_lens": [common + of_group + own] * batch, "common": common, "of_group": of_group}
+
+
+SHARED: dict[str, dict[str, Any]] = {f"decode {case.name}": problem_of(case) for case in shared_cases()}
+IN_LAYERS: dict[str, dict[str, Any]] = {
+    "decode 1 x 8192": {"qo_lens": [1], "kv_lens": [8192]},
+    "decode 8 x 1200": {"qo_lens": [1] * 8, "kv_lens": [1200] * 8},
+    "decode 16 x 1024": {"qo_lens": [1] * 16, "kv_lens": [1024] * 16},
+    "decode 24 x 400": {"qo_lens": [1] * 24, "kv_lens": [400] * 24},
+    "decode 64 x 4096": {"qo_lens": [1] * 64, "kv_lens": [4096] * 64},
+    **SHARED,
+    "prompt 220": {"qo_lens": [220], "kv_lens": [220]},
+    "prompt 2048": {"qo_lens": [2048], "kv_lens": [2048]},
 }
 DEVICE: dict[str, Make] = {
     "decode 1 x 8192": attention([1], [8192]),
@@ -163,8 +178,7 @@ DEVICE: dict[str, Make] = {
     "decode 16 skewed": attention([1] * 16, SKEWED),
     "decode 16 x 1024, generic": attention([1] * 16, [1024] * 16, kernel="generic"),
     "decode 16 x 3000, batch invariant": attention([1] * 16, [3000] * 16, batch_invariant=True),
-    "decode 64 x (2048 + 256)": attention([1] * 64, [2304] * 64, common=2048),
-    "decode 16 x (8192 + 128)": attention([1] * 16, [8320] * 16, common=8192),
+    **{name: attention(**problem) for name, problem in SHARED.items()},
     "prompt 220": attention([220], [220]),
     "prompts 8 x 700": attention([700] * 8, [700] * 8),
     "prompts 4 x 2048": attention([2048] * 4, [2048] * 4),
@@ -210,9 +224,9 @@ def device_times(make: Make, before: ModuleType, timer: Timer) -> tuple[float, f
     return min(forth[0], back[0]), min(forth[1], back[1])
 
 
-def layer_times(qo_lens: list[int], kv_lens: list[int], before: ModuleType, timer: Timer) -> tuple[float, float]:
+def layer_times(problem: dict[str, Any], before: ModuleType, timer: Timer) -> tuple[float, float]:
     """Of append and attention in one layer."""
-    make, rows = in_layers(qo_lens, kv_lens), PRODUCT_ROWS[max(qo_lens) == 1]
+    make, rows = in_layers(**problem), PRODUCT_ROWS[max(problem["qo_lens"]) == 1]
     alone = product(rows)
     launches = [make(before), make(attn_backend), lambda: layers(alone)]
     forth, back = timer.together(launches), timer.together(launches[::-1])[::-1]
@@ -243,7 +257,7 @@ def main() -> None:
     print(header, flush=True)
     lines: list[dict[str, Any]] = []
     cases: dict[str, Callable[[], tuple[float, float]]] = {name: partial(device_times, make, before, timer) for name, make in DEVICE.items()}
-    cases |= {f"in a layer: {name}": partial(layer_times, *lens, before, timer) for name, lens in IN_LAYERS.items()}
+    cases |= {f"in a layer: {name}": partial(layer_times, problem, before, timer) for name, problem in IN_LAYERS.items()}
     cases |= {f"host: {name}": partial(host_times, make, before) for name, make in HOST.items()}
     for name, measure in cases.items():
         if not wanted(name, arguments):
