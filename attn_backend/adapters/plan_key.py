@@ -16,7 +16,7 @@ class PlanKey(NamedTuple):
         in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers its slots differently.
         of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders, decompressed keys of MLA in SGLang).
         of_encoder: whether K and V are those of the request's encoder (SGLang's cross attention).
-        window_right: tokens to the right of a query that is not causal which stay visible; -1: all.
+        window_right: tokens to the right of the query that stay visible in a step that is not causal; -1: all.
         chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.
         has_spans: whether some tokens of a prompt see both sides, those of an image for one (Gemma 3).
         cuts_spans: whether the window also cuts what a token of a span sees of it (Gemma 4).
