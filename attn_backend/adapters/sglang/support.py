@@ -183,8 +183,8 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         raise refuse(f"length-dependent softmax temperature ({name})")
     window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
-    if not causal and window_left >= 0:
-        raise refuse(f"a sliding window over both sides of the query ({name})")
+    if layer.is_cross_attention and window_left >= 0:
+        raise refuse(f"a sliding window over the tokens of an encoder ({name})")
     if not causal and not layer.is_cross_attention:
         _check_whole_prompts(layer)
     chunk = attention_chunk_size if attention_chunk_size is not None and layer.use_irope else 0
@@ -200,6 +200,7 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         in_window_pool,
         of_this_step=is_decompressed(layer, parent),
         of_encoder=layer.is_cross_attention,
+        window_right=-1 if causal else window_left,
         chunk=chunk,
         has_spans=has_spans and causal,
         has_items=items,

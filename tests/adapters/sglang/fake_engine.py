@@ -201,6 +201,8 @@ class FakeEngine:
             hidden = key_pos > query_pos if shape.attn_type == AttentionType.DECODER else torch.zeros(len(rows), len(k), dtype=torch.bool)
             if shape.window >= 0:
                 hidden = hidden | (key_pos < query_pos - shape.window)
+                if shape.attn_type != AttentionType.DECODER:
+                    hidden = hidden | (key_pos > query_pos + shape.window)
             if shape.chunk:
                 hidden = hidden | (key_pos // shape.chunk != query_pos // shape.chunk)
             if trees is not None:

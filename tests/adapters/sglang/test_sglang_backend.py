@@ -195,8 +195,12 @@ def test_chain_verification() -> None:
     step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4))
 
 
-def test_encoder_sees_both_sides() -> None:
-    engine = FakeEngine((LayerShape(attn_type=AttentionType.ENCODER_ONLY),))
+@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_encoder_sees_both_sides(attn_type: AttentionType, hybrid: bool) -> None:
+    """Windows, too, are to both sides (EmbeddingGemma), also where their layers have a pool of their own (EmbeddingGemma 2)."""
+    layers = (LayerShape(attn_type=attn_type), LayerShape(attn_type=attn_type, window=12))
+    engine = FakeEngine(layers, page_size=16, hybrid=hybrid)
     step(engine, SGLangAttentionBackend(engine.runner()), ForwardMode.EXTEND, [0, 1], [17, 40])
 
 

@@ -137,7 +137,7 @@ def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.Monk
     ("changes", "message"),
     [
         ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
-        ({"sliding_window_size": 8, "attn_type": AttentionType.ENCODER_ONLY}, "sliding window over both sides"),
+        ({"sliding_window_size": 8, "is_cross_attention": True}, "sliding window over the tokens of an encoder"),
     ],
 )
 def test_refused_layers(changes: dict[str, object], message: str) -> None:
