@@ -22,6 +22,7 @@ class PlanKey(NamedTuple):
         cuts_spans: whether the window also cuts what a token of a span sees of it (Gemma 4).
         has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
         has_alibi: whether logits get ALiBi's slopes.
+        temperature_len: position behind which logits grow with the query's (Grok 2); 0: they never do.
         has_tree: whether the new tokens are a tree, not a chain (speculative drafts in SGLang).
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
@@ -45,6 +46,7 @@ class PlanKey(NamedTuple):
     cuts_spans: bool = False
     has_items: bool = False
     has_alibi: bool = False
+    temperature_len: int = 0
     has_tree: bool = False
     has_sinks: bool = False
     logits_soft_cap: float = 0.0
@@ -56,4 +58,5 @@ class PlanKey(NamedTuple):
     @property
     def needs_variant(self) -> bool:
         """Whether plain attention cannot serve these layers: soft cap, window to the left and sinks it has."""
-        return self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_alibi or self.has_tree
+        masks = self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_tree
+        return masks or self.has_alibi or self.temperature_len > 0

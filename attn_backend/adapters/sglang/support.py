@@ -179,8 +179,6 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
     name = f"layer {layer.layer_id}"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
-    if layer.xai_temperature_len > 0:
-        raise refuse(f"length-dependent softmax temperature ({name})")
     window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
     if layer.is_cross_attention and window_left >= 0:
@@ -205,6 +203,7 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         has_spans=has_spans and causal,
         has_items=items,
         has_alibi=slopes_of(parent) is not None,
+        temperature_len=max(0, layer.xai_temperature_len),
         has_sinks=any(isinstance(getattr(parent, sinks, None), torch.Tensor) for sinks in _SINKS),
         logits_soft_cap=float(layer.logit_cap or 0.0),
         head_dim_v=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,
