@@ -167,6 +167,17 @@ def _gemma4() -> tuple[Any, Any]:
     return config, transformers.Gemma4ForConditionalGeneration
 
 
+def _stablelm() -> tuple[Any, Any]:
+    sizes = {"hidden_size": 4 * 80, "num_hidden_layers": 2, "partial_rotary_factor": 0.25}
+    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | sizes
+    return transformers.StableLmConfig(**config), transformers.StableLmForCausalLM
+
+
+def _phi3() -> tuple[Any, Any]:
+    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | {"hidden_size": 4 * 96, "num_hidden_layers": 2}
+    return transformers.Phi3Config(**config), transformers.Phi3ForCausalLM
+
+
 def _items() -> tuple[Any, Any]:
     return transformers.Qwen2Config(**COMMON, tie_word_embeddings=False), transformers.Qwen2ForCausalLM
 
@@ -232,6 +243,8 @@ FAMILIES = {
             "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
             "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
         }),
+        Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
+        Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
         Family("mimo", "keys and values of different sizes, sinks, sliding window", "MiMo V2", _mimo, engines={
             # SGLang's window leaves the query out; and the nested form of these parameters, transformers' own, it does not know.
